@@ -1,0 +1,104 @@
+"""Every error a user can cause, in one tree.
+
+    AttarError                 exit code 1
+    ├── UsageError             exit code 2: the command, an option or a recipe is wrong
+    │   ├── SettingsError      a setting has a value that is not allowed
+    │   └── RecipeError        a recipe file: names file, line and key
+    ├── CheckpointError        a model folder is missing, incomplete or damaged
+    ├── ModelError             the architecture does not allow what was asked
+    ├── DataError              the text is missing, empty or of the wrong shape
+    ├── NumericsError          NaN, infinity or a singular matrix
+    ├── OutputError            the result cannot be written
+    └── MissingExtraError      an optional package is not installed
+
+A message is one line that names the file, the field and what is wrong with it; ``hint`` says how to mend it.
+Anything else that escapes is a bug of attar.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AttarError(Exception):
+    """Base of every error that a user can cause.
+
+    Args:
+        message: one line: which file or field, what is wrong.
+        hint: one line: how to mend it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(AttarError):
+    """The command was used wrongly."""
+
+    exit_code = 2
+
+
+class SettingsError(UsageError):
+    """A setting has a value that is not allowed.
+
+    Args:
+        field: name of the setting.
+        value: what was given.
+        allowed: what would be allowed, in words.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} is {value!r}, but must be {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class RecipeError(UsageError):
+    """A recipe file is wrong; the message starts with ``file:line:``."""
+
+
+class CheckpointError(AttarError):
+    """A model folder is missing, incomplete or damaged."""
+
+
+class ModelError(AttarError):
+    """The architecture does not allow what was asked, or a part of it was not found."""
+
+
+class DataError(AttarError):
+    """The text is missing, empty or of the wrong shape."""
+
+
+class NumericsError(AttarError):
+    """NaN, infinity or a singular matrix where numbers were expected."""
+
+
+class OutputError(AttarError):
+    """The result cannot be written: it exists, the disk is full, or the folder is read-only."""
+
+
+class MissingExtraError(AttarError):
+    """An optional package is not installed.
+
+    Args:
+        package: import name of the package.
+        extra: attar's extra that brings it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"the package {package!r} is not installed", hint=f"pip install 'attar[{extra}]'")
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word closest to a misspelt one, or None when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return close[0] if close else None

@@ -1,0 +1,116 @@
+"""Progress: what is being done, how far, how long still, and the latest loss or error.
+
+Long work takes a ``progress`` argument and opens a task on it::
+
+    with progress.task("recover", total=steps) as task:
+        for step in range(done, steps):
+            ...
+            task.advance(loss=loss)
+
+Two kinds exist: :class:`Silent`, and :class:`Terminal`, which draws a bar on a terminal and prints a line now and then
+where there is none. Everything goes to stderr: stdout is for data.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Task(Protocol):
+    """One piece of work whose length is known."""
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        """Say that ``n`` more units are done, with the latest numbers (loss, error, tokens/s)."""
+
+
+class Progress(Protocol):
+    """Where work reports to."""
+
+    def task(self, what: str, total: int, done: int = 0) -> Any:
+        """Open a task: a context manager that yields a :class:`Task`."""
+
+    def log(self, line: str) -> None:
+        """Say one line to the person who waits."""
+
+
+class _SilentTask:
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        pass
+
+
+class Silent:
+    """Says nothing."""
+
+    @contextmanager
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[Task]:
+        """Open a task that nobody sees."""
+        yield _SilentTask()
+
+    def log(self, line: str) -> None:
+        """Drop the line."""
+
+
+SILENT = Silent()
+
+
+def _numbers(numbers: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+
+
+class _LineTask:
+    """For logs and pipes: a line at the start, every ``every`` seconds, and at the end."""
+
+    def __init__(self, what: str, total: int, done: int, every: float = 15.0) -> None:
+        self.what, self.total, self.done, self.every = what, total, done, every
+        self.first = done
+        self.start = self.last = time.monotonic()
+        self.numbers: dict[str, float] = {}
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        self.done += n
+        self.numbers = numbers or self.numbers
+        now = time.monotonic()
+        if now - self.last >= self.every:
+            self.last = now
+            left = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
+            self.say(f"{self.done}/{self.total}  about {left:.0f} s left  {_numbers(self.numbers)}")
+
+    def say(self, text: str) -> None:
+        print(f"{self.what}: {text.rstrip()}", file=sys.stderr, flush=True)
+
+
+class _BarTask:
+    def __init__(self, bar: Any, identity: Any) -> None:
+        self.bar, self.identity = bar, identity
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        fields = {"numbers": _numbers(numbers)} if numbers else {}
+        self.bar.update(self.identity, advance=n, **fields)
+
+
+class Terminal:
+    """A rich progress bar on a terminal; plain lines elsewhere."""
+
+    @contextmanager
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[Task]:
+        """Open a task shown to the person who waits."""
+        if not sys.stderr.isatty():
+            line = _LineTask(what, total, done)
+            yield line
+            line.say(f"done in {time.monotonic() - line.start:.1f} s  {_numbers(line.numbers)}")
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Bar(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
+            yield _BarTask(bar, bar.add_task(what, total=total, completed=done, numbers=""))
+
+    def log(self, line: str) -> None:
+        """Print one line on stderr."""
+        print(line, file=sys.stderr, flush=True)
