@@ -1,0 +1,130 @@
+"""Train ``attar:tiny``: tokenizer and model, from the running Python's standard-library source.
+
+    python scripts/train_tiny.py WORK [--minutes-hint]     writes src/attar/embedded/tiny
+
+Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows of 2,048, which is the
+model's context. The card tells what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from attar.data import stdlib
+from attar.data.packing import pack
+from attar.progress import Terminal
+from attar.walks.settings import TrainSettings
+from attar.walks.train import History, train
+
+VOCABULARY = 2048
+CONTEXT = 2048
+SEED = 0
+LONG = TrainSettings(
+    steps=4400, batch_size=8, sequence_length=512, learning_rate=3e-3, optimizer="muon", warmup=0.02, final=0.05,
+    weight_decay=0.1, evaluate_every=400, checkpoint_every=100, seed=SEED,
+)  # fmt: skip
+WIDE = replace(LONG, steps=350, batch_size=2, sequence_length=CONTEXT, learning_rate=3e-4, evaluate_every=175, seed=SEED + 1)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the training split; one special token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for _, text in stdlib.texts("train")), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model() -> LlamaForCausalLM:
+    """A Llama of 6.8 M parameters: 8 layers, width 256, 8 query heads on 4 KV heads, SwiGLU of 768."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return LlamaForCausalLM(config)
+
+
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Next-token cross-entropy in nats, mean over tokens."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def phase(model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str) -> History:
+    """One phase of training, with its held-out loss on rows of the same length."""
+    rows = pack(tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed)
+    kept = pack(tokenizer, "python-stdlib", "evaluation", length=settings.sequence_length, rows=None, seed=0)
+    evaluation = kept.tokens[: 65_536 // settings.sequence_length]
+    print(f"{what}: {rows.tokens.numel():,} training tokens in a pass over the data", file=sys.stderr)
+
+    def held_out(model: nn.Module) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            return sum(float(loss(model, batch)) * len(batch) for batch in evaluation.split(8)) / len(evaluation)
+
+    return train(model, loss, rows.tokens, settings, work=work, held_out=held_out, progress=Terminal(), what=what)
+
+
+def main() -> None:
+    """Tokenizer, two phases, checkpoint, card."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "src/attar/embedded/tiny")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    if (args.work / "tokenizer/tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.work / "tokenizer")
+    else:
+        tokenizer = build_tokenizer()
+        tokenizer.save_pretrained(args.work / "tokenizer")
+    model = build_model()
+    first = phase(model, tokenizer, LONG, args.work / "long", "rows of 512")
+    second = phase(model, tokenizer, WIDE, args.work / "wide", "rows of 2,048")
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    report = {
+        "script": "scripts/train_tiny.py",
+        "data": "python-stdlib, train split: SHA-256 of the relative path, first 32 bits, modulo 100 below 90",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seed": SEED,
+        "tokens_seen": first.tokens + second.tokens,
+        "phases": [asdict(LONG), asdict(WIDE)],
+        "held_out_loss_512": [row for row in first.curve if "held_out" in row],
+        "held_out_loss_2048": [row for row in second.curve if "held_out" in row],
+        "held_out_perplexity_2048": math.exp(second.curve[-1]["held_out"]),
+    }
+    (args.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

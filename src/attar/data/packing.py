@@ -1,0 +1,133 @@
+"""Documents to rows of tokens.
+
+Two ways of packing into rows of S tokens:
+
+- ``stream``: documents joined by the end-of-text token and cut every S tokens. Nothing is padded, nothing dropped but the tail; a row
+  may hold the end of one document and the start of the next (what pre-training does).
+- ``separate``: no row holds two documents; a document is cut into rows of its own and what is shorter than S is padded. Nothing
+  leaks across documents, at the price of padding.
+
+Letters: N rows, S tokens a row, B rows a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.data.chat import render
+from attar.data.sources import Document, documents
+from attar.errors import DataError
+
+CHUNK = 256  # documents tokenized in one call: enough to keep every core busy
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows with their mask.
+
+    Attributes:
+        tokens: int64 (N, S).
+        mask: bool (N, S), False on padding; None when nothing is padded.
+    """
+
+    tokens: Tensor
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+
+def tokenize(texts: Iterable[Document], tokenizer: Any) -> Iterator[list[int]]:
+    """The token ids of each document, without special tokens; empty documents are left out."""
+    chunk: list[str] = []
+    for text in texts:
+        chunk.append(render(text, tokenizer))
+        if len(chunk) == CHUNK:
+            yield from _encode(chunk, tokenizer)
+            chunk = []
+    if chunk:
+        yield from _encode(chunk, tokenizer)
+
+
+def _encode(chunk: list[str], tokenizer: Any) -> Iterator[list[int]]:
+    for ids in tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]:
+        if ids:
+            yield ids
+
+
+def end_token(tokenizer: Any) -> list[int]:
+    """The token put between documents: end-of-text, else the separator, else none."""
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if token is not None:
+            return [int(token)]
+    return []
+
+
+def pack_stream(ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None) -> Tensor:
+    """Join documents and cut: int64 (N, S), N at most ``rows``. Stops reading as soon as it has enough."""
+    flat: list[int] = []
+    for document in ids:
+        flat.extend(document)
+        flat.extend(end)
+        if rows is not None and len(flat) >= rows * length:
+            break
+    count = len(flat) // length if rows is None else min(rows, len(flat) // length)
+    return torch.tensor(flat[: count * length], dtype=torch.int64).reshape(count, length)
+
+
+def pack_separate(ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, pad: int = 0) -> Rows:
+    """Cut each document into rows of its own, padded on the right."""
+    cut: list[list[int]] = []
+    for document in ids:
+        whole = document + end
+        cut.extend(whole[start : start + length] for start in range(0, len(whole), length))
+        if rows is not None and len(cut) >= rows:
+            break
+    cut = cut[:rows]
+    tokens = torch.full((len(cut), length), pad, dtype=torch.int64)
+    mask = torch.zeros((len(cut), length), dtype=torch.bool)
+    for row, piece in enumerate(cut):
+        tokens[row, : len(piece)] = torch.tensor(piece)
+        mask[row, : len(piece)] = True
+    return Rows(tokens, mask)
+
+
+def pack(
+    tokenizer: Any, data: str, split: str, *, length: int, rows: int | None, seed: int, separate: bool = False
+) -> Rows:
+    """Rows of a source's split.
+
+    Args:
+        length: S, tokens a row.
+        rows: how many at most; None: all there is.
+        separate: no row holds two documents.
+
+    Raises:
+        DataError: the split holds less than one row.
+    """
+    ids = tokenize(documents(data, split, seed), tokenizer)
+    if separate:
+        packed = pack_separate(ids, length, end_token(tokenizer), rows, tokenizer.pad_token_id or 0)
+    else:
+        packed = Rows(pack_stream(ids, length, end_token(tokenizer), rows))
+    if not len(packed):
+        raise DataError(
+            f"{data}: the {split} split holds less than one row of {length} tokens",
+            hint="give more text, or a smaller --sequence-length",
+        )
+    return packed
+
+
+def evaluation_batches(
+    tokenizer: Any, data: str, *, tokens: int, sequence_length: int, batch_size: int, seed: int
+) -> list[Tensor]:
+    """Held-out rows as a list of int64 (B, S) batches, about ``tokens`` tokens in all."""
+    rows = pack(
+        tokenizer, data, "evaluation", length=sequence_length, rows=max(tokens // sequence_length, 1), seed=seed
+    )
+    return list(rows.tokens.split(batch_size))

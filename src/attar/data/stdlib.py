@@ -1,0 +1,47 @@
+"""``python-stdlib``: the running Python's own standard-library source as a text data set.
+
+Every machine that runs attar has it, so the demo and the tests need no network. Whole files go to one split, chosen by a
+hash of their path inside the library: a file is in the same split on every machine and in every Python version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SPLITS = {"train": range(0, 90), "calibration": range(90, 95), "evaluation": range(95, 100)}
+"""Which per cent of the hash belongs to which split."""
+
+SKIP = ("site-packages", "dist-packages", "__pycache__", "lib2to3/tests/data", "config-")
+LARGEST = 400_000  # bytes: longer files are generated tables
+
+
+def split_of(path: str) -> str:
+    """The split of a file, from the first 32 bits of SHA-256 over its relative POSIX path, modulo 100."""
+    bucket = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 100
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
+
+
+def files(split: str) -> list[tuple[str, Path]]:
+    """(relative path, file) of one split, sorted by the path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root).as_posix()
+        if not any(part in name for part in SKIP) and split_of(name) == split:
+            found.append((name, file))
+    return sorted(found)
+
+
+def texts(split: str) -> Iterator[tuple[str, str]]:
+    """(relative path, source text) of the readable UTF-8 files of one split, sorted by the path."""
+    for name, file in files(split):
+        raw = file.read_bytes()
+        if not 0 < len(raw) <= LARGEST:
+            continue
+        try:
+            yield name, raw.decode("utf-8")
+        except UnicodeDecodeError:  # test data in other encodings
+            continue

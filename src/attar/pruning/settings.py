@@ -1,0 +1,46 @@
+"""Settings of structured pruning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attar.errors import SettingsError
+from attar.walks.settings import check_range
+
+VERSION = 1
+
+METHODS = ("heads", "neurons")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneSettings:
+    """Remove whole attention head groups or MLP neurons, the least important of each layer.
+
+    Every layer keeps the same number, because a configuration file has one number for all layers.
+    """
+
+    method: str = field(
+        default="neurons",
+        metadata={"help": "heads: groups of query heads with their KV head; neurons: of the MLP", "choices": METHODS},
+    )
+    ratio: float = field(default=0.25, metadata={"help": "fraction removed, 0 to below 1"})
+    multiple_of: int = field(
+        default=0, metadata={"help": "keep a multiple of so many neurons (0: the largest power of two up to 64 that fits)"}
+    )
+    samples: int = field(default=64, metadata={"help": "calibration sequences whose gradients are averaged"})
+    sequence_length: int = field(default=256, metadata={"help": "tokens in a calibration sequence"})
+    batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
+    data: str = field(
+        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise SettingsError("method", self.method, " or ".join(METHODS))
+        if not 0.0 <= self.ratio < 1.0:
+            raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
+        for name in ("samples", "batch_size"):
+            check_range(name, getattr(self, name), 1, 2**40, "at least 1")
+        check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
+        check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")

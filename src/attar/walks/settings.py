@@ -1,0 +1,63 @@
+"""Settings of the train walk: how long, how fast, in what precision. Shared by every stage that trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attar.errors import SettingsError
+
+
+def check_range(name: str, value: float, low: float, high: float, allowed: str) -> None:
+    """Raise SettingsError unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise SettingsError(name, value, allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One training run: AdamW, linear warm-up, cosine decay, clipping, gradient accumulation.
+
+    A step sees ``batch_size * accumulate`` sequences of ``sequence_length`` tokens.
+    """
+
+    steps: int = field(default=200, metadata={"help": "optimizer steps"})
+    batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass"})
+    accumulate: int = field(default=1, metadata={"help": "forward passes added up before a step"})
+    sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence"})
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
+    optimizer: str = field(
+        default="adamw",
+        metadata={"help": "adamw, or muon for the matrices with adamw for the rest", "choices": ("adamw", "muon")},
+    )
+    warmup: float = field(default=0.05, metadata={"help": "fraction of the steps spent warming up"})
+    final: float = field(default=0.1, metadata={"help": "learning rate at the end, as a fraction of the peak"})
+    weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the matrices"})
+    clip: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
+    precision: str = field(
+        default="bf16", metadata={"help": "arithmetic of the forward pass", "choices": ("bf16", "fp32")}
+    )
+    evaluate_every: int = field(default=0, metadata={"help": "steps between held-out losses; 0: only at the end"})
+    checkpoint_every: int = field(default=50, metadata={"help": "steps between resumable states"})
+    patience: int = field(
+        default=0, metadata={"help": "stop after so many held-out losses without a better one; 0: never"}
+    )
+    data: str = field(
+        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulate", "checkpoint_every"):
+            check_range(name, getattr(self, name), 1, 2**40, "at least 1")
+        for name in ("evaluate_every", "patience", "seed", "clip", "weight_decay"):
+            check_range(name, getattr(self, name), 0, 2**63, "0 or more")
+        check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
+        check_range("learning_rate", self.learning_rate, 1e-12, 10.0, "between 1e-12 and 10")
+        check_range("warmup", self.warmup, 0.0, 1.0, "between 0 and 1")
+        check_range("final", self.final, 0.0, 1.0, "between 0 and 1")
+        if self.optimizer not in ("adamw", "muon"):
+            raise SettingsError("optimizer", self.optimizer, "adamw or muon")
+        if self.precision not in ("bf16", "fp32"):
+            raise SettingsError("precision", self.precision, "bf16 or fp32")
+        if self.patience and not self.evaluate_every:
+            raise SettingsError("patience", self.patience, "0 unless evaluate_every is set")

@@ -1,0 +1,238 @@
+"""The train walk: the one training loop of the house. What is learned is decided by the loss that it is given.
+
+    for step:  g = mean over micro-batches of d loss(model, batch) / d parameters;  clip;  optimizer step
+
+Distillation, recovery and whatever trains later each bring a loss and a set of trainable parameters, never another loop. The loop runs
+through accelerate, so that ``accelerate launch`` spreads it over processes; batch numbers are dealt to the ranks in turn.
+
+A run writes its whole state (weights, optimizers, random number generators, curve) every ``checkpoint_every`` steps beside a name that
+it then renames. A killed run goes on from the last state with the same batches and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attar.data.batches import Batches
+from attar.errors import NumericsError
+from attar.progress import SILENT, Progress
+from attar.walks import optimizers
+from attar.walks.settings import TrainSettings
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+"""``loss(model, tokens)``: tokens int64 (B, S) to a scalar, the mean over the predicted tokens."""
+
+
+@dataclass
+class History:
+    """What a run has gone through.
+
+    Attributes:
+        step: steps done.
+        curve: one row per logged step: ``step``, ``loss`` (mean since the last row), and ``held_out`` where it was measured.
+        best: smallest held-out loss so far.
+        waited: held-out losses since the best one.
+        stopped: the run ended early for lack of progress.
+        tokens: tokens seen.
+    """
+
+    step: int = 0
+    curve: list[dict[str, float]] = field(default_factory=list)
+    best: float = math.inf
+    waited: int = 0
+    stopped: bool = False
+    tokens: int = 0
+
+
+def train(
+    model: nn.Module,
+    loss: Loss,
+    rows: Tensor,
+    settings: TrainSettings,
+    *,
+    work: Path | None = None,
+    held_out: Callable[[nn.Module], float] | None = None,
+    progress: Progress = SILENT,
+    what: str = "train",
+) -> History:
+    """Train ``model`` in place.
+
+    Args:
+        model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic only).
+        loss: see :data:`Loss`; called under autocast when the precision is bf16.
+        rows: int64 (N, S) training rows.
+        work: folder for resumable states; None: the run cannot be resumed.
+        held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
+        what: the name shown beside the bar.
+
+    Returns:
+        The history; with ``patience`` the model holds its best weights, else its last.
+
+    Raises:
+        NumericsError: the loss or the gradient is not finite.
+    """
+    accelerator = _accelerator(model)
+    torch.manual_seed(settings.seed)
+    built = optimizers.build(model, settings)
+    prepared, *tuned = accelerator.prepare(model, *built)
+    run = _Run(accelerator, prepared, tuned, work)
+    history = run.resume()
+    batches = Batches(rows, settings.batch_size, settings.seed)
+    since: list[float] = []
+    start = time.monotonic()
+    first = history.step
+    with progress.task(what, total=settings.steps, done=history.step) as task:
+        while history.step < settings.steps and not history.stopped:
+            value = _step(run, loss, batches, history.step, settings)
+            history.step += 1
+            history.tokens += settings.batch_size * settings.accumulate * rows.shape[1] * accelerator.num_processes
+            since.append(value)
+            numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
+            last = history.step == settings.steps
+            if last or history.step % _log_every(settings) == 0:
+                history.curve.append({"step": history.step, "loss": sum(since) / len(since)})
+                since = []
+            if held_out is not None and (last or _due(history.step, settings.evaluate_every)):
+                numbers["held-out"] = _measure(run, held_out, history, settings)
+            if last or history.stopped or _due(history.step, settings.checkpoint_every):
+                run.save(history)
+            task.advance(**numbers)
+    if settings.patience:
+        run.restore_best()
+    accelerator.free_memory()
+    return history
+
+
+def _accelerator(model: nn.Module) -> Any:
+    from accelerate import Accelerator
+
+    device = next(model.parameters()).device
+    return Accelerator(cpu=device.type == "cpu")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _log_every(settings: TrainSettings) -> int:
+    """Rows of the curve fall on checkpoints, so that a resumed run draws the same curve."""
+    return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
+
+
+def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
+    """One optimizer step; returns the mean loss of its micro-batches."""
+    run.model.train()
+    device = run.accelerator.device
+    total = 0.0
+    for micro in range(settings.accumulate):
+        number = (step * settings.accumulate + micro) * run.accelerator.num_processes + run.accelerator.process_index
+        tokens = batches[number].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            value = loss(run.model, tokens)
+        run.accelerator.backward(value / settings.accumulate)
+        total += float(value.detach()) / settings.accumulate
+    if not math.isfinite(total):
+        raise _diverged(f"the loss became {total} at step {step + 1}", settings)
+    norm = run.accelerator.clip_grad_norm_(run.model.parameters(), settings.clip or math.inf)
+    if not math.isfinite(float(norm)):
+        raise _diverged(f"the gradient became {float(norm)} at step {step + 1}", settings)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = optimizers.rate(step, settings)
+        optimizer.step()
+        optimizer.zero_grad()
+    return total
+
+
+def _diverged(what: str, settings: TrainSettings) -> NumericsError:
+    advice = f"a smaller --learning-rate than {settings.learning_rate:g}, or a longer --warmup than {settings.warmup:g}"
+    more = ", or --precision fp32" if settings.precision == "bf16" else ""
+    return NumericsError(what, hint=f"try {advice}{more}")
+
+
+def _measure(run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings) -> float:
+    """Measure the held-out loss and keep count of how long it has not fallen."""
+    run.model.eval()
+    with torch.no_grad():
+        value = held_out(run.accelerator.unwrap_model(run.model))
+    history.curve.append({"step": history.step, "held_out": value})
+    if value < history.best:
+        history.best, history.waited = value, 0
+        run.save_best(settings)
+    else:
+        history.waited += 1
+        history.stopped = 0 < settings.patience <= history.waited
+    return value
+
+
+@dataclass
+class _Run:
+    """What a run saves and restores: prepared model and optimizers, and the folder of its states."""
+
+    accelerator: Any
+    model: nn.Module
+    optimizers: list[Any]
+    work: Path | None
+    best: dict[str, Tensor] | None = None
+
+    def save(self, history: History) -> None:
+        """Write the state beside, rename it, and drop the one before."""
+        if self.work is None:
+            return
+        target = self.work / f"state-{history.step:08d}"
+        partial = self.work / "state.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.save_state(str(partial), safe_serialization=True)
+        if not self.accelerator.is_main_process:
+            return
+        (partial / "history.json").write_text(json.dumps(asdict(history)))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        for old in self.states():
+            if old != target:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def states(self) -> list[Path]:
+        """Complete states, oldest first."""
+        return sorted(self.work.glob("state-*")) if self.work is not None and self.work.is_dir() else []
+
+    def resume(self) -> History:
+        """Load the newest state, if there is one."""
+        states = self.states()
+        if not states:
+            if self.work is not None:
+                self.work.mkdir(parents=True, exist_ok=True)
+            return History()
+        self.accelerator.load_state(str(states[-1]))
+        return History(**json.loads((states[-1] / "history.json").read_text()))
+
+    def save_best(self, settings: TrainSettings) -> None:
+        """Keep the trainable weights of the best held-out loss, where they will be wanted."""
+        if not settings.patience:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        self.best = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        if self.work is not None and self.accelerator.is_main_process:
+            save_file(self.best, self.work / "best.partial")
+            (self.work / "best.partial").rename(self.work / "best.safetensors")
+
+    def restore_best(self) -> None:
+        """Put the best weights back."""
+        if self.best is None and self.work is not None and (self.work / "best.safetensors").exists():
+            self.best = load_file(self.work / "best.safetensors")
+        if self.best is not None:
+            parameters = dict(self.accelerator.unwrap_model(self.model).named_parameters())
+            with torch.no_grad():
+                for name, value in self.best.items():
+                    parameters[name].copy_(value)
