@@ -1,3 +1,105 @@
-"""attar: a language model made small and fast, with the evidence that it is still good."""
+"""attar: a language model made small and fast, with the evidence that it is still good.
+
+The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`export`,
+:func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`, :func:`report`, :func:`demo`. Names are loaded when
+first used, so ``import attar`` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Card, Checkpoint, open_checkpoint
+    from attar.errors import (
+        AttarError,
+        CheckpointError,
+        DataError,
+        MissingExtraError,
+        ModelError,
+        NumericsError,
+        OutputError,
+        RecipeError,
+        SettingsError,
+        UsageError,
+    )
+    from attar.progress import Terminal
+    from attar.recipe.schema import Recipe, load_recipe
+    from attar.verbs import (
+        demo,
+        distill,
+        evaluate,
+        export,
+        generate,
+        inspect,
+        prune,
+        quantize,
+        recover,
+        report,
+        run,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttarError",
+    "Card",
+    "Checkpoint",
+    "CheckpointError",
+    "DataError",
+    "MissingExtraError",
+    "ModelError",
+    "NumericsError",
+    "OutputError",
+    "Recipe",
+    "RecipeError",
+    "SettingsError",
+    "Terminal",
+    "UsageError",
+    "demo",
+    "distill",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "load_recipe",
+    "open_checkpoint",
+    "prune",
+    "quantize",
+    "recover",
+    "report",
+    "run",
+]
+
+_HOMES = {
+    "attar.checkpoint": ("Card", "Checkpoint", "open_checkpoint"),
+    "attar.progress": ("Terminal",),
+    "attar.recipe.schema": ("Recipe", "load_recipe"),
+    "attar.verbs": (
+        "demo",
+        "distill",
+        "evaluate",
+        "export",
+        "generate",
+        "inspect",
+        "prune",
+        "quantize",
+        "recover",
+        "report",
+        "run",
+    ),
+}
+_HOME = {name: "attar.errors" for name in __all__ if name.endswith("Error")}
+_HOME |= {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name where it lives (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'attar' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,1 +1,22 @@
-"""."""
+"""Checkpoints: opened by their headers, written whole or not at all, each with a card that tells where it
+comes from."""
+
+from attar.checkpoint.card import Card, Parent
+from attar.checkpoint.open import Checkpoint, TensorInfo, check_finite, open_checkpoint
+from attar.checkpoint.output import Output, produce
+from attar.checkpoint.paths import resolve
+from attar.checkpoint.shards import ShardWriter, write_checkpoint_tensors
+
+__all__ = [
+    "Card",
+    "Checkpoint",
+    "Output",
+    "Parent",
+    "ShardWriter",
+    "TensorInfo",
+    "check_finite",
+    "open_checkpoint",
+    "produce",
+    "resolve",
+    "write_checkpoint_tensors",
+]

@@ -118,9 +118,9 @@ class Quantized:
     parameters: Parameters
 
     def dequantize(self) -> Tensor:
-        """The weight that the codes stand for: float32 (N, K)."""
+        """The weight that a reader of the codes gets: float32 (N, K), each value rounded once to the storage type."""
         rows, columns = self.codes.shape
         grouped = self.codes.float().reshape(rows, self.grid.groups(columns), -1)
         zero = self.parameters.zero
         spread = Parameters(self.parameters.scale[..., None], None if zero is None else zero[..., None])
-        return self.grid.decode(grouped, spread).reshape(rows, columns)
+        return self.grid.decode(grouped, spread).to(self.grid.storage).float().reshape(rows, columns)

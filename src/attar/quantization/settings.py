@@ -35,7 +35,7 @@ class QuantizeSettings:
     sequence_length: int = field(default=512, metadata={"help": "tokens in a calibration sequence"})
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
     ignore: tuple[str, ...] = field(
-        default=("lm_head",), metadata={"help": "modules left alone: names, or re: and a pattern"}
+        default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
     )
     data: str = field(
         default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}

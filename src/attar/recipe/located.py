@@ -59,10 +59,10 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
-_INT = re.compile(r"[-+]?[0-9][0-9_]*\Z")
+_INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
-_WORDS |= {word: True for word in ("true", "True", "TRUE")} | {word: False for word in ("false", "False", "FALSE")}
+_WORDS |= dict.fromkeys(("true", "True", "TRUE"), True) | dict.fromkeys(("false", "False", "FALSE"), False)
 _TAGS = ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")))
 _WORDS |= {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 
@@ -93,6 +93,8 @@ def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Located:
         node = _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         raise RecipeError(_syntax(error, name, line_numbers)) from None
+    except RecursionError:
+        raise RecipeError(f"{name}: nested too deeply") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise RecipeError(f"{name}:{line}: a character that YAML does not allow") from None

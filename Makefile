@@ -1,0 +1,36 @@
+# Set-up, tests and the demo. `make demo` and `make test` need Python 3.11+, git, make and a C compiler; all else they fetch.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+
+.PHONY: demo test test-all lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/attar demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not peers"
+
+test-all: $(STAMP) lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/memory.py
+
+# PyTorch comes first and alone: asked for by its exact version, pip finds the build without CUDA's packages.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("attar needs Python 3.11 or newer; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else 0'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,236 @@
+"""Whole or not at all: files and folders are written beside their place, fsynced, then renamed.
+
+A reader never sees half a file or half a folder. What a killed process leaves behind is hidden
+(``.NAME.partial``, ``.NAME.old``), has a fixed name, and is cleaned by the next write to the same place.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.units import bytes_text
+from attar.errors import AttarError, OutputError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+# torch and the Rust libraries wrap the system's error into their own; the text is all that is left of it.
+_FULL_TEXTS = ("No space left on device", "os error 28", "PytorchStreamWriter failed", "unexpected pos")
+_REFUSED_TEXTS = ("Read-only file system", "os error 30", "os error 13")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole: the old one stays until the new one is on disk.
+
+    Raises:
+        OutputError: no space, or no permission.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with explain_os_errors(path, len(data)):
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+def write_json(path: Path, obj: Any) -> None:
+    """Write an object as indented UTF-8 JSON, whole. Raises as :func:`write_bytes`."""
+    write_bytes(path, (json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+@contextmanager
+def folder(final: Path, force: bool = False) -> Iterator[Path]:
+    """A temporary sibling folder that takes the name ``final`` when the block ends well.
+
+    An exception removes the temporary folder and leaves whatever stood at ``final`` untouched. With ``force``
+    an existing checkpoint is replaced: renamed aside, and deleted only after the new one has its name.
+
+    Yields:
+        the folder to write into, empty.
+
+    Raises:
+        OutputError: ``final`` exists (without ``force``), is not a checkpoint, or cannot be written.
+    """
+    final = target(final)
+    partial = beside(final, "partial")
+    with explain_os_errors(final):
+        recover(final)
+        check_target(final, force)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            yield partial
+            fsync_tree(partial)
+            check_target(final, force)
+            _swap(partial, final)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def target(out: Path) -> Path:
+    """The absolute path of an output folder, symbolic links followed.
+
+    Raises:
+        OutputError: it is the root of the file system.
+    """
+    final = Path(os.path.realpath(os.path.expanduser(out)))  # noqa: PTH111 (never raises)
+    if not final.name:
+        raise OutputError(f"{out}: cannot be an output folder", hint="give the name of a new folder")
+    return final
+
+
+def beside(final: Path, suffix: str) -> Path:
+    """The hidden sibling ``.NAME.suffix`` of a path."""
+    return final.with_name(f".{final.name}.{suffix}")
+
+
+def check_target(final: Path, force: bool) -> None:
+    """Refuse a place that may not be written: it exists and ``force`` is false, or it is not a checkpoint.
+
+    An existing folder is replaced only when it is empty or looks like a model, so that a slip such as
+    ``-o ~ --force`` deletes nothing.
+
+    Raises:
+        OutputError: says which.
+    """
+    if not final.exists() and not final.is_symlink():
+        return
+    if not final.is_dir():
+        raise OutputError(f"{final}: exists and is not a folder", hint="choose another output folder")
+    names = [child.name for child in final.iterdir()]
+    if not names:
+        return
+    if not force:
+        raise OutputError(
+            f"{final}: already exists", hint="pass --force to replace it, or choose another folder"
+        )
+    if "config.json" not in names and "attar.json" not in names:
+        raise OutputError(
+            f"{final}: is not a checkpoint, so it is not deleted", hint="choose another output folder"
+        )
+
+
+@contextmanager
+def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
+    """Turn a full disk, a missing permission or a read-only file system into an OutputError about ``path``.
+
+    Args:
+        path: what was being written.
+        needed: bytes it takes, where known.
+    """
+    try:
+        yield
+    except AttarError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(path, needed) from error
+        if error.errno in _REFUSED:
+            raise _refused(Path(error.filename or path), error.strerror or "refused") from error
+        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
+            raise _refused(Path(error.filename or path), error.strerror or "refused") from error
+        raise
+    except Exception as error:
+        text = str(error)
+        if any(sign in text for sign in _FULL_TEXTS):
+            raise _full(path, needed) from error
+        if any(sign in text for sign in _REFUSED_TEXTS):
+            raise _refused(path, "read-only or not permitted") from error
+        raise
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Refuse early when the file system of ``path`` has fewer than ``needed`` bytes free.
+
+    Raises:
+        OutputError: names both numbers.
+    """
+    free = _free(path)
+    if free is not None and free < needed:
+        raise _full(path, needed)
+
+
+def fsync(path: Path) -> None:
+    """Have the system put a file's bytes, or a folder's names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems (FUSE, a few network ones) cannot sync a folder; a full disk must still be heard.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(root: Path) -> None:
+    """:func:`fsync` every file under a folder, then every folder, then the folder itself."""
+    for parent, _, files in os.walk(root, topdown=False):
+        for name in sorted(files):
+            fsync(Path(parent, name))
+        fsync(Path(parent))
+
+
+def recover(final: Path) -> None:
+    """Mend what a kill between the two renames of :func:`_swap` left behind."""
+    aside = beside(final, "old")
+    if not aside.exists():
+        return
+    if final.exists():
+        shutil.rmtree(aside)
+    else:
+        aside.rename(final)
+
+
+def _swap(partial: Path, final: Path) -> None:
+    """Give ``partial`` the name ``final``; an old ``final`` is deleted afterwards."""
+    aside = beside(final, "old")
+    replaced = final.exists() and any(final.iterdir())
+    if replaced:
+        final.rename(aside)
+    try:
+        partial.rename(final)
+    except BaseException:
+        if replaced:
+            aside.rename(final)
+        raise
+    fsync(final.parent)
+    if replaced:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _free(path: Path) -> int | None:
+    """Bytes free where ``path`` is or will be, or None when the system does not say."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _full(path: Path, needed: int | None) -> OutputError:
+    free = _free(path)
+    sizes = [f"{bytes_text(needed)} needed"] if needed else []
+    sizes += [f"{bytes_text(free)} free"] if free is not None else []
+    detail = f" ({', '.join(sizes)})" if sizes else ""
+    return OutputError(
+        f"{path}: no space left on the disk{detail}", hint="free some space or write elsewhere with -o"
+    )
+
+
+def _refused(path: Path, why: str) -> OutputError:
+    return OutputError(f"{path}: cannot be written: {why}", hint="choose a folder you may write to")

@@ -1,0 +1,187 @@
+"""The card ``attar.json``: where a checkpoint comes from, how it was made, how good it is, its duties.
+
+The whole lineage travels inside the card as nested :class:`Parent` records, so that it can be told without
+the parents' folders. A card holds no time and no absolute date: the same work writes the same card.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.atomic import write_json
+from attar.checkpoint.jsonfile import read_json
+from attar.errors import CheckpointError
+
+FILE = "attar.json"
+VERSION = 1
+ROLES = ("weights", "signal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parent:
+    """One ancestor of a checkpoint, with its own ancestors.
+
+    Attributes:
+        role: ``weights``: the child's weights were made from it; ``signal``: the child learned from its
+            outputs.
+        name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
+        stage: the verb that made it; ``original`` for a model that attar did not make.
+        settings: the settings of that stage.
+        seed: its seed.
+        fingerprint: hash of its config, weights and tokenizer.
+        licence: what is known of a root's licence: ``ids`` and ``evidence``; empty for what attar made.
+        parents: what it was made from.
+    """
+
+    role: str
+    name: str
+    stage: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    fingerprint: str = ""
+    licence: dict[str, Any] = field(default_factory=dict)
+    parents: tuple[Parent, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """The content of ``attar.json``.
+
+    Attributes:
+        name: name of the checkpoint.
+        stage: the verb that made it.
+        settings: the settings of that stage, every one of them.
+        seed: its seed.
+        key: identity of the work: hash of stage, code version, settings and inputs.
+        parents: the lineage.
+        versions: of attar, python, torch and transformers.
+        files: file name to SHA-256, the card itself excepted.
+        measurements: what ``attar evaluate`` found.
+        details: what the stage has to tell: ``layers``, ``curve`` and the like.
+        licence: duties computed from the lineage; for a root, ``ids`` of its own licences.
+        command: a command line that makes the checkpoint again.
+    """
+
+    name: str
+    stage: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    key: str = ""
+    parents: tuple[Parent, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    measurements: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    licence: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Card | None:
+        """The card of a folder, or None where there is none.
+
+        Raises:
+            CheckpointError: ``attar.json`` is damaged, or of a later attar.
+        """
+        path = folder / FILE
+        return cls.from_dict(read_json(path), path) if path.is_file() else None
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any], path: Path = Path(FILE)) -> Card:
+        """A card from what :meth:`to_dict` gave. Raises as :meth:`read`, naming ``path``."""
+        if content.get("attar") != VERSION:
+            raise CheckpointError(
+                f"{path}: card version {content.get('attar')!r}, this attar reads version {VERSION}",
+                hint="upgrade attar, or delete the card: the model loads without it",
+            )
+        fields = _known(cls, content, path)
+        fields["parents"] = tuple(_parent(item, path) for item in fields.get("parents", ()))
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON content. NaN and infinity become null."""
+        content = plain(dataclasses.asdict(self))
+        assert isinstance(content, dict)
+        return {"attar": VERSION, **content}
+
+    def write(self, folder: Path) -> None:
+        """Write ``attar.json`` into a folder, whole. Raises OutputError."""
+        write_json(folder / FILE, self.to_dict())
+
+    def with_measurements(self, **measurements: Any) -> Card:
+        """A new card with these measurements added; one of the same name is replaced."""
+        return dataclasses.replace(self, measurements={**self.measurements, **measurements})
+
+    def as_parent(self, role: str, fingerprint: str = "") -> Parent:
+        """The record that a child keeps of this checkpoint."""
+        return Parent(
+            role=role,
+            name=self.name,
+            stage=self.stage,
+            settings=self.settings,
+            seed=self.seed,
+            fingerprint=fingerprint,
+            licence=self.licence if not self.parents else {},
+            parents=self.parents,
+        )
+
+
+def versions() -> dict[str, str]:
+    """Versions of attar, python, torch and transformers. Imports none of them."""
+    found = {"attar": _version("attar"), "python": platform.python_version()}
+    return found | {name: _version(name) for name in ("torch", "transformers")}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: tuples as lists, paths as text, tensors as numbers, NaN as None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        import attar
+
+        return attar.__version__ if package == "attar" else "not installed"
+
+
+def _parent(content: Any, path: Path) -> Parent:
+    if not isinstance(content, dict) or content.get("role") not in ROLES:
+        raise CheckpointError(f"{path}: a parent without a role ({' or '.join(ROLES)})")
+    fields = _known(Parent, content, path)
+    fields["parents"] = tuple(_parent(item, path) for item in fields.get("parents", ()))
+    return Parent(**fields)
+
+
+def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The fields of a record that this version knows; the two without a default must be there."""
+    fields = {item.name: content[item.name] for item in dataclasses.fields(kind) if item.name in content}
+    for name in ("name", "stage"):
+        if not isinstance(fields.get(name), str):
+            raise CheckpointError(
+                f"{path}: no {name}", hint="the card is damaged; delete it: the model loads without it"
+            )
+    for name in ("settings", "measurements", "details", "licence", "files", "versions"):
+        if not isinstance(fields.get(name, {}), dict):
+            raise CheckpointError(f"{path}: {name} is not an object", hint="the card is damaged; delete it")
+    if not isinstance(fields.get("parents", []), list):
+        raise CheckpointError(f"{path}: parents is not a list", hint="the card is damaged; delete it")
+    return fields

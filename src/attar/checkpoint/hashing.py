@@ -1,0 +1,87 @@
+"""Hashes: of files, with a cache; of JSON, in one canonical spelling; of a stage's work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+_RACY_SECONDS = 2.0
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex.
+
+    The answer is remembered under ``$XDG_CACHE_HOME/attar`` by (path, inode, size, modification time in ns).
+    A file changed less than two seconds ago is not remembered: it could change again without its time showing
+    it.
+    """
+    real = Path(os.path.realpath(path))
+    before = real.stat()
+    entry = _cache_entry(real, before)
+    known = _recall(entry)
+    if known:
+        return known
+    with real.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    after = real.stat()
+    unchanged = (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+    if unchanged and time.time() - after.st_mtime > _RACY_SECONDS:
+        _remember(entry, digest)
+    return digest
+
+
+def sha256_text(text: str) -> str:
+    """SHA-256 of a text's UTF-8 bytes, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def canonical_json(obj: Any) -> str:
+    """One spelling for equal objects: sorted keys, no spaces, tuples as lists. NaN is refused."""
+    return json.dumps(obj, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def identity(stage: str, version: int, settings: dict[str, Any], inputs: list[str]) -> str:
+    """What a stage's result depends on, as one hash: equal identity means equal bytes.
+
+    Args:
+        stage: the verb.
+        version: code version of that stage; raised when its result changes.
+        settings: everything that was set, the seed included.
+        inputs: fingerprints of what it reads, in order.
+    """
+    return sha256_text(
+        canonical_json({"stage": stage, "version": version, "settings": settings, "inputs": inputs})
+    )
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/attar``, or ``~/.cache/attar``. It may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
+
+
+def _cache_entry(path: Path, stat: os.stat_result) -> Path:
+    key = sha256_text(f"{path}\n{stat.st_ino}\n{stat.st_size}\n{stat.st_mtime_ns}")
+    return cache_folder() / "sha256" / key[:2] / key
+
+
+def _recall(entry: Path) -> str | None:
+    try:
+        digest = entry.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return digest if len(digest) == 64 else None
+
+
+def _remember(entry: Path, digest: str) -> None:
+    """Write the entry under a name of its own first: another process may be writing the same one."""
+    partial = entry.with_name(f"{entry.name}.{os.getpid()}")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(digest)
+        partial.replace(entry)
+    except OSError:
+        pass  # a cache that cannot be written costs time, nothing else

@@ -1,0 +1,151 @@
+"""The safetensors header: read strictly, written so that the bytes are known before the numbers are.
+
+A file is ``uint64 length (little-endian) | JSON header of that length | tensor bytes``. The header maps a
+name to ``{"dtype", "shape", "data_offsets": [begin, end]}``, offsets counted from the end of the header. A
+file is accepted only when the tensors tile the bytes after the header exactly: no hole, no overlap, nothing
+left over.
+
+Source: the format description in the README of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attar.errors import CheckpointError
+
+MAX_HEADER = 100_000_000
+"""Longest header in bytes; the reference implementation has the same limit."""
+
+BITS: dict[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+"""Bits of one element, by the format's dtype name."""
+
+
+class Entry(NamedTuple):
+    """One tensor of a safetensors file; ``begin`` and ``end`` are positions in the file, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of this dtype (the format's name) and shape, rounded up to whole bytes."""
+    return (math.prod(shape) * BITS[dtype] + 7) // 8
+
+
+def read_header(path: Path) -> list[Entry]:
+    """The tensors of a safetensors file in the order of their bytes. Reads the header and nothing else.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged; names the file and the sizes.
+    """
+    raw, size = _raw_header(path)
+    start = 8 + len(raw)
+    entries = [_entry(path, name, field, start) for name, field in _fields(path, raw).items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            raise _damaged(path, f"tensor {entry.name!r} begins at byte {entry.begin}, expected {position}")
+        position = entry.end
+    if position != size:
+        what = "truncated" if size < position else "damaged"
+        raise CheckpointError(
+            f"{path}: {what}: the header describes {position} bytes, the file has {size}",
+            hint="copy or download the file again",
+        )
+    return entries
+
+
+def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
+    """Header bytes of a file that holds these (name, dtype, shape) in this order, and where each tensor goes.
+
+    The header is padded with spaces to a multiple of 8 bytes, so that tensors sorted by element size are
+    aligned.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, places = 0, []
+    for name, dtype, shape in entries:
+        end = position + tensor_bytes(dtype, shape)
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        places.append(Entry(name, dtype, tuple(shape), position, end))
+        position = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, [
+        place._replace(begin=place.begin + start, end=place.end + start) for place in places
+    ]
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    """The header's JSON bytes and the size of the file."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _damaged(path, f"truncated: {size} bytes, a safetensors file has at least 8")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER:
+                raise _damaged(path, f"not a safetensors file: it claims a header of {length} bytes")
+            if 8 + length > size:
+                raise _damaged(path, f"truncated: the header needs {8 + length} bytes, the file has {size}")
+            return file.read(length), size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _fields(path: Path, raw: bytes) -> dict[str, Any]:
+    """The header as a mapping from tensor name to its entry; duplicate names are refused."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            raise _damaged(path, "the header names a tensor twice")
+        return fields
+
+    try:
+        fields = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise _damaged(path, f"the header of {len(raw)} bytes is not JSON") from error
+    if not isinstance(fields, dict):
+        raise _damaged(path, "the header is not a JSON object")
+    fields.pop("__metadata__", None)
+    return fields
+
+
+def _entry(path: Path, name: str, field: Any, start: int) -> Entry:
+    """One checked header entry, with offsets counted from the beginning of the file."""
+    try:
+        dtype, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from error
+    if not isinstance(shape, list) or not whole:
+        raise _damaged(path, f"tensor {name!r} has shape {shape} and offsets {begin}..{end}")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise _damaged(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    expected = tensor_bytes(dtype, shape)
+    if end - begin != expected:
+        raise _damaged(
+            path, f"tensor {name!r} ({dtype} {shape}) has {end - begin} bytes, expected {expected}"
+        )
+    return Entry(name, dtype, tuple(shape), begin + start, end + start)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", hint="copy or download the file again")

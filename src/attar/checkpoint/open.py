@@ -1,0 +1,184 @@
+"""A checkpoint: a model folder, opened by its headers, read one tensor at a time.
+
+Opening reads ``config.json`` and the headers of the weight files. A tensor's numbers are read when asked for,
+into memory of their own: no page of the file stays mapped, so a pass over a large model stays as small as its
+largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint import hashing, paths
+from attar.checkpoint.card import Card
+from attar.checkpoint.companions import tokenizer_files
+from attar.checkpoint.headers import read_header
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.tensors import TensorInfo, check_finite, read_tensor
+from attar.errors import CheckpointError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "TensorInfo", "check_finite", "open_checkpoint", "read_config"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened model folder. Make one with :func:`open_checkpoint`.
+
+    Attributes:
+        path: the folder.
+        name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
+        config: the content of ``config.json``.
+        card: the content of ``attar.json``, or None for a model that attar did not make.
+        tensors: every stored tensor by name: shards in the order of their names, tensors in the order of
+            their bytes.
+    """
+
+    path: Path
+    name: str
+    config: dict[str, Any]
+    card: Card | None
+    tensors: dict[str, TensorInfo] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files that hold the tensors, sorted by name."""
+        return sorted({info.file for info in self.tensors.values()})
+
+    def load(self, name: str) -> torch.Tensor:
+        """Read one tensor into memory of its own, on the CPU, in its stored dtype and shape.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its bytes cannot be read.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            close = nearest(name, self.tensors)
+            raise CheckpointError(
+                f"{self.path}: no tensor {name!r}", hint=f"did you mean {close!r}?" if close else None
+            )
+        return read_tensor(info)
+
+    def load_many(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """:meth:`load` several tensors, in the order given."""
+        return {name: self.load(name) for name in names}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the names and bytes of config, weights and tokenizer. The card does not count."""
+        names = ["config.json", *(file.name for file in self.weight_files), *tokenizer_files(self.path)]
+        digests = [[name, hashing.sha256_file(self.path / name)] for name in sorted(names)]
+        return hashing.sha256_text(hashing.canonical_json(digests))
+
+
+def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
+    """Open a model by its headers. Reads no weights.
+
+    Args:
+        model: a folder, a hub id, ``attar:tiny``, or a checkpoint that is open already.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or damaged; names the file and what is wrong.
+    """
+    if isinstance(model, Checkpoint):
+        return model
+    folder = paths.resolve(model)
+    config = read_config(folder)
+    tensors = _scan(folder, _weight_files(folder))
+    return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``, which must name a model type and an architecture.
+
+    Raises:
+        CheckpointError: the file is missing, not a JSON object, or lacks one of them.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: no config.json", hint="a model folder in Hugging Face layout is needed"
+        )
+    config = read_json(path)
+    if not isinstance(config.get("model_type"), str) or not config["model_type"]:
+        raise CheckpointError(
+            f"{path}: no model_type", hint="config.json must say which family the model is of"
+        )
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise CheckpointError(
+            f"{path}: no architectures", hint='config.json must name the class, such as ["LlamaForCausalLM"]'
+        )
+    return config
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, sorted by name: the single one, or those the index names."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return [folder / name for name in sorted(set(_index(folder).values()))]
+    raise _no_weights(folder)
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    """Say what is there in place of the weights."""
+    if any(folder.glob("model-*-of-*.safetensors")):
+        return CheckpointError(f"{folder}: shards without {INDEX}", hint="copy the index file as well")
+    pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
+    if pickles:
+        return CheckpointError(
+            f"{folder}: its weights are pickled ({pickles[0]}), which may run code when opened",
+            hint="where you trust them, convert them first: from_pretrained, then save_pretrained",
+        )
+    return CheckpointError(
+        f"{folder}: no {SINGLE} and no {INDEX}", hint="the weights are missing; copy them too"
+    )
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, from the index; every file named must exist."""
+    path = folder / INDEX
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: no weight_map", hint="copy or download the file again")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{path}: {tensor!r} is in {name!r}, which is not a file name")
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{path}: names the shard {name}, which is missing", hint="copy it too")
+    return weight_map
+
+
+def _scan(folder: Path, files: list[Path]) -> dict[str, TensorInfo]:
+    """Every tensor of these files; no name twice, and all that the index promises."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for entry in read_header(file):
+            if entry.name in tensors:
+                raise CheckpointError(
+                    f"{file}: tensor {entry.name!r} is also in {tensors[entry.name].file.name}"
+                )
+            nbytes = entry.end - entry.begin
+            tensors[entry.name] = TensorInfo(entry.name, entry.dtype, entry.shape, nbytes, file, entry.begin)
+    if files[0].name != SINGLE:
+        for name, shard in _index(folder).items():
+            if name not in tensors or tensors[name].file.name != shard:
+                raise CheckpointError(
+                    f"{folder / shard}: lacks tensor {name!r}, which {INDEX} places there",
+                    hint="index and shards are of different versions; copy them again",
+                )
+    return tensors

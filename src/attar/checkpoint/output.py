@@ -1,0 +1,276 @@
+"""Where a stage writes: a checkpoint that appears whole or not at all, and a scratch folder that survives a
+kill.
+
+Beside the output ``NAME`` stand, while a stage works, ``.NAME.partial`` (the checkpoint being written) and
+``.NAME.work`` (what a resumed run can use again; ``key.json`` says for which work). Afterwards:
+
+    ended well                      NAME is there, both are gone
+    kill -9, power cut              both stay; the next run deletes .partial and takes up .work if the key is
+    the same Ctrl-C, a bug, out of memory    .partial is gone, .work stays if there is anything in it
+    an AttarError (bad input, ...)  everything is gone, created parent folders too
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint import atomic, hashing
+from attar.checkpoint.card import FILE, Card, Parent, plain, versions
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.licences import duties
+from attar.checkpoint.lineage import as_parent
+from attar.checkpoint.open import Checkpoint
+from attar.errors import AttarError, CheckpointError, OutputError
+
+_LOCK, _KEY = "lock", "key.json"
+
+
+@dataclass
+class Output:
+    """What a stage gets to write into, and to tell the card.
+
+    Attributes:
+        folder: the folder of the checkpoint to be; empty at first.
+        work: scratch folder that survives a kill; empty unless ``resumed``.
+        key: identity of this work.
+        resumed: an earlier run of the same work left something in ``work``.
+        details: becomes the card's details, such as ``layers`` and ``curve``.
+        measurements: becomes the card's measurements.
+        command: a command line that makes this checkpoint again.
+    """
+
+    folder: Path
+    work: Path
+    key: str
+    resumed: bool
+    command: str
+    details: dict[str, Any] = field(default_factory=dict)
+    measurements: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def produce(
+    out: Path | str,
+    *,
+    stage: str,
+    version: int,
+    settings: dict[str, Any],
+    seed: int,
+    parents: Sequence[tuple[Checkpoint, str]],
+    force: bool = False,
+    key: str | None = None,
+    needed: int | None = None,
+) -> Iterator[Output]:
+    """Write a checkpoint: everything that can be refused is refused before any work, and nothing half-done
+    shows.
+
+    On a clean end the card is written with the hashes of all files, everything is fsynced, and the folder
+    gets its name.
+
+    Args:
+        out: the new folder; missing parent folders are created.
+        stage: the verb.
+        version: code version of the stage.
+        settings: every setting of the stage, as plain values.
+        seed: its seed.
+        parents: the checkpoints it reads, each with its role: ``weights`` or ``signal``.
+        force: replace an existing checkpoint.
+        key: identity of the work; by default :func:`stage_key` of the arguments.
+        needed: bytes that the work will write, where known: a disk with less space is refused at once.
+
+    Raises:
+        OutputError: ``out`` exists, cannot be written, is being written by another process, or the disk is
+        full.
+    """
+    final = atomic.target(Path(out))
+    _check_apart(final, parents)
+    atomic.recover(final)
+    atomic.check_target(final, force)
+    with (
+        atomic.explain_os_errors(final, needed),
+        _parent_folder(final),
+        _work_folder(final) as work,
+        atomic.folder(final, force) as folder,
+    ):
+        if needed:
+            atomic.check_space(folder, needed)
+        settings = plain(settings)
+        prints = [checkpoint.fingerprint() for checkpoint, _ in parents]
+        lineage = tuple(
+            as_parent(item, role, mark) for (item, role), mark in zip(parents, prints, strict=True)
+        )
+        key = key or stage_key(stage, version, settings, seed, lineage)
+        resumed = _claim(work, stage, key)
+        command = command_line(stage, settings, seed, parents, final)
+        output = Output(folder, work, key, resumed, command)
+        yield output
+        _card(final.name, stage, settings, seed, lineage, output).write(folder)
+
+
+def stage_key(
+    stage: str, version: int, settings: dict[str, Any], seed: int, lineage: Sequence[Parent]
+) -> str:
+    """Identity of a stage's work: hash of verb, code version, settings, seed, and inputs with their roles."""
+    inputs = [f"{parent.role}:{parent.fingerprint}" for parent in lineage]
+    return hashing.identity(stage, version, {**plain(settings), "seed": seed}, inputs)
+
+
+def finished(out: Path | str, key: str) -> bool:
+    """Whether ``out`` is the finished checkpoint of the work ``key``.
+
+    Cleans what a kill just after its end left behind.
+    """
+    final = atomic.target(Path(out))
+    try:
+        card = Card.read(final)
+    except CheckpointError:
+        return False
+    if card is None or card.key != key:
+        return False
+    for suffix in ("work", "partial", "old"):
+        shutil.rmtree(atomic.beside(final, suffix), ignore_errors=True)
+    return True
+
+
+def command_line(
+    stage: str, settings: dict[str, Any], seed: int, parents: Sequence[tuple[Checkpoint, str]], out: Path
+) -> str:
+    """The shell command that does this work: the verb, its first parent, and every setting as an option."""
+    words = ["attar", stage, *(_spelling(checkpoint) for checkpoint, _ in parents[:1]), "-o", out.name]
+    for checkpoint, role in parents[1:]:
+        words += ["--teacher" if role == "signal" else "--model", _spelling(checkpoint)]
+    for name, value in {**settings, "seed": seed}.items():
+        words += _option(f"--{name.replace('_', '-')}", value)
+    return shlex.join(words)
+
+
+def _spelling(checkpoint: Checkpoint) -> str:
+    """How a person would name this model: hub and embedded models by name, folders by path."""
+    return str(checkpoint.path) if checkpoint.name == checkpoint.path.name else checkpoint.name
+
+
+def _option(flag: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [word for item in value for word in (flag, str(item))]
+    return [flag, str(value)]
+
+
+def _card(
+    name: str, stage: str, settings: dict[str, Any], seed: int, lineage: tuple[Parent, ...], output: Output
+) -> Card:
+    """The card of the files that now stand in the output folder."""
+    return Card(
+        name=name,
+        stage=stage,
+        settings=settings,
+        seed=seed,
+        key=output.key,
+        parents=lineage,
+        versions=versions(),
+        files=_files(output.folder),
+        measurements=plain(output.measurements),
+        details=plain(output.details),
+        licence=duties(lineage).to_dict(),
+        command=output.command,
+    )
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file under a folder by relative name, the card excepted."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {name: hashing.sha256_file(folder / name) for name in names if name != FILE}
+
+
+def _check_apart(final: Path, parents: Sequence[tuple[Checkpoint, str]]) -> None:
+    """Refuse an output folder that contains one of its inputs: replacing it would delete the input."""
+    for checkpoint, _ in parents:
+        if final in checkpoint.path.parents:
+            raise OutputError(
+                f"{final}: contains the input model {checkpoint.path}", hint="choose another output folder"
+            )
+
+
+@contextmanager
+def _parent_folder(final: Path) -> Iterator[None]:
+    """Create missing parent folders; when an error leaves them empty, remove those again."""
+    missing = [parent for parent in final.parents if not parent.exists()]
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for parent in missing:
+            if parent.is_dir() and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
+
+
+@contextmanager
+def _work_folder(final: Path) -> Iterator[Path]:
+    """The scratch folder, held by this process alone; what becomes of it is told at the top of this file."""
+    work = atomic.beside(final, "work")
+    lock = _lock(work, final)
+    try:
+        try:
+            yield work
+        except BaseException as error:
+            if isinstance(error, AttarError) or not _progress(work):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        shutil.rmtree(work, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _lock(work: Path, final: Path) -> int:
+    """Hold the scratch folder. The system lets go of the lock when the process ends, however it ends."""
+    work.mkdir(exist_ok=True)
+    try:
+        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        with suppress(OSError):
+            work.rmdir()  # it may be somebody's, with something in it
+        raise
+    # A record lock, not flock: forked children do not inherit it, so an orphan cannot block the next run.
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
+    except (BlockingIOError, PermissionError, FileNotFoundError):
+        same = False
+    if not same:
+        os.close(lock)
+        raise OutputError(
+            f"{final}: is being written by another process", hint="wait for it, or choose another folder"
+        )
+    return lock
+
+
+def _claim(work: Path, stage: str, key: str) -> bool:
+    """Make the scratch folder that of this work; True when an earlier run of it left something there."""
+    try:
+        same = read_json(work / _KEY).get("key") == key
+    except CheckpointError:
+        same = False
+    if same:
+        return bool(_progress(work))
+    for path in _progress(work):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    atomic.write_json(work / _KEY, {"stage": stage, "key": key})
+    return False
+
+
+def _progress(work: Path) -> list[Path]:
+    """What a stage put into its scratch folder."""
+    return sorted(path for path in work.iterdir() if path.name not in (_LOCK, _KEY)) if work.is_dir() else []

@@ -1,0 +1,122 @@
+"""Where a model is: a folder, a hub id (``org/name@revision``), or the embedded ``attar:tiny``."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from attar.errors import CheckpointError, nearest
+
+EMBEDDED = ("tiny",)
+"""Models that travel inside the package, as folders of ``attar/embedded``."""
+
+WANTED = [
+    "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md",
+    "LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*",
+]  # fmt: skip
+"""What is fetched of a hub repository: safetensors, config, tokenizer, licence. No pickles, no code."""
+
+UNWANTED = ["*/*", "consolidated*.safetensors"]
+"""Not fetched: subfolders (other formats of the same weights) and copies under a vendor's own names."""
+
+_HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of a model, fetched from the hub if need be.
+
+    Args:
+        model: a folder; ``org/name`` or ``org/name@revision``; ``attar:tiny``.
+
+    Raises:
+        CheckpointError: there is no such folder, embedded model or repository, or it cannot be fetched.
+    """
+    text = str(model)
+    if isinstance(model, str) and model.startswith("attar:"):
+        return _embedded(model)
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 (never raises)
+    if path.is_dir():
+        return Path(os.path.realpath(path))
+    if path.exists():
+        raise CheckpointError(
+            f"{text}: is a file, not a model folder", hint=f"give its folder: {path.parent}"
+        )
+    match = _HUB_ID.fullmatch(text) if isinstance(model, str) else None
+    # "runs/small" looks like a hub id, but somebody with a folder "runs" has most likely mistyped a path.
+    if match is None or path.parent.is_dir():
+        raise CheckpointError(f"{text}: no such model folder", hint=_where(path))
+    return _fetch(match["repo"], match["revision"])
+
+
+def model_name(model: str | Path, folder: Path) -> str:
+    """What to call a model: ``attar:tiny``, ``org/name@revision``, or the folder's name.
+
+    A hub id without a revision gets the commit that was fetched, so that the name says which weights they
+    were.
+    """
+    text = str(model)
+    if text.startswith("attar:"):
+        return text
+    if Path(os.path.expanduser(text)).is_dir() or not _HUB_ID.fullmatch(text):  # noqa: PTH111
+        return folder.name
+    if "@" not in text and _COMMIT.fullmatch(folder.name):
+        return f"{text}@{folder.name}"
+    return text
+
+
+def _embedded(model: str) -> Path:
+    import attar
+
+    name = model.removeprefix("attar:")
+    if name not in EMBEDDED:
+        close = nearest(name, EMBEDDED) or EMBEDDED[0]
+        raise CheckpointError(f"{model}: no such embedded model", hint=f"did you mean attar:{close}?")
+    folder = Path(attar.__file__).resolve().parent / "embedded" / name
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{model}: this installation does not contain it: no folder {folder}",
+            hint="install attar again, or give a model folder",
+        )
+    return folder
+
+
+def _where(path: Path) -> str:
+    """A hint for a missing folder: the sibling with the nearest name, or the ways to name a model."""
+    parent = path.parent
+    siblings = [child.name for child in sorted(parent.iterdir()) if child.is_dir()] if parent.is_dir() else []
+    close = nearest(path.name, siblings)
+    if close:
+        return f"did you mean {parent / close}?"
+    return "give a folder, a hub id (org/name@revision) or attar:tiny"
+
+
+def _fetch(repo: str, revision: str | None) -> Path:
+    """The local copy of a hub repository, fetched or taken from the hub's own cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    what = f"{repo}@{revision}" if revision else repo
+    try:
+        return Path(
+            snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{what}: the hub wants you to accept this model's terms first",
+            hint=f"accept them at https://huggingface.co/{repo} and run: hf auth login",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{what}: the hub has no such revision", hint="give a branch, tag or commit"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{what}: no such folder, and no such model on the hub",
+            hint="check the spelling; a private model needs: hf auth login",
+        ) from error
+    except (OSError, ValueError, errors.HfHubHTTPError) as error:
+        raise CheckpointError(
+            f"{what}: no such folder, and the hub cannot be reached ({type(error).__name__})",
+            hint="check the network, or give a local folder",
+        ) from error

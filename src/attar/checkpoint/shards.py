@@ -1,0 +1,299 @@
+"""Weights written as safetensors shards, with bounded memory, and resumable after a kill at any moment.
+
+Names, dtypes and shapes are declared up front (the *layout*). That fixes the shards, their headers and the
+place of every byte, so a tensor goes straight to its place in the file and is forgotten. A shard whose
+tensors are all there is fsynced, renamed from ``.NAME.partial`` to its name, and noted in a manifest; a
+writer that finds a manifest of the same layout goes on at the unfinished shards. Equal layout and equal
+tensors give equal bytes, in whatever order they come.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from attar.checkpoint import atomic
+from attar.checkpoint.hashing import canonical_json, sha256_text
+from attar.checkpoint.headers import BITS, Entry, tensor_bytes, write_header
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.open import INDEX, SINGLE
+from attar.checkpoint.tensors import stored_dtype
+from attar.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD_BYTES = 5_000_000_000
+MANIFEST = ".shards.json"
+
+
+class Slot(NamedTuple):
+    """A tensor that will be written: its name, the format's dtype name (``"BF16"``) and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def slot(name: str, tensor: torch.Tensor) -> Slot:
+    """The slot that a tensor (which may be on the meta device) will fill."""
+    return Slot(name, stored_dtype(tensor.dtype), tuple(tensor.shape))
+
+
+class ShardWriter:
+    """Writes tensors of a known layout into shards.
+
+    Args:
+        folder: where the finished shards and their index go; it exists.
+        layout: every tensor, as (name, dtype, shape); decides which shard a tensor is in.
+        max_shard_bytes: tensor bytes of a shard at most; a larger single tensor has a shard of its own.
+        work: where unfinished shards and the manifest are kept, and survive a kill; by default ``folder``
+            itself. On the same file system as ``folder``.
+
+    Raises:
+        OutputError: no space, or no permission.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Sequence[tuple[str, str, tuple[int, ...]]],
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        work: Path | None = None,
+    ) -> None:
+        slots = [Slot(name, dtype, tuple(shape)) for name, dtype, shape in layout]
+        assert slots, "a layout has at least one tensor"
+        assert len({item.name for item in slots}) == len(slots), "a layout names each tensor once"
+        self.folder, self.work = folder, work or folder
+        self._order = [item.name for item in slots]
+        self._shards = _plan(slots, max_shard_bytes)
+        self._of = {entry.name: (shard, entry) for shard in self._shards for entry in shard.entries}
+        self._waiting = {shard.name: {entry.name for entry in shard.entries} for shard in self._shards}
+        self._layout = sha256_text(canonical_json([slots, max_shard_bytes]))
+        with atomic.explain_os_errors(self.folder, self.nbytes):
+            self._resume()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards together."""
+        return sum(shard.size for shard in self._shards)
+
+    def missing(self) -> list[str]:
+        """Names still to be added, in the layout's order. After a kill: those of every unfinished shard."""
+        return [name for name in self._order if name in self._waiting[self._of[name][0].name]]
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor to its place. The input is not changed and not kept.
+
+        Raises:
+            OutputError: no space, or no permission.
+        """
+        shard, entry = self._of[name]
+        found = slot(name, tensor)
+        assert found == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {found}"
+        assert name in self._waiting[shard.name], f"{name} is written already"
+        with atomic.explain_os_errors(self.folder, shard.size):
+            partial = self._partial(shard)
+            if not partial.exists():
+                _reserve(partial, shard)
+            _write_at(partial, tensor, entry.begin)
+            self._waiting[shard.name].discard(name)
+            if not self._waiting[shard.name]:
+                atomic.fsync(partial)
+                partial.rename(self.work / shard.name)
+                self._note()
+
+    def finish(self) -> list[Path]:
+        """Put the finished shards into ``folder``, with their index where there is more than one.
+
+        Returns:
+            the shard files, sorted by name.
+        """
+        assert not self.missing(), (
+            f"{len(self.missing())} tensors were never added, first {self.missing()[0]}"
+        )
+        with atomic.explain_os_errors(self.folder):
+            for shard in self._shards:
+                _place(self.work / shard.name, self.folder / shard.name)
+            if len(self._shards) > 1:
+                atomic.write_json(self.folder / INDEX, self._index())
+            if self.work == self.folder:
+                (self.work / MANIFEST).unlink(missing_ok=True)
+        return [self.folder / shard.name for shard in self._shards]
+
+    def _index(self) -> dict[str, object]:
+        total = sum(entry.end - entry.begin for _, entry in self._of.values())
+        weight_map = {name: self._of[name][0].name for name in sorted(self._order)}
+        return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+    def _resume(self) -> None:
+        """Take over the finished shards of an earlier writer of the same layout; delete its other files."""
+        finished = self._finished()
+        for pattern in ("model*.safetensors*", ".model*.safetensors*"):
+            for path in sorted(self.work.glob(pattern)):
+                if path.name not in finished:
+                    path.unlink()
+        for name in finished:
+            self._waiting[name].clear()
+        self._note()
+
+    def _finished(self) -> list[str]:
+        """Shards that the manifest lists and that have their full size."""
+        path = self.work / MANIFEST
+        try:
+            manifest = read_json(path)
+        except CheckpointError:
+            return []
+        if manifest.get("layout") != self._layout:
+            return []
+        sizes = {shard.name: shard.size for shard in self._shards}
+        listed = [name for name in manifest.get("finished", []) if name in sizes]
+        files = {name: self.work / name for name in listed}
+        return [
+            name for name in listed if files[name].is_file() and files[name].stat().st_size == sizes[name]
+        ]
+
+    def _note(self) -> None:
+        finished = [shard.name for shard in self._shards if not self._waiting[shard.name]]
+        atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
+
+    def _partial(self, shard: _Shard) -> Path:
+        return atomic.beside(self.work / shard.name, "partial")
+
+
+def write_checkpoint_tensors(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write named tensors as ``model.safetensors``, or as shards with an index.
+
+    Args:
+        folder: an existing folder.
+        tensors: a mapping, or an iterator of (name, tensor). An iterator is consumed one tensor at a time,
+            through a spool file in ``folder``, so that memory stays at one tensor and disk use is twice the
+            result for a while.
+        max_shard_bytes: tensor bytes of a shard at most.
+
+    Returns:
+        the files written, sorted by name.
+
+    Raises:
+        OutputError: no space, or no permission.
+    """
+    if isinstance(tensors, Mapping):
+        writer = ShardWriter(
+            folder, [slot(name, tensor) for name, tensor in tensors.items()], max_shard_bytes=max_shard_bytes
+        )
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        return writer.finish()
+    return _write_spooled(folder, tensors, max_shard_bytes)
+
+
+class _Shard(NamedTuple):
+    name: str
+    header: bytes
+    entries: list[Entry]
+    size: int
+
+
+def _plan(slots: list[Slot], max_shard_bytes: int) -> list[_Shard]:
+    """Cut the layout, in its order, into shards of at most ``max_shard_bytes``."""
+    groups: list[list[Slot]] = [[]]
+    filled = 0
+    for item in slots:
+        size = tensor_bytes(item.dtype, item.shape)
+        if groups[-1] and filled + size > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    return [
+        _shard(name if len(groups) > 1 else SINGLE, group) for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _shard(name: str, slots: list[Slot]) -> _Shard:
+    # Wide types first: every tensor then begins at a multiple of its element size, as readers like it.
+    header, entries = write_header(sorted(slots, key=lambda item: -BITS[item[1]]))
+    return _Shard(name, header, entries, entries[-1].end)
+
+
+def _reserve(partial: Path, shard: _Shard) -> None:
+    """Create a shard's file at its full size, header written. A full disk shows here."""
+    with partial.open("wb") as file:
+        file.write(shard.header)
+        file.flush()
+        try:
+            os.posix_fallocate(file.fileno(), 0, shard.size)
+        except AttributeError:  # macOS has no posix_fallocate
+            file.truncate(shard.size)
+        except OSError as error:  # and some file systems cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            file.truncate(shard.size)
+
+
+def _write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
+    """Write a tensor's bytes into an existing file."""
+    with path.open("r+b", buffering=0) as file:
+        _write(file.fileno(), tensor, position)
+
+
+def _write(descriptor: int, tensor: torch.Tensor, position: int) -> int:
+    """Write a tensor's bytes at a position; returns how many there were."""
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if not flat.numel():
+        return 0
+    rest = memoryview(flat.view(torch.uint8).numpy())
+    total = len(rest)
+    while rest:
+        count = os.pwrite(descriptor, rest, position)
+        rest, position = rest[count:], position + count
+    return total
+
+
+def _place(source: Path, target: Path) -> None:
+    """Let a finished shard stand in the output folder: as a second link, so that a kill loses no work."""
+    if source == target:
+        return
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.move(source, target)
+
+
+def _write_spooled(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
+) -> list[Path]:
+    """Write tensors whose layout is known only at their end: into a spool file, from there into shards."""
+    from attar.checkpoint.tensors import TensorInfo, read_tensor
+
+    spool = folder / ".spool.partial"
+    slots: list[Slot] = []
+    places: list[TensorInfo] = []
+    position = 0
+    try:
+        with atomic.explain_os_errors(folder), spool.open("wb", buffering=0) as file:
+            for name, tensor in tensors:
+                slots.append(slot(name, tensor))
+                size = _write(file.fileno(), tensor, position)
+                places.append(TensorInfo(name, slots[-1].dtype, slots[-1].shape, size, spool, position))
+                position += size
+        writer = ShardWriter(folder, slots, max_shard_bytes=max_shard_bytes)
+        for info in places:
+            writer.add(info.name, read_tensor(info))
+        return writer.finish()
+    finally:
+        spool.unlink(missing_ok=True)

@@ -1,0 +1,23 @@
+"""Numbers for people: bytes and counts with three figures and a unit."""
+
+from __future__ import annotations
+
+
+def bytes_text(count: float) -> str:
+    """``15_900_000`` -> ``15.9 MB``. Decimal units: 1 kB = 1,000 bytes."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB", "PB"))
+
+
+def count_text(count: float) -> str:
+    """``7_900_000`` -> ``7.90 M``. Thousand K, million M, billion B, trillion T."""
+    return _scaled(count, ("", "K", "M", "B", "T")).strip()
+
+
+def _scaled(count: float, units: tuple[str, ...]) -> str:
+    value, index = float(count), 0
+    while abs(value) >= 999.5 and index + 1 < len(units):
+        value, index = value / 1000, index + 1
+    if index == 0:
+        return f"{count:.0f} {units[0]}"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {units[index]}"

@@ -1,0 +1,173 @@
+"""Build one command: parameters from a settings class, the options that every verb has, output, errors.
+
+Every option arrives as text and is checked by the settings class itself, so that the command line, recipes and Python have
+one set of rules and one wording.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+import typer.main
+
+from attar.cli.guard import guarded
+from attar.progress import SILENT, Progress, Terminal
+from attar.recipe.origin import CommandOrigin, option
+from attar.recipe.settings import Setting, parse, settings_of, short
+
+_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a verb says.
+
+    Args:
+        data: for ``--json``.
+        text: for people.
+    """
+
+    data: dict[str, Any]
+    text: str
+
+
+Act = Callable[[dict[str, Any], Progress], Answer]
+"""The work of a verb: the values of its parameters and where to report to; gives the answer."""
+
+
+def build(
+    name: str,
+    help: str,
+    example: str,
+    parameters: Sequence[inspect.Parameter],
+    act: Act,
+    *,
+    resumes: bool = False,
+) -> Any:
+    """A command for the group.
+
+    Args:
+        name: the verb.
+        help: what it does.
+        example: a command line, shown at the end of its help.
+        parameters: its arguments and options.
+        act: its work.
+        resumes: whether the same command goes on after an interruption.
+    """
+
+    def callback(**values: Any) -> None:
+        quiet, as_json, debug = (values.pop(flag) for flag in ("quiet", "json", "debug"))
+        progress: Progress = SILENT if quiet else Terminal()
+        with guarded(debug=debug, resumes=resumes):
+            # whatever a library prints while it works must not end up between the data
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                answer = act(values, progress)
+            print(_json(answer.data) if as_json else answer.text, flush=True)
+
+    callback.__signature__ = inspect.Signature([*parameters, *_common()])  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    epilog = f"\b\nExample:\n  {example}"
+    app.command(name=name, help=help, epilog=epilog, context_settings=context)(callback)
+    return typer.main.get_command(app)
+
+
+def argument(name: str, help: str, metavar: str | None = None) -> inspect.Parameter:
+    """A required positional argument."""
+    info = typer.Argument(..., help=help, metavar=metavar or name.upper(), show_default=False)
+    return _parameter(name, str, info)
+
+
+def text_option(
+    name: str, *spellings: str, help: str, metavar: str = "TEXT", required: bool = False
+) -> inspect.Parameter:
+    """An option with one value; None where it is not given."""
+    default: Any = ... if required else None
+    info = typer.Option(default, *spellings, help=help, metavar=metavar, show_default=False)
+    return _parameter(name, str, info)
+
+
+def many_option(
+    name: str, *spellings: str, help: str, metavar: str = "TEXT", required: bool = False
+) -> inspect.Parameter:
+    """An option that may be given several times."""
+    default: Any = ... if required else None
+    info = typer.Option(
+        default, *spellings, help=help + "; may be repeated", metavar=metavar, show_default=False
+    )
+    return _parameter(name, list[str], info)
+
+
+def flag(name: str, *spellings: str, help: str) -> inspect.Parameter:
+    """An option without a value."""
+    return _parameter(name, bool, typer.Option(False, *spellings, help=help, show_default=False))
+
+
+def settings_options(cls: type) -> list[inspect.Parameter]:
+    """One option per field of a settings class, with its help, default and choices."""
+    return [_setting_option(setting) for setting in settings_of(cls)]
+
+
+def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
+    """Settings from the options that were given.
+
+    Raises:
+        UsageError: names the option.
+    """
+    names = {setting.name for setting in settings_of(cls)}
+    given = {name: value for name, value in values.items() if name in names and value is not None}
+    return parse(cls, given, CommandOrigin(verb))
+
+
+def _setting_option(setting: Setting) -> inspect.Parameter:
+    spelling = option(setting.name)
+    default = "required" if setting.default is dataclasses.MISSING else f"default: {short(setting.default)}"
+    if setting.flag:
+        both = f"{spelling}/--no-{spelling[2:]}"
+        words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
+        return _parameter(setting.name, bool, typer.Option(None, both, help=words, show_default=False))
+    choices = [str(choice) for choice in setting.choices]
+    metavar = "|".join(choices) or _METAVARS.get(setting.kind, "TEXT")
+    info = typer.Option(
+        None,
+        spelling,
+        help=f"{setting.help}{'; may be repeated' if setting.many else ''}  [{default}]",
+        metavar=metavar,
+        show_default=False,
+        autocompletion=_completer(choices) if choices else None,
+    )
+    return _parameter(setting.name, list[str] if setting.many else str, info)
+
+
+def _completer(choices: list[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    return complete
+
+
+def _common() -> list[inspect.Parameter]:
+    """The options of every verb."""
+    return [
+        flag("json", "--json", help="print the result as JSON on stdout, and nothing else"),
+        flag("quiet", "--quiet", "-q", help="no progress"),
+        flag("debug", "--debug", help="show the traceback of an error"),
+    ]
+
+
+def _parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
+
+
+def _json(data: dict[str, Any]) -> str:
+    from attar.checkpoint.card import plain
+
+    return json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False)

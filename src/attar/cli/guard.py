@@ -1,0 +1,73 @@
+"""From an exception to one or two lines on stderr and an exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from attar.errors import AttarError, SettingsError
+from attar.recipe.origin import option
+
+
+@contextmanager
+def guarded(*, debug: bool, resumes: bool) -> Iterator[None]:
+    """Turn whatever the block raises into a message and an exit.
+
+    Args:
+        debug: show the traceback as well.
+        resumes: after an interruption, the same command goes on.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except BrokenPipeError:  # the reader of our output has gone, as in `attar inspect MODEL | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        say(f"stopped; to go on: {_again()}" if resumes else "stopped")
+        raise typer.Exit(130) from None
+    except Exception as error:
+        if debug:
+            traceback.print_exc(file=sys.stderr)
+        say(*explain(error))
+        raise typer.Exit(error.exit_code if isinstance(error, AttarError) else 1) from None
+
+
+def say(*lines: str) -> None:
+    """Write lines to stderr."""
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def explain(error: Exception) -> list[str]:
+    """An exception in one line, and a hint where there is one."""
+    if isinstance(error, SettingsError) and error.field.isidentifier():
+        hint = error.hint
+        error = SettingsError(option(error.field), error.value, error.allowed)
+        error.hint = hint
+    if isinstance(error, AttarError):
+        return _lines(error.message, error.hint)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return _lines(f"out of memory: {error}", "a smaller --batch-size or --sequence-length needs less")
+    if isinstance(error, OSError) and error.strerror:
+        return _lines(f"{error.filename or 'the system'}: {error.strerror}", None)
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" ({where[0].filename.rpartition('/')[2]}:{where[0].lineno})" if where else ""
+    message = f"this is a bug of attar: {type(error).__name__}: {error}{place}"
+    return _lines(message, "run it again with --debug and report what it prints")
+
+
+def _lines(message: str, hint: str | None) -> list[str]:
+    one = " ".join(message.split())
+    return [f"error: {one}", f"hint: {' '.join(hint.split())}"] if hint else [f"error: {one}"]
+
+
+def _again() -> str:
+    """This command, without what would start it over."""
+    return shlex.join(["attar", *(word for word in sys.argv[1:] if word != "--fresh")])

@@ -1,0 +1,74 @@
+"""``attar run RECIPE`` and ``attar demo``, which is the same with the recipe that travels with attar."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from attar.cli.command import Answer, argument, flag, many_option, text_option
+from attar.cli.command import build as build_command
+from attar.progress import Progress
+
+
+def build_run(verb: str) -> Any:
+    """The command ``run``."""
+    parameters = [argument("recipe", "a YAML file"), *_parameters("runs/<name of the recipe>")]
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        return _act(Path(values["recipe"]), values, progress)
+
+    help = (
+        "Run a recipe: plan, show the plan, then do what is not done yet. The same command after an interruption goes "
+        "on where it was; a changed setting does its stage and those after it again."
+    )
+    example = "attar run recipes/quickstart.yaml -o runs/first --set stages.2.ratio=0.3"
+    return build_command(verb, help, example, parameters, act, resumes=True)
+
+
+def build_demo(verb: str) -> Any:
+    """The command ``demo``."""
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        from attar.verbs import quickstart
+
+        return _act(quickstart(), values, progress)
+
+    help = (
+        "Run the main job on the embedded model: distill, prune, recover, quantize and measure, then show one table "
+        "and name the report."
+    )
+    return build_command(verb, help, "attar demo", _parameters("runs/quickstart"), act, resumes=True)
+
+
+def _parameters(folder: str) -> list[inspect.Parameter]:
+    setting = "change a value of the recipe: key=value; stages by number (from 1) or name"
+    return [
+        text_option("out", "--out", "-o", help=f"folder of the run  [default: {folder}]", metavar="DIR"),
+        many_option("changes", "--set", help=setting, metavar="KEY=VALUE"),
+        flag("fresh", "--fresh", help="remove what an earlier run made in the folder, and start over"),
+        flag("dry_run", "--dry-run", help="show the plan with about what it takes, and stop"),
+    ]
+
+
+def _act(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
+    from attar.recipe.runfolder import default_folder
+    from attar.recipe.schema import load_recipe
+
+    recipe = load_recipe(path, values["changes"] or ())
+    out = Path(values["out"]) if values["out"] else default_folder(path)
+    if values["dry_run"]:
+        return _plan(recipe, out, values["fresh"])
+    from attar.recipe.run import run_recipe
+
+    result = run_recipe(recipe, out, fresh=values["fresh"], progress=progress)
+    return Answer(result.to_dict(), f"{result.table()}\n\nReport: {result.report}")
+
+
+def _plan(recipe: Any, out: Path, fresh: bool) -> Answer:
+    from attar.checkpoint.open import open_checkpoint
+    from attar.recipe.plan import make_plan
+    from attar.recipe.show import plan_dict, plan_text
+
+    plan = make_plan(recipe, out, open_checkpoint(recipe.model), fresh=fresh)
+    return Answer(plan_dict(plan), plan_text(plan))

@@ -1,0 +1,20 @@
+"""The table of verbs: name, one line, and the function that builds the command. Nothing is imported to print it."""
+
+from __future__ import annotations
+
+from attar.recipe.stages import STAGES
+
+_STAGE = "attar.cli.stage:build"
+
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
+    "run": ("Run a recipe; goes on where it was stopped.", "attar.cli.run:build_run"),
+    **{verb: (stage.summary, _STAGE) for verb, stage in STAGES.items()},
+    "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build"),
+    "generate": ("Continue a prompt.", "attar.cli.generate:build"),
+    "inspect": (
+        "Show what a checkpoint is, where it comes from and what it obliges to.",
+        "attar.cli.inspect:build",
+    ),
+    "report": ("Build the report of a run again.", "attar.cli.report:build"),
+}

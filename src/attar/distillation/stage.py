@@ -1,0 +1,166 @@
+"""The verbs ``distill`` (a shallower student) and ``recover`` (a damaged model learns from the one it was made from).
+
+Both are the train walk with one loss: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, the teacher run beside the student.
+``alpha`` is the weight of the soft loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import produce
+from attar.data.packing import pack
+from attar.distillation.forward_kl import forward_kl
+from attar.distillation.layer_map import layer_map
+from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
+from attar.errors import ModelError
+from attar.models.anatomy import discover
+from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.precision import stored_precision
+from attar.models.student import student_by_depth
+from attar.progress import SILENT, Progress
+from attar.walks.objectives import next_token_loss
+from attar.walks.train import History, Loss, train
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+HELD_OUT_TOKENS = 16_384
+
+
+def distill(
+    teacher: str | Path | Checkpoint,
+    out: Path,
+    settings: DistillSettings,
+    *,
+    progress: Progress = SILENT,
+    force: bool = False,
+    key: str | None = None,
+) -> Checkpoint:
+    """Make a student with fewer of the teacher's layers and train it on the teacher's distribution.
+
+    Args:
+        teacher: a dense or packed causal language model.
+        out: the folder to make.
+
+    Raises:
+        AttarError: see errors.py; nothing is left behind.
+    """
+    source = open_checkpoint(teacher)
+    model = _causal(source)
+    depth = len(discover(model).blocks)
+    kept = layer_map(settings.layer_map, depth, settings.layers or max(depth // 2, 1))
+    with produce(out, stage="distill", version=VERSION, settings=asdict(settings), seed=settings.seed,
+                 parents=[(source, "weights"), (source, "signal")], force=force, key=key) as output:  # fmt: skip
+        student = student_by_depth(model, kept)
+        history = _learn(student, model, source, settings, output.work / "train", progress, "distill")
+        _save(student, source, output, history)
+        output.details["layer_map"] = kept
+    return open_checkpoint(out)
+
+
+def recover(
+    model: str | Path | Checkpoint,
+    out: Path,
+    settings: RecoverSettings,
+    *,
+    teacher: str | Path | Checkpoint,
+    progress: Progress = SILENT,
+    force: bool = False,
+    key: str | None = None,
+) -> Checkpoint:
+    """Train a pruned model to agree with the model it was cut from.
+
+    Args:
+        model: the damaged model; its shape is kept.
+        out: the folder to make.
+        teacher: the model to agree with; both have one tokenizer.
+
+    Raises:
+        AttarError: see errors.py; nothing is left behind.
+    """
+    source, signal = open_checkpoint(model), open_checkpoint(teacher)
+    student, guide = _causal(source), _causal(signal)
+    _same_tokens(source, signal)
+    with produce(out, stage="recover", version=VERSION, settings=asdict(settings), seed=settings.seed,
+                 parents=[(source, "weights"), (signal, "signal")], force=force, key=key) as output:  # fmt: skip
+        history = _learn(student, guide, source, settings, output.work / "train", progress, "recover")
+        _save(student, source, output, history)
+    return open_checkpoint(out)
+
+
+def soft_loss(teacher: nn.Module, temperature: float, alpha: float) -> Loss:
+    """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted tokens.
+
+    Vocabularies padded to different widths are compared over the common part.
+    """
+
+    def loss(student: nn.Module, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            guide = teacher(input_ids=tokens).logits
+        logits = student(input_ids=tokens).logits
+        width = min(guide.shape[-1], logits.shape[-1])
+        soft = forward_kl(logits[:, :-1, :width], guide[:, :-1, :width], temperature) if alpha else logits.new_zeros(())
+        return alpha * soft + (1.0 - alpha) * next_token_loss(logits, tokens) if alpha < 1.0 else soft
+
+    return loss
+
+
+def _learn(
+    student: Any, teacher: Any, source: Checkpoint, settings: RecoverSettings, work: Path, progress: Progress, what: str
+) -> History:
+    """Run the train walk; the student's weights change."""
+    tokenizer = load_tokenizer(source)
+    wanted = settings.steps * settings.batch_size * settings.accumulate
+    rows = pack(tokenizer, settings.data, "train", length=settings.sequence_length, rows=wanted, seed=settings.seed)
+    kept = pack(
+        tokenizer, settings.data, "calibration", length=settings.sequence_length,
+        rows=max(HELD_OUT_TOKENS // settings.sequence_length, 1), seed=0,
+    ).tokens  # fmt: skip
+    teacher.requires_grad_(False)
+    loss = soft_loss(teacher, settings.temperature, settings.alpha)
+
+    def held_out(model: nn.Module) -> float:
+        """The training loss on rows never trained on."""
+        device = next(model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            parts = [float(loss(model, batch.to(device))) * len(batch) for batch in kept.split(settings.batch_size)]
+        return sum(parts) / len(kept)
+
+    return train(student, loss, rows.tokens, settings, work=work, held_out=held_out, progress=progress, what=what)
+
+
+def _causal(checkpoint: Checkpoint) -> Any:
+    """The model in float32, which must be a causal language model."""
+    model = load_model(checkpoint, dtype=torch.float32)
+    if not discover(model).causal:
+        raise ModelError(
+            f"{checkpoint.path}: {checkpoint.config['architectures'][0]} is not a causal language model",
+            hint="encoders can be pruned and quantized, but not distilled yet",
+        )
+    return model
+
+
+def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
+    """Logits can be compared only where a token number means the same text."""
+    ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(teacher).get_vocab()
+    if ours != theirs:
+        differing = sum(theirs.get(token) != number for token, number in ours.items())
+        raise ModelError(
+            f"{teacher.path}: the teacher's tokenizer is another one ({differing} of {len(ours)} tokens differ)",
+            hint="teacher and student need the same vocabulary",
+        )
+
+
+def _save(student: Any, source: Checkpoint, output: Any, history: History) -> None:
+    save_model(student, output.folder, dtype=stored_precision(source))
+    copy_companions(source.path, output.folder)
+    output.details.update(curve=history.curve, tokens=history.tokens, steps=history.step, stopped_early=history.stopped)
+

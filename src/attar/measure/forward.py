@@ -1,0 +1,61 @@
+"""Next-token logits of a model over batches of tokens, one sequence at a time, without a second copy of them.
+
+Letters: B sequences, S tokens, n tokens of a sequence that are really predicted (at most S - 1), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PADDING = -100
+"""A token of this number (any negative one) is padding: neither read nor predicted."""
+
+LOGIT_BYTES = 256 * 2**20  # of one pass; wide vocabularies get smaller batches
+
+
+def split(batches: list[Tensor], vocabulary: int, limit: int = LOGIT_BYTES) -> list[Tensor]:
+    """Cut batches int64 (B, S) until the float32 logits of each fit in ``limit`` bytes (a batch keeps one row at least)."""
+    pieces: list[Tensor] = []
+    for batch in batches:
+        rows = max(1, limit // (batch.shape[1] * vocabulary * 4))
+        pieces.extend(batch.split(rows))
+    return pieces
+
+
+def predicted(tokens: Tensor) -> Tensor:
+    """Which tokens are really predicted: bool (B, S - 1) for tokens 1 to S - 1 of int64 (B, S).
+
+    A token counts when it and all tokens it is predicted from are no padding.
+    """
+    real = tokens >= 0
+    return real[:, 1:] & real[:, :-1]
+
+
+@torch.inference_mode()
+def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Run a batch; give each sequence's logits and the tokens they predict.
+
+    Args:
+        model: a causal language model of transformers in evaluation mode.
+        tokens: int64 (B, S), padded (on either side) with ``PADDING``; not modified.
+        width: columns to keep, so that rows of a padded vocabulary do not count.
+
+    Yields:
+        logits (n, width) in the model's dtype (a view unless the sequence is padded), labels int64 (n,).
+    """
+    counted, device = predicted(tokens), model.device
+    inputs = {"input_ids": tokens.clamp(min=0).to(device)}
+    if bool((tokens < 0).any()):
+        inputs["attention_mask"] = (tokens >= 0).long().to(device)
+        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    logits = model(**inputs, use_cache=False).logits
+    for row in range(tokens.shape[0]):
+        keep, labels = counted[row], tokens[row, 1:]
+        if bool(keep.all()):
+            yield logits[row, :-1, :width], labels
+        else:
+            yield logits[row, :-1, :width][keep.to(device)], labels[keep]

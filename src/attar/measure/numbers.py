@@ -1,0 +1,73 @@
+"""Numbers for people: a few significant digits, units that fit, and a dash where nothing was measured."""
+
+from __future__ import annotations
+
+import math
+
+NOTHING = "–"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """Plain notation with ``digits`` significant digits: 16.7, 0.0213, 1,234; powers of ten below 1e-5 and above 1e7."""
+    if value is None:
+        return NOTHING
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else ("∞" if value > 0 else str(value))
+    exponent = math.floor(math.log10(abs(value)))
+    if not -5 <= exponent < 7:
+        return f"{value:.{digits - 1}e}"
+    return f"{value:,.{max(digits - 1 - exponent, 0)}f}"
+
+
+def fixed(value: float | None, decimals: int = 0) -> str:
+    """A fixed number of decimals, with thousands set apart."""
+    return NOTHING if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
+
+
+def percent(fraction: float | None, decimals: int = 0) -> str:
+    """A fraction of one as a percentage, without the sign."""
+    return NOTHING if fraction is None else f"{fraction * 100:.{decimals}f}"
+
+
+def megabytes(count: float | None) -> str:
+    """Bytes as MB of 10^6 bytes, three digits: 0.84, 8.41, 84.1, 841."""
+    return NOTHING if count is None else significant(count / 1e6)
+
+
+def size(count: float | None) -> str:
+    """Bytes with the unit that fits: kB, MB or GB (powers of 1000)."""
+    if count is None:
+        return NOTHING
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{significant(count / scale)} {unit}"
+    return f"{count:.0f} B"
+
+
+def count(number: float | None) -> str:
+    """A count of parameters: 7.34 M, 1.1 B."""
+    if number is None:
+        return NOTHING
+    for unit, scale in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{significant(number / scale)} {unit}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as 8.2 s, 3 min 20 s or 2 h 05 min."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def times(ratio: float | None) -> str:
+    """How many times smaller: 8.1x, 12x."""
+    if ratio is None:
+        return NOTHING
+    return f"{ratio:.1f}x" if ratio < 9.95 else f"{ratio:,.0f}x"

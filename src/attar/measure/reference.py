@@ -1,0 +1,144 @@
+"""The reference that a model is compared with: one set of logits for several evaluations.
+
+Exactness matters (int8 rounding costs a few millionths of a nat), so its logits are kept in float32 while they fit the memory limit, and
+otherwise not at all: then the reference model stays loaded and every batch is run through it again. ``Reference.kept``
+says which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint import Checkpoint
+from attar.data.packing import evaluation_batches
+from attar.errors import SettingsError, UsageError
+from attar.measure.forward import next_token_logits, predicted, split
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import Subject, load_subject
+from attar.progress import SILENT, Progress
+
+MEMORY_LIMIT = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference model on one text.
+
+    Attributes:
+        subject: the reference model (its weights are let go where the logits are kept).
+        settings: the evaluation's settings; another text or length needs another reference.
+        batches: the text, int64 (B, S) each.
+        width: columns of the logits that are compared.
+        logits: per batch, per sequence, float32 (n, width); None where the model is run again for each evaluation.
+    """
+
+    subject: Subject
+    settings: EvaluateSettings
+    batches: list[Tensor]
+    width: int
+    logits: list[list[Tensor]] | None
+
+    @property
+    def kept(self) -> bool:
+        """True where the logits are kept in memory, False where they are computed again each time."""
+        return self.logits is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the kept logits."""
+        return sum(row.nbytes for rows in self.logits or [] for row in rows)
+
+    def rows(self, batch: int) -> Iterator[Tensor]:
+        """The reference's logits (n, width) for each sequence of a batch."""
+        if self.logits is not None:
+            yield from self.logits[batch]
+        else:
+            for logits, _ in next_token_logits(self.subject.model, self.batches[batch], self.width):
+                yield logits
+
+
+def make_reference(
+    model: str | Path | Checkpoint | Subject,
+    settings: EvaluateSettings,
+    *,
+    batches: list[Tensor] | None = None,
+    memory_limit: int = MEMORY_LIMIT,
+    progress: Progress = SILENT,
+) -> Reference:
+    """Run the reference over the held-out text.
+
+    Args:
+        batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
+        memory_limit: bytes the kept logits may take; above it the model is run again for each evaluation.
+
+    Raises:
+        AttarError: the model or the text cannot be used.
+    """
+    subject = load_subject(model, dtype=settings.dtype, device=settings.device)
+    width = subject.vocabulary
+    pieces = split(held_out(subject, settings) if batches is None else batches, width)
+    size = sum(int(predicted(piece).sum()) for piece in pieces) * width * 4
+    if size > memory_limit:
+        return Reference(subject, settings, pieces, width, None)
+    logits = []
+    with progress.task(f"reference {subject.name}", total=len(pieces)) as task:
+        for piece in pieces:
+            rows = next_token_logits(subject.model, piece, width)
+            logits.append([row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows])
+            task.advance()
+    bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
+    return Reference(bare, settings, pieces, width, logits)
+
+
+def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
+    """The settings' held-out text in the subject's tokens, int64 (B, S) batches.
+
+    Raises:
+        SettingsError: a sequence is longer than the model's context.
+        DataError: the text is missing or too short.
+    """
+    context = subject.context
+    if context is not None and settings.sequence_length > context:
+        raise SettingsError(
+            "sequence_length", settings.sequence_length, f"at most {context}, the context of {subject.name}"
+        )
+    return evaluation_batches(
+        subject.tokenizer,
+        settings.data,
+        tokens=settings.tokens,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+
+
+def check_same_text(reference: Reference, settings: EvaluateSettings) -> None:
+    """Raise UsageError unless the reference was made on the text that the settings ask for."""
+    for name in ("data", "tokens", "sequence_length", "seed"):
+        ours, theirs = getattr(settings, name), getattr(reference.settings, name)
+        if ours != theirs:
+            raise UsageError(f"{name} is {ours!r} here, but the reference was made with {theirs!r}")
+
+
+def check_same_tokens(subject: Subject, reference: Subject) -> None:
+    """Raise UsageError unless both give every token the same number.
+
+    The vocabularies' contents are compared, not their sizes: embeddings are often padded to a round number.
+    """
+    if subject.tokenizer is None or reference.tokenizer is None:
+        return
+    ours, theirs = subject.tokenizer.get_vocab(), reference.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    token = min(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+    here, there = (repr(vocabulary.get(token, "missing")) for vocabulary in (ours, theirs))
+    raise UsageError(
+        f"{subject.name} and {reference.name} have different tokenizers: token {token!r} is {here} in one, "
+        f"{there} in the other",
+        hint="KL and top-1 agreement compare models that share a tokenizer; leave --reference out to get the perplexity",
+    )

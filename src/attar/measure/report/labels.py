@@ -1,0 +1,115 @@
+"""Where to put labels so that they cover neither each other nor the points, and stay inside the picture.
+
+Every label tries positions around its point, near ones first. The labels are placed one after the other, and then each is
+moved again to its best place given all others, a few times over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDE = "mwMW@%"
+NARROW = "iljtfrI.,:;'|!()[] "
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in pixels: left, top, right, bottom."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def overlap(self, other: Box) -> float:
+        """Area that both cover."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.bottom, other.bottom) - max(self.top, other.top)
+        return max(width, 0.0) * max(height, 0.0)
+
+    def within(self, other: Box) -> bool:
+        """Whether it lies inside the other."""
+        return (
+            self.left >= other.left
+            and self.top >= other.top
+            and self.right <= other.right
+            and self.bottom <= other.bottom
+        )
+
+
+Point = tuple[float, float]
+Line = Sequence[Point]
+
+
+def text_width(text: str, font_size: float) -> float:
+    """About how wide a text is in a sans-serif font, in pixels: rather too wide than too narrow."""
+    units = sum(0.95 if char in WIDE else 0.4 if char in NARROW else 0.64 for char in text)
+    return units * font_size
+
+
+def place(
+    points: Sequence[Point], sizes: Sequence[Point], bounds: Box, lines: Sequence[Line] = (), radius: float = 8.0
+) -> list[Box]:
+    """A box for each point's label.
+
+    Args:
+        points: centres of the marks (x, y).
+        sizes: width and height of each label.
+        bounds: no label leaves this.
+        lines: polylines that labels should rather not cover.
+        radius: of a mark, with its surroundings.
+    """
+    marks = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in points]
+    dots = [dot for line in lines for dot in _dots(line)]
+    candidates = [_candidates(point, size, bounds, radius) for point, size in zip(points, sizes, strict=True)]
+    placed: list[Box | None] = [None] * len(points)
+    for _ in range(4):
+        for index, boxes in enumerate(candidates):
+            others = [box for other, box in enumerate(placed) if other != index and box is not None]
+            costs = [rank + _cost(box, marks, others, dots) for rank, box in boxes]
+            placed[index] = boxes[costs.index(min(costs))][1]
+    return [box for box in placed if box is not None]
+
+
+def _cost(box: Box, marks: list[Box], others: list[Box], dots: list[Point]) -> float:
+    covered = sum(box.left - 3 <= x <= box.right + 3 and box.top - 2 <= y <= box.bottom + 2 for x, y in dots)
+    labels = sum(1000.0 + box.overlap(other) for other in others if box.overlap(other) > 0)
+    points = sum(400.0 + box.overlap(mark) for mark in marks if box.overlap(mark) > 0)
+    return labels + points + 12.0 * covered
+
+
+def _candidates(point: Point, size: Point, bounds: Box, radius: float) -> list[tuple[float, Box]]:
+    """Boxes around a point with their rank: the nearest and most readable places come cheapest."""
+    (x, y), (width, height) = point, size
+    boxes: list[tuple[float, Box]] = []
+    for ring in range(6):
+        gap = radius + 2 + 14 * ring
+        for turn, angle in enumerate((0, 180, 90, 270, 45, 315, 135, 225)):
+            dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+            centre = (x + dx * gap + _sign(dx) * width / 2, y + dy * gap + _sign(dy) * height / 2)
+            box = Box(centre[0] - width / 2, centre[1] - height / 2, centre[0] + width / 2, centre[1] + height / 2)
+            inside = _moved_inside(box, bounds)
+            shifted = abs(inside.left - box.left) + abs(inside.top - box.top)
+            boxes.append((turn + 30.0 * ring + shifted, inside))
+    return boxes
+
+
+def _moved_inside(box: Box, bounds: Box) -> Box:
+    right = max(bounds.left - box.left, 0.0) - max(box.right - bounds.right, 0.0)
+    down = max(bounds.top - box.top, 0.0) - max(box.bottom - bounds.bottom, 0.0)
+    return Box(box.left + right, box.top + down, box.right + right, box.bottom + down)
+
+
+def _dots(line: Line) -> list[Point]:
+    """Points along a polyline, about 6 pixels apart."""
+    dots: list[Point] = []
+    for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
+        count = max(1, round(math.hypot(x1 - x0, y1 - y0) / 6))
+        dots.extend((x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(count + 1))
+    return dots
+
+
+def _sign(value: float) -> int:
+    return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1

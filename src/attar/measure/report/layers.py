@@ -1,0 +1,119 @@
+"""The picture of per-layer errors: one small panel for each kind of layer, blocks across, relative output error up.
+
+The stages that quantized the same parent share a panel, so that round-to-nearest and GPTQ stand side by side. All panels have one
+scale, from zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attar.measure.numbers import significant
+from attar.measure.report.axis import Axis, fit, from_zero
+from attar.measure.report.markup import Markup, el, join
+from attar.measure.report.svg import left_axis, picture, polyline, text
+from attar.measure.run_folder import Run, Stage
+
+WIDTH, HEIGHT = 236.0, 168.0
+SERIES = 4  # colours in the style sheet
+
+
+@dataclass(frozen=True)
+class Series:
+    """Relative output error by layer name, of one stage."""
+
+    label: str
+    errors: Mapping[str, float]
+
+
+def layer_pictures(run: Run) -> Markup | None:
+    """Panels for every parent whose quantization reported layers; None where none did."""
+    groups: dict[str, list[Stage]] = {}
+    for stage in run.stages:
+        if stage.rows("layers"):
+            groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
+    drawn = [_group(parent, series_of(stages), len(groups) > 1) for parent, stages in groups.items()]
+    return join(drawn) if drawn else None
+
+
+def series_of(stages: list[Stage]) -> list[Series]:
+    """One series per stage, and the round-to-nearest errors that a stage reports beside its own where no stage is that.
+
+    The largest come first, so that the better ones are drawn above them.
+    """
+    series = [Series(stage.name, _errors(stage, "error")) for stage in stages]
+    if not any(stage.settings.get("method") == "rtn" for stage in stages):
+        beside = next((errors for stage in stages if (errors := _errors(stage, "rtn_error"))), None)
+        if beside:
+            series.append(Series("round to nearest", beside))
+    known = [each for each in series if each.errors]
+    return sorted(known, key=lambda each: -sum(each.errors.values()) / len(each.errors))
+
+
+def _errors(stage: Stage, key: str) -> dict[str, float]:
+    errors = {}
+    for row in stage.rows("layers"):
+        name, value = row.get("name"), row.get(key)
+        if isinstance(name, str) and isinstance(value, (int, float)):
+            errors[name] = float(value)
+    return errors
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """Block number and kind of a layer: ``model.layers.3.mlp.up_proj`` is (3, "mlp.up_proj")."""
+    match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def _group(parent: str, series: list[Series], several: bool) -> Markup:
+    kinds: dict[str, None] = {}
+    for each in series:
+        kinds.update(dict.fromkeys(split_name(name)[1] for name in each.errors))
+    high = max(error for each in series for error in each.errors.values())
+    panels = [_panel(kind, series, high) for kind in kinds]
+    heading = el("h3", f"from {parent}") if several else None
+    return join(heading, _legend(series), el("div", panels, class_="panels"))
+
+
+def _legend(series: list[Series]) -> Markup:
+    items = [
+        el("span", el("i", class_=f"swatch s{number % SERIES}"), each.label, class_="key")
+        for number, each in enumerate(series)
+    ]
+    return el("p", items, class_="legend")
+
+
+def _panel(kind: str, series: list[Series], high: float) -> Markup:
+    tables = [_by_block(each, kind) for each in series]
+    blocks = sorted({block for table in tables for block in table})
+    left, right, top, bottom = 42.0, WIDTH - 8.0, 30.0, HEIGHT - 26.0
+    y = from_zero([high], bottom, top)
+    x = fit([float(block) for block in blocks], left, right, margin=0.07)
+    lines = [_series_line(each.label, table, x, y, number % SERIES) for number, (each, table) in
+             enumerate(zip(series, tables, strict=True)) if table]
+    numbers = [text(x(block), bottom + 17, str(block), anchor="middle", class_="tick") for block in _sparse(blocks)]
+    return picture(
+        WIDTH, HEIGHT, f"relative output error of {kind}, block by block",
+        text(0, 14, kind, class_="panel-title"), left_axis(y, left, right, 4), numbers, lines, class_="picture panel",
+    )
+
+
+def _by_block(series: Series, kind: str) -> dict[int, float]:
+    parts = ((split_name(name), error) for name, error in series.errors.items())
+    return {block or 0: error for (block, each), error in parts if each == kind}
+
+
+def _series_line(label: str, table: dict[int, float], x: Axis, y: Axis, colour: int) -> Markup:
+    points = [(x(block), y(error)) for block, error in sorted(table.items())]
+    dots = [
+        el("circle", el("title", f"{label}, block {block}: {significant(table[block])}"), cx=px, cy=py, r=3.0, class_="point")
+        for block, (px, py) in zip(sorted(table), points, strict=True)
+    ]
+    return el("g", polyline(points, class_="series"), dots, class_=f"s{colour}")
+
+
+def _sparse(blocks: list[int], most: int = 9) -> list[int]:
+    """At most ``most`` evenly spread block numbers."""
+    return blocks[:: -(-len(blocks) // most)]

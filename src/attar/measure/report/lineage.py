@@ -1,0 +1,55 @@
+"""The lineage: which stage was made from which, as a tree, with the settings of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from attar.measure.numbers import duration, size
+from attar.measure.report.markup import Markup, el
+from attar.measure.report.svg import verb_class
+from attar.measure.run_folder import Run, Stage
+
+
+def lineage_tree(run: Run) -> Markup:
+    """Nested lists, one item per stage; stages whose parent is not in the run begin a tree of their own."""
+    roots = [stage for stage in run.stages if run.parent(stage) is None]
+    return el("ul", [_node(run, stage, ()) for stage in roots], class_="tree")
+
+
+def _node(run: Run, stage: Stage, above: tuple[str, ...]) -> Markup:
+    children = [child for child in run.children(stage) if child.name not in (*above, stage.name)]
+    below = el("ul", [_node(run, child, (*above, stage.name)) for child in children]) if children else None
+    return el("li", el("div", _line(stage), _settings(stage), class_="node"), below)
+
+
+def _line(stage: Stage) -> Markup:
+    facts = [size(stage.number("bytes"))] if stage.number("bytes") is not None else []
+    if stage.seconds is not None:
+        facts.append(f"took {duration(stage.seconds)}")
+    if stage.peak_rss_bytes is not None:
+        facts.append(f"peak memory {size(stage.peak_rss_bytes)}")
+    if len(stage.parents) > 1:
+        facts.append(f"signal from {', '.join(stage.parents[1:])}")
+    name = el("b", stage.name)
+    return el("p", el("i", class_=f"dot {verb_class(stage.verb)}"), name, " ", stage.title, el("small", " · ".join(facts)))
+
+
+def _settings(stage: Stage) -> Markup | None:
+    if not stage.settings:
+        return None
+    return el("details", el("summary", "settings"), definitions(stage.settings))
+
+
+def definitions(values: Mapping[str, Any]) -> Markup:
+    """Names and values, one under the other; nested mappings inside."""
+    items = []
+    for name, value in values.items():
+        shown = definitions(value) if isinstance(value, Mapping) and value else el("code", _value(value))
+        items.append(el("div", el("dt", str(name)), el("dd", shown)))
+    return el("dl", items)
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,184 @@
+"""The picture of size against quality: where every stage stands, and from where it came.
+
+Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; the original itself has KL 0, which no
+logarithm shows, and stands on a line of its own below. Where no KL was measured, perplexity takes its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attar.checkpoint.atomic import write_bytes
+from attar.measure.numbers import megabytes, percent, significant
+from attar.measure.report.axis import Axis, fit
+from attar.measure.report.labels import Box, Point, place, text_width
+from attar.measure.report.markup import Markup, el, join
+from attar.measure.report.svg import arrow, bottom_axis, left_axis, line, picture, style, text, verb_class
+from attar.measure.run_folder import Run, Stage
+
+RADIUS = 6.0
+ZERO_BAND = 44.0  # pixels between the lowest KL on the axis and the line of KL 0
+NAME, NOTE = 13.0, 11.0  # font sizes of a label's two lines
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, or None where nothing stands on it."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+    x: Axis
+    y: Axis
+    zero: float | None
+
+    def at(self, stage: Stage, key: str) -> Point:
+        """Where a stage stands."""
+        value = stage.number(key) or 0.0
+        row = self.zero if value == 0 and self.zero is not None else self.y(value)
+        return self.x((stage.number("bytes") or 0.0) / 1e6), row
+
+
+def quality_picture(run: Run, width: float, height: float) -> Markup | None:
+    """The picture as an ``svg`` element, or None where fewer than two stages were measured."""
+    key = "kl_mean" if any(stage.number("kl_mean") for stage in run.stages) else "perplexity"
+    shown = [stage for stage in run.stages if stage.number("bytes") and stage.number(key) is not None]
+    if len(shown) < 2:
+        return None
+    frame = _frame(shown, key, width, height)
+    points = {stage.name: frame.at(stage, key) for stage in shown}
+    arrows = []
+    for stage in shown:
+        parent = run.parent(stage)
+        if parent is not None and parent.name in points:
+            arrows.append(arrow(points[parent.name], points[stage.name], RADIUS))
+    return picture(
+        width,
+        height,
+        "size against quality of every stage",
+        _axes(run, frame, key, width, height),
+        [drawn for drawn, _ in arrows],
+        [_mark(run, stage, points[stage.name]) for stage in shown],
+        _labels(run, shown, points, frame, [path for _, path in arrows if path] + _zero_line(frame), narrow=width < 600),
+        class_="picture quality",
+    )
+
+
+def write_quality_svg(run: Run, path: str | Path, width: float = 880, height: float = 460) -> Path:
+    """Write the picture as a file of its own, with its style (light and dark) inside.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    drawn = quality_picture(run, width, height) or picture(
+        width, 60, "nothing to show", text(16, 34, "fewer than two stages were measured")
+    )
+    card = el("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="card")
+    cut = drawn.index(">") + 1
+    write_bytes(Path(path), (drawn[:cut] + el("style", style("picture")) + card + drawn[cut:] + "\n").encode())
+    return Path(path)
+
+
+def _frame(shown: list[Stage], key: str, width: float, height: float) -> Frame:
+    left, top, right, bottom = 64.0, 46.0, width - 20.0, height - 48.0
+    values = [stage.number(key) or 0.0 for stage in shown]
+    zero = bottom - 14 if key == "kl_mean" and 0.0 in values else None
+    low = bottom if zero is None else zero - ZERO_BAND
+    margin = 0.1 if width >= 600 else 0.12
+    x = fit([(stage.number("bytes") or 0.0) / 1e6 for stage in shown], left, right, log=True, margin=margin)
+    y = fit([value for value in values if value > 0], low, top, log=True, margin=0.12)
+    return Frame(left, top, right, bottom, x, y, zero)
+
+
+def _axes(run: Run, frame: Frame, key: str, width: float, height: float) -> Markup:
+    title = "KL to the original, nats per token" if key == "kl_mean" else "perplexity on held-out text"
+    low = frame.y.start
+    parts = [left_axis(frame.y, frame.left, frame.right, 6), bottom_axis(frame.x, frame.top, frame.bottom)]
+    parts.append(text(frame.left, 20, f"↑ {title}", class_="axis-title"))
+    parts.append(text(frame.right, height - 8, "MB →", anchor="end", class_="axis-title"))
+    parts.append(text(frame.left, height - 8, "↙ smaller and closer is better", class_="axis-title"))
+    parts.append(_smaller(run, frame))
+    if frame.zero is not None:
+        middle = (low + frame.zero) / 2
+        parts.append(line(frame.left, frame.zero, frame.right, frame.zero, class_="zero"))
+        parts.append(text(frame.left - 8, frame.zero + 4, "0", anchor="end", class_="tick"))
+        parts.append(text(frame.left - 14, middle + 4, "⋮", anchor="middle", class_="tick"))
+    return join(parts)
+
+
+def _zero_line(frame: Frame) -> list[list[Point]]:
+    return [] if frame.zero is None else [[(frame.left, frame.zero), (frame.right, frame.zero)]]
+
+
+def _smaller(run: Run, frame: Frame) -> Markup:
+    """Along the top: how many times smaller than the original."""
+    whole = (run.original.number("bytes") or 0.0) / 1e6
+    parts: list[Markup] = []
+    for factor in (1, 2, 4, 8, 16, 32, 64):
+        if whole and frame.x.low <= whole / factor <= frame.x.high:
+            x = frame.x(whole / factor)
+            parts.append(line(x, frame.top - 4, x, frame.top, class_="tick-mark"))
+            parts.append(text(x, frame.top - 8, f"{factor}x smaller" if factor == 2 else f"{factor}x", anchor="middle", class_="tick"))
+    return join(parts)
+
+
+def _mark(run: Run, stage: Stage, point: Point) -> Markup:
+    x, y = point
+    ring = el("circle", cx=x, cy=y, r=RADIUS + 4.5, class_="ring") if stage is run.last else None
+    return el(
+        "g", el("title", f"{stage.name}: {_note(run, stage)}"), ring,
+        el("circle", cx=x, cy=y, r=RADIUS, class_=f"mark {verb_class(stage.verb)}"),
+    )
+
+
+def _note(run: Run, stage: Stage, *, short: bool = False) -> str:
+    """What a label says under the name; the short one leaves to the axes what they show."""
+    size = f"{megabytes(stage.number('bytes'))} MB"
+    if stage is run.original:
+        return size
+    kl, kept = stage.number("kl_mean"), stage.number("top1_agreement")
+    agreed = f"top-1 {percent(kept)} %" if kept is not None else None
+    if short:
+        return agreed or size
+    return ", ".join(part for part in (size, f"KL {significant(kl, 2)}" if kl is not None else None, agreed) if part)
+
+
+def _labels(
+    run: Run, shown: list[Stage], points: dict[str, Point], frame: Frame, paths: list[list[Point]], *, narrow: bool
+) -> Markup:
+    notes = {stage.name: _note(run, stage, short=narrow) for stage in shown}
+    sizes = [
+        (max(text_width(stage.name, NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5) for stage in shown
+    ]
+    bounds = Box(frame.left + 2, frame.top + 2, frame.right - 2, frame.bottom - 2)
+    boxes = place([points[stage.name] for stage in shown], sizes, bounds, paths, RADIUS + 5)
+    parts: list[Markup] = []
+    for stage, box in zip(shown, boxes, strict=True):
+        x = points[stage.name][0]
+        anchor, at = _anchor(x, box)
+        parts.append(_leader(points[stage.name], box))
+        parts.append(text(at, box.top + NAME, stage.name, anchor=anchor, class_="label"))
+        parts.append(text(at, box.top + NAME + NOTE + 3, notes[stage.name], anchor=anchor, class_="note"))
+    return join(parts)
+
+
+def _anchor(x: float, box: Box) -> tuple[str, float]:
+    """Text is flush with the side that faces its point."""
+    if box.left >= x:
+        return "start", box.left
+    if box.right <= x:
+        return "end", box.right
+    return "middle", (box.left + box.right) / 2
+
+
+def _leader(point: Point, box: Box) -> Markup | None:
+    """A thin line from a point to a label that stands far from it."""
+    x, y = min(max(point[0], box.left), box.right), min(max(point[1], box.top), box.bottom)
+    away = ((x - point[0]) ** 2 + (y - point[1]) ** 2) ** 0.5
+    if away < 2.5 * RADIUS:
+        return None
+    share = (RADIUS + 2) / away
+    start = (point[0] + (x - point[0]) * share, point[1] + (y - point[1]) * share)
+    return line(*start, x, y, class_="leader")

@@ -1,0 +1,51 @@
+"""What every stage writes after the same prompt, greedily, with the differences from the original marked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+
+from attar.measure.numbers import percent
+from attar.measure.report.markup import Markup, el
+from attar.measure.report.svg import verb_class
+from attar.measure.run_folder import Run, Stage
+
+
+def sample_cards(run: Run) -> Markup | None:
+    """A card per stage that has a sample; None where none has."""
+    stages = [stage for stage in run.stages if stage.text("sample") is not None]
+    if not stages:
+        return None
+    base = run.original.text("sample")
+    return el("div", [_card(stage, None if stage is run.original else base) for stage in stages], class_="samples")
+
+
+def differences(base: str, text: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of ``text`` in order, and whether each is new against ``base``; compared word by word."""
+    ours, theirs = _words(text), _words(base)
+    for kind, _, _, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
+        if end > start:
+            yield "".join(ours[start:end]), kind != "equal"
+
+
+def same_start(base: str, text: str) -> float:
+    """The fraction of ``text`` before its first difference from ``base``, 0 to 1."""
+    equal = next((i for i, (a, b) in enumerate(zip(base, text, strict=False)) if a != b), min(len(base), len(text)))
+    return equal / len(text) if text else 1.0
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\s+|\w+|[^\w\s]", text)
+
+
+def _card(stage: Stage, base: str | None) -> Markup:
+    sample = stage.text("sample") or ""
+    if base is None:
+        body, note = [sample], ""
+    else:
+        body = [el("mark", piece) if new else piece for piece, new in differences(base, sample)]
+        note = "word for word" if sample == base else f"the same for its first {percent(same_start(base, sample))} %"
+    head = el("figcaption", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), el("small", note))
+    prompt = el("span", stage.text("prompt"), class_="prompt") if stage.text("prompt") else None
+    return el("figure", head, el("pre", prompt, body), class_="sample")

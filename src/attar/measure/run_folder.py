@@ -1,0 +1,149 @@
+"""What a run left behind: its ``run.json``, read into plain records.
+
+The first stage is the model the run began with. Anything that was not measured is absent, and stays absent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attar.errors import DataError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One checkpoint of a run.
+
+    Attributes:
+        name: unique in the run; verb: distill, prune, ... or ``original``; title: its settings in one line.
+        parents: names of the stages it was made from; the first gave the weights.
+        measurements: what ``attar evaluate`` said of it; details: what the stage said (layers, curve).
+    """
+
+    name: str
+    verb: str = ""
+    title: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()
+    path: str = ""
+    seconds: float | None = None
+    peak_rss_bytes: float | None = None
+    measurements: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def number(self, key: str) -> float | None:
+        """A measured number, or None where it was not measured or is not a number."""
+        value = self.measurements.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        return float(value)
+
+    def text(self, key: str) -> str | None:
+        """A measured text, or None."""
+        value = self.measurements.get(key)
+        return value if isinstance(value, str) else None
+
+    def rows(self, key: str) -> list[Mapping[str, Any]]:
+        """A table in the details (``layers``, ``curve``): its rows, or none."""
+        rows = self.details.get(key)
+        return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its stages in order, and what it ran on."""
+
+    stages: tuple[Stage, ...]
+    folder: Path | None = None
+    attar: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    finished: bool = True
+
+    @property
+    def original(self) -> Stage:
+        """The model the run began with."""
+        return self.stages[0]
+
+    @property
+    def last(self) -> Stage:
+        """The last stage that was measured; the original where none was."""
+        return next((stage for stage in reversed(self.stages) if stage.measurements), self.original)
+
+    def parent(self, stage: Stage) -> Stage | None:
+        """The stage that gave the weights."""
+        return next((other for other in self.stages if stage.parents[:1] == (other.name,)), None)
+
+    def children(self, stage: Stage) -> list[Stage]:
+        """The stages made from its weights, in order."""
+        return [other for other in self.stages if other.parents[:1] == (stage.name,)]
+
+    def times_smaller(self, stage: Stage) -> float | None:
+        """Bytes of the original over bytes of the stage."""
+        before, after = self.original.number("bytes"), stage.number("bytes")
+        return before / after if before and after else None
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read ``folder/run.json``.
+
+    Raises:
+        DataError: there is none, or it is damaged; the message names the file and the fault.
+    """
+    folder = Path(folder)
+    path = folder / "run.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path} does not exist", hint="give a folder that attar run or attar demo wrote") from None
+    except OSError as problem:
+        raise DataError(f"{path} cannot be read: {problem.strerror}") from None
+    except ValueError as problem:  # bad JSON, or bytes that are no UTF-8
+        raise DataError(f"{path} is no JSON: {problem}", hint="run the recipe again: it writes the file anew") from None
+    return run_from_dict(data, folder, str(path))
+
+
+def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json") -> Run:
+    """A run from the contents of ``run.json``.
+
+    Raises:
+        DataError: a field is missing or of the wrong kind.
+    """
+    if not isinstance(data, Mapping):
+        raise DataError(f"{where} is not a run: a mapping was expected, not {type(data).__name__}")
+    entries = data.get("stages")
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{where}: 'stages' must be a list with one stage at least")
+    stages = tuple(_stage(entry, number, where) for number, entry in enumerate(entries))
+    mappings = {name: _mapping(data.get(name)) for name in ("recipe", "machine", "versions")}
+    return Run(stages, folder, str(data.get("attar", "")), **mappings, finished=bool(data.get("finished", True)))
+
+
+def _stage(entry: Any, number: int, where: str) -> Stage:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise DataError(f"{where}: stage {number} has no 'name'")
+    parents = entry.get("parents") or []
+    if isinstance(parents, str) or not isinstance(parents, list):
+        raise DataError(f"{where}: 'parents' of stage {entry['name']!r} must be a list of names")
+    return Stage(
+        name=entry["name"],
+        verb=str(entry.get("stage") or ""),
+        title=str(entry.get("title") or ""),
+        parents=tuple(str(parent) for parent in parents),
+        path=str(entry.get("path") or ""),
+        seconds=entry.get("seconds"),
+        peak_rss_bytes=entry.get("peak_rss_bytes"),
+        settings=_mapping(entry.get("settings")),
+        measurements=_mapping(entry.get("measurements")),
+        details=_mapping(entry.get("details")),
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

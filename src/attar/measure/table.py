@@ -1,0 +1,54 @@
+"""The terminal's table of all stages: drawn with rich on a terminal, aligned plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from attar.measure.columns import TERMINAL
+from attar.measure.run_folder import Run
+
+
+def print_table(run: Run, file: TextIO | None = None) -> None:
+    """Print one row per stage to ``file`` (stdout)."""
+    file = file or sys.stdout
+    if file.isatty():
+        _print_rich(run, file)
+    else:
+        print(plain_table(run), file=file)
+
+
+def rows(run: Run) -> list[list[str]]:
+    """The headings, then a row per stage; every row begins with the stage's name."""
+    body = [[stage.name, *(column.cell(run, stage) for column in TERMINAL)] for stage in run.stages]
+    return [["stage", *(column.title for column in TERMINAL)], *body]
+
+
+def plain_table(run: Run) -> str:
+    """Columns aligned with spaces, names to the left and numbers to the right."""
+    table = rows(run)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    rule = ["-" * width for width in widths]
+    lines = []
+    for row in [table[0], rule, *table[1:]]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _print_rich(run: Run, file: TextIO) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    head, *body = rows(run)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column(head[0], no_wrap=True)
+    for title in head[1:]:
+        lines = title.replace(" ", "\n").replace("/w", "/\nw")  # narrow enough for 80 columns
+        table.add_column(Text(lines), justify="right", no_wrap=True, vertical="bottom")
+    for row in body:
+        style = "bold" if row[0] == run.last.name else ""
+        table.add_row(*map(Text, row), style=style)  # Text: a name with brackets is no markup
+    Console(file=file).print(table)

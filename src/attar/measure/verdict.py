@@ -1,0 +1,75 @@
+"""A run in one line, and what it shows in a few more: each sentence is a comparison of measured numbers."""
+
+from __future__ import annotations
+
+from attar.measure.numbers import percent, significant, times
+from attar.measure.run_folder import Run, Stage
+
+
+def verdict(run: Run, stage: Stage | None = None) -> str:
+    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 83 % of top-1 choices, KL 0.21 nats``.
+
+    Args:
+        stage: which one; None: the last that was measured.
+    """
+    stage = stage or run.last
+    smaller, kept, kl = run.times_smaller(stage), stage.number("top1_agreement"), stage.number("kl_mean")
+    parts = [f"{times(smaller)} smaller" if smaller is not None else None]
+    parts.append(f"keeps {percent(kept)} % of top-1 choices" if kept is not None else None)
+    parts.append(f"KL {significant(kl, 2)} nats" if kl is not None else None)
+    if kept is None and kl is None and stage.number("perplexity") is not None:
+        parts.append(f"perplexity {significant(stage.number('perplexity'))}")
+    return ", ".join(part for part in parts if part) or "nothing was measured"
+
+
+def findings(run: Run) -> list[str]:
+    """What recovery won back and what a method gained over another at the same bits, one sentence each."""
+    recovered = (_recovery(run, stage) for stage in run.stages if stage.verb == "recover")
+    compared = (_rival(run, stage) for stage in run.stages if stage.verb == "quantize")
+    return [sentence for sentence in (*recovered, *compared) if sentence]
+
+
+def _recovery(run: Run, stage: Stage) -> str | None:
+    """Share of the KL lost by the prune stages just before that this stage won back."""
+    pruned = before = run.parent(stage)
+    while before is not None and before.verb == "prune":
+        before = run.parent(before)
+    if pruned is None or before is None or before is pruned:
+        return None
+    start, low, high = (each.number("kl_mean") for each in (before, pruned, stage))
+    if start is None or low is None or high is None or low <= start:
+        return None
+    share = (low - high) / (low - start)
+    if share < 0:
+        return f"{stage.name} lost more: KL went from {significant(low, 2)} to {significant(high, 2)} nats."
+    return (
+        f"{stage.name} won back {percent(share)} % of what pruning lost: "
+        f"KL {significant(start, 2)} before, {significant(low, 2)} pruned, {significant(high, 2)} recovered."
+    )
+
+
+def _rival(run: Run, stage: Stage) -> str | None:
+    """This method against round-to-nearest from the same parent at the same scheme and group size."""
+    if stage.settings.get("method") == "rtn":
+        return None
+    alike = ("scheme", "group_size", "embedding_bits")
+    for other in run.stages:
+        same = all(other.settings.get(key) == stage.settings.get(key) for key in alike)
+        if other.verb == "quantize" and other.settings.get("method") == "rtn" and other.parents == stage.parents and same:
+            return _closer(run, stage, other)
+    return None
+
+
+def _closer(run: Run, stage: Stage, other: Stage) -> str | None:
+    """Compare what both cost on top of their common parent."""
+    parent = run.parent(stage)
+    base = parent.number("kl_mean") if parent else None
+    ours, theirs = stage.number("kl_mean"), other.number("kl_mean")
+    if base is None or ours is None or theirs is None or theirs <= base:
+        return None
+    ours, theirs = max(ours - base, 0.0), theirs - base
+    word = "less" if ours <= theirs else "more"
+    return (
+        f"At the same bits, {stage.name} costs {percent(abs(1 - ours / theirs))} % {word} KL than {other.name}: "
+        f"{significant(ours, 2)} against {significant(theirs, 2)} nats on top of {parent.name if parent else ''}."
+    )

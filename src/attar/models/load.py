@@ -1,0 +1,282 @@
+"""Loading and saving models and tokenizers through transformers, with one-line errors and no noise.
+
+Only code that transformers ships is run: a checkpoint that brings its own Python files is refused unless
+transformers knows the family itself. Nothing here goes to the network; :mod:`attar.checkpoint` fetches.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from attar.errors import CheckpointError, ModelError
+
+if TYPE_CHECKING:
+    from attar.checkpoint.open import Checkpoint
+
+OWN_CODE_HINT = "attar runs no code that comes with a checkpoint; convert it to a transformers architecture"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
+
+
+def load_model(
+    model: str | Path | Checkpoint, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Any:
+    """Load a model in evaluation mode, of the class that its config names.
+
+    Quantized compressed-tensors checkpoints come back dense.
+
+    Args:
+        model: a folder, a hub id, ``attar:tiny``, or an open checkpoint.
+        dtype: of the weights; None keeps the checkpoint's.
+        device: where the weights go.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or tensors do not fit the architecture's shapes.
+        ModelError: transformers does not know the architecture, or tensors are missing or left over.
+        NumericsError: a weight is NaN or infinite.
+    """
+    checkpoint = _opened(model)
+    config = load_config(checkpoint.path, checkpoint.config)
+    kind = model_class(config)
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
+    if getattr(config, "quantization_config", None) is not None:
+        from attar.formats.compressed_tensors import dequantize_state
+
+        del config.quantization_config
+        source = {"pretrained_model_name_or_path": None, "state_dict": dequantize_state(checkpoint)}
+    with quiet():
+        try:
+            loaded, report = kind.from_pretrained(
+                **source,
+                config=config,
+                dtype=dtype or "auto",
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are reported below, by name
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise CheckpointError(
+                f"{checkpoint.path}: transformers cannot load it: {_first_line(error)}"
+            ) from error
+    _check_report(checkpoint, loaded, report)
+    _check_numbers(checkpoint, loaded)
+    return loaded.eval().to(device)
+
+
+def empty_model(config: Mapping[str, Any] | Any) -> Any:
+    """A model without weights: parameters on meta, buffers (rotary frequencies, position ids) real.
+
+    Args:
+        config: a parsed config.json, or a transformers config; its ``architectures`` name the class.
+
+    Raises:
+        ModelError: transformers does not know the architecture, or refuses the config.
+    """
+    config = parse_config(config) if isinstance(config, Mapping) else copy.deepcopy(config)
+    kind = model_class(config)
+    with quiet(), init_empty_weights(include_buffers=False), no_init_weights():
+        try:
+            model = kind._from_config(config)
+        except Exception as error:
+            raise ModelError(f"{kind.__name__} refuses the config: {_first_line(error)}") from error
+    model.tie_weights()
+    return model.eval()
+
+
+def load_tokenizer(model: str | Path | Checkpoint) -> Any:
+    """Load the tokenizer that stands beside a model.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it has more tokens than the model embeddings.
+    """
+    checkpoint = _opened(model)
+    path = checkpoint.path
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path}: no tokenizer", hint="copy tokenizer.json and tokenizer_config.json there"
+        )
+    with quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+    rows = _vocabulary_rows(checkpoint.config)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if rows is not None and largest >= rows:
+        raise CheckpointError(
+            f"{path}: the tokenizer has token {largest}, but config.json's vocab_size is {rows}",
+            hint="the tokenizer belongs to another model",
+        )
+    return tokenizer
+
+
+def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write config.json, generation_config.json and safetensors that ``from_pretrained`` loads.
+
+    Args:
+        model: a transformers model with real weights; not changed.
+        folder: an existing or new folder.
+        dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    cast: dict[int, torch.Tensor] = {}  # tied weights must stay one tensor, or both would be written
+    state = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.detach()
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
+        state[name] = tensor
+    before = (model.config.dtype, model.config.architectures)
+    with quiet():
+        model.save_pretrained(folder, state_dict=state)
+    model.config.dtype, model.config.architectures = before
+    if dtype is not None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def load_config(path: Path, config: Mapping[str, Any]) -> Any:
+    """The transformers config of a folder; ``config`` is its parsed config.json."""
+    _check_known(config, str(path / "config.json"))
+    with quiet():
+        try:
+            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
+
+
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """A transformers config from a parsed config.json."""
+    _check_known(config, "config")
+    with quiet():
+        try:
+            return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+        except Exception as error:
+            raise ModelError(f"config of {config['model_type']}: {_first_line(error)}") from error
+
+
+def model_class(config: Any) -> Any:
+    """The transformers class that a config names in ``architectures`` (else the family's causal LM)."""
+    names = getattr(config, "architectures", None) or []
+    if not names and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = names[0] if names else ""
+    kind = getattr(transformers, name, None) if name else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise ModelError(
+            f"transformers {transformers.__version__} has no architecture {name or '(none named)'!r} "
+            f"(model_type {config.model_type})",
+            hint=OWN_CODE_HINT if getattr(config, "auto_map", None) else "check config.json's architectures",
+        )
+    return kind
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and warnings off the terminal; what matters is raised."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _opened(model: str | Path | Checkpoint) -> Checkpoint:
+    from attar.checkpoint.open import open_checkpoint
+
+    return open_checkpoint(model)
+
+
+def _check_known(config: Mapping[str, Any], where: str) -> None:
+    kind = config.get("model_type")
+    if kind in CONFIG_MAPPING:
+        return
+    problem = f"{where}: transformers {transformers.__version__} does not know model_type {kind!r}"
+    raise ModelError(
+        problem, hint=OWN_CODE_HINT if config.get("auto_map") else "a newer transformers may know it"
+    )
+
+
+def _check_report(checkpoint: Checkpoint, model: Any, report: Any) -> None:
+    """Raise where the checkpoint's tensors and the architecture's differ."""
+    found = dict(report) if isinstance(report, Mapping) else vars(report)
+    where, hint = f"{checkpoint.path} ({type(model).__name__})", "config.json belongs to another model"
+    if wrong := sorted(found.get("mismatched_keys") or []):
+        name, stored, wanted = wrong[0]
+        raise CheckpointError(
+            f"{where}: tensor {name} is {list(stored)}, but the config asks for {list(wanted)}{_more(wrong)}",
+            hint=hint,
+        )
+    if missing := sorted(found.get("missing_keys") or []):
+        raise ModelError(f"{where}: tensor {missing[0]} is missing{_more(missing)}", hint=hint)
+    extra = [name for name in sorted(found.get("unexpected_keys") or []) if not _is_spare(model, name)]
+    if extra:
+        raise ModelError(f"{where}: tensor {extra[0]} has no place in the model{_more(extra)}", hint=hint)
+
+
+def _is_spare(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to a whole module, outside the layers, that the model does without."""
+    steps = name.split(".")
+    if any(step.isdigit() for step in steps):
+        return False
+    path = ""
+    for step in steps[:-1]:
+        path = f"{path}.{step}".lstrip(".")
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            return True
+    return False
+
+
+def _check_numbers(checkpoint: Checkpoint, model: Any) -> None:
+    """Raise where a weight is NaN or infinite."""
+    from attar.checkpoint.open import check_finite
+
+    for name, tensor in model.named_parameters():
+        info = checkpoint.tensors.get(name)
+        check_finite(name, tensor, info.file if info is not None else checkpoint.path)
+
+
+def _more(items: list[Any]) -> str:
+    return f", and {len(items) - 1} more" if len(items) > 1 else ""
+
+
+def _vocabulary_rows(config: Mapping[str, Any]) -> int | None:
+    text = config.get("text_config")
+    rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
+    return rows if isinstance(rows, int) else None
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error of another library says, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__

@@ -1,0 +1,245 @@
+"""Surgery: a smaller model that computes what the larger one does with the removed parts silenced.
+
+Heads go in whole KV groups (the KV head and all query heads that read it), neurons and layers one by one.
+Rows, biases and columns are really cut, the config is rewritten, and a new model is built from that config:
+whatever the config cannot say shows as a shape that does not fit, and is an error. The model given is not
+changed, and the new one shares no memory with it. Models on the meta device are cut as well, for their sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.models.anatomy import discover, text_config
+from attar.models.blocks import NEURONS
+from attar.models.load import empty_model
+from attar.models.parts import Anatomy, Linear
+from attar.models.rebuild import fitting_model, named_config, rebuild
+
+
+class Cut:
+    """Rows and columns to remove, by module."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, set[int]] = {}
+        self.columns: dict[str, set[int]] = {}
+        self.kinds: dict[str, str] = {}
+
+    def remove_rows(self, part: Linear, rows: Iterable[int]) -> None:
+        """Remove stored output rows of a projection (of the whole fused weight, where it is fused)."""
+        self.kinds[part.name] = part.kind
+        self.rows.setdefault(part.name, set()).update(rows)
+
+    def remove_columns(self, part: Linear, columns: Iterable[int]) -> None:
+        """Remove input columns of a projection."""
+        self.kinds[part.name] = part.kind
+        self.columns.setdefault(part.name, set()).update(columns)
+
+    def apply(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict without them; every tensor is a copy."""
+        result = {name: tensor.detach().clone() for name, tensor in state.items()}
+        for name, kind in self.kinds.items():
+            row_dim = 1 if kind == "conv1d" else 0
+            weight, bias = f"{name}.weight", f"{name}.bias"
+            rows, columns = self.rows.get(name, set()), self.columns.get(name, set())
+            result[weight] = without(without(result[weight], row_dim, rows), 1 - row_dim, columns)
+            if bias in result:
+                result[bias] = without(result[bias], 0, rows)
+        return result
+
+
+def without(tensor: Tensor, dim: int, removed: set[int]) -> Tensor:
+    """A copy of ``tensor`` without the indices ``removed`` along ``dim``; the others keep their order."""
+    kept = [index for index in range(tensor.shape[dim]) if index not in removed]
+    return tensor.index_select(dim, torch.tensor(kept, device=tensor.device))
+
+
+def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
+    """Remove attention heads, whole KV groups at a time.
+
+    Args:
+        model: a transformers model; not changed.
+        keep: for each block the KV groups that stay, ascending; as many in every block, for a config has one
+            number for all.
+
+    Returns:
+        A new model. It is of the same class, except that a Llama whose width is not a multiple of the new
+        number of heads becomes a Mistral, because Llama's config refuses that number.
+
+    Raises:
+        ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
+    """
+    anatomy = discover(model)
+    count = _check_keep(keep, [block.attention.kv_heads for block in anatomy.blocks], "KV head groups")
+    state = _without_heads(model.state_dict(), anatomy, keep)
+    try:
+        return rebuild(model, state, _head_changes(model, anatomy, count))
+    except ModelError as error:
+        raise _heads_error(model, anatomy, count, error) from error
+
+
+def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
+    """Remove MLP neurons: rows of up and gate with their biases, columns of down.
+
+    Args:
+        model: a transformers model; not changed.
+        keep: for each block the neurons that stay, ascending; as many in every block.
+
+    Returns:
+        A new model of the same class.
+
+    Raises:
+        ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
+    """
+    anatomy = discover(model)
+    before = [block.mlp.neurons for block in anatomy.blocks]
+    count = _check_keep(keep, before, "neurons")
+    cut = Cut()
+    for block, kept in zip(anatomy.blocks, keep, strict=True):
+        mlp, stays = block.mlp, set(kept)
+        removed = [index for index in range(mlp.neurons) if index not in stays]
+        cut.remove_columns(mlp.down, removed)
+        for part in (mlp.up, mlp.gate):
+            if part is not None:
+                stored = part.stored_rows()
+                cut.remove_rows(part, [stored[index] for index in removed])
+    changes = {_neurons_key(text_config(model), before[0]): count}
+    return rebuild(model, cut.apply(model.state_dict()), changes)
+
+
+def keep_layers(model: Any, keep: Sequence[int]) -> Any:
+    """Remove whole blocks.
+
+    Args:
+        model: a transformers model; not changed.
+        keep: the blocks that stay, ascending.
+
+    Returns:
+        A new model of the same class; its blocks, their cache indices and the config's per-layer lists are
+        renumbered.
+
+    Raises:
+        ModelError: ``keep`` is not of this form, or the attention of a block depends on its place.
+    """
+    config = text_config(model)
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        raise ModelError(
+            f"{config.model_type}: its attention is scaled by the layer's place, so layers cannot move",
+            hint="use method neurons",
+        )
+    return _keep_layers(model, keep)
+
+
+def head_counts(model: Any) -> list[int]:
+    """Numbers of KV groups that :func:`keep_heads` can leave, ascending (all of them: heads must stay)."""
+    thin = _keep_layers(
+        empty_model(named_config(model)), [0]
+    )  # one block without weights tells as much, and is quick
+    anatomy = discover(thin)
+    counts = []
+    for count in range(1, anatomy.blocks[0].attention.kv_heads + 1):
+        state = _without_heads(thin.state_dict(), anatomy, [list(range(count))])
+        try:
+            fitting_model(thin, state, _head_changes(thin, anatomy, count))
+        except ModelError:
+            continue
+        counts.append(count)
+    return counts
+
+
+def _keep_layers(model: Any, keep: Sequence[int]) -> Any:
+    anatomy = discover(model)
+    total = len(anatomy.blocks)
+    _check_keep([keep], [total], "layers")
+    lists = {
+        key: [value[index] for index in keep]
+        for key, value in text_config(model).to_dict().items()
+        if isinstance(value, (list, tuple)) and len(value) == total and "layer" in key
+    }
+    place = {f"{anatomy.blocks_name}.{old}.": f"{anatomy.blocks_name}.{new}." for new, old in enumerate(keep)}
+    state = {}
+    for name, tensor in model.state_dict().items():
+        old = next((block.name + "." for block in anatomy.blocks if name.startswith(block.name + ".")), "")
+        if old == "" or old in place:
+            state[place.get(old, "") + name.removeprefix(old)] = tensor.detach().clone()
+    return rebuild(model, state, {"num_hidden_layers": len(keep), **lists})
+
+
+def _without_heads(
+    state: Mapping[str, Tensor], anatomy: Anatomy, keep: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """A copy of a state dict that has only the KV groups ``keep`` of each block."""
+    cut = Cut()
+    for block, kept in zip(anatomy.blocks, keep, strict=True):
+        attention = block.attention
+        for index, group in enumerate(attention.groups()):
+            if index not in kept:
+                cut.remove_rows(attention.q, group.q_rows)
+                cut.remove_rows(attention.k, group.k_rows)
+                cut.remove_rows(attention.v, group.v_rows)
+                cut.remove_columns(attention.o, group.o_columns)
+    return cut.apply(state)
+
+
+def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) -> ModelError:
+    """Why heads cannot be removed, and what can be done."""
+    attention = anatomy.blocks[0].attention
+    counts = head_counts(model)
+    if counts == [attention.kv_heads]:
+        heads = attention.heads // attention.kv_heads * count
+        return ModelError(
+            f"{anatomy.family}: heads cannot be removed: transformers derives their width from hidden_size / "
+            f"num_attention_heads, so the config cannot express {heads} heads of {attention.head_dim} in a "
+            f"width of {anatomy.hidden_size}",
+            hint="use method neurons",
+        )
+    return ModelError(
+        error.message, hint=f"of {attention.kv_heads} KV groups it can keep {', '.join(map(str, counts))}"
+    )
+
+
+def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
+    """What the config must say for ``count`` KV groups; the head width too, which by default follows them."""
+    attention = anatomy.blocks[0].attention
+    changes = {
+        "num_attention_heads": attention.heads // attention.kv_heads * count,
+        "head_dim": attention.head_dim,
+    }
+    if hasattr(text_config(model), "num_key_value_heads"):
+        changes["num_key_value_heads"] = count
+    return changes
+
+
+def _neurons_key(config: Any, neurons: int) -> str:
+    """Name under which a config keeps its MLP width (None there means 4 hidden sizes, as in GPT-2)."""
+    said = {key: getattr(config, key) for key in NEURONS if hasattr(config, key)}
+    for key, value in said.items():
+        if value == neurons or (value is None and neurons == 4 * config.hidden_size):
+            return key
+    raise ModelError(
+        f"{config.model_type}: no entry of the config says {neurons} neurons; looked at {', '.join(NEURONS)}"
+    )
+
+
+def _check_keep(keep: Sequence[Sequence[int]], limits: Sequence[int], what: str) -> int:
+    """How many are kept in each block; raises where ``keep`` is not ascending, within limits and even."""
+    if len(keep) != len(limits):
+        raise ModelError(f"kept {what} are given for {len(keep)} blocks, but the model has {len(limits)}")
+    for index, (kept, limit) in enumerate(zip(keep, limits, strict=True)):
+        if not kept or list(kept) != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= limit:
+            raise ModelError(
+                f"kept {what} of block {index} must be ascending numbers from 0 to {limit - 1}, at least "
+                f"one; they are {list(kept)[:8]}"
+            )
+    counts = sorted({len(kept) for kept in keep})
+    if len(counts) > 1:
+        raise ModelError(
+            f"kept {what} differ from block to block ({counts[0]} to {counts[-1]})",
+            hint="a config has one number for all layers; keep as many in each",
+        )
+    return counts[0]

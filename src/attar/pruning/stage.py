@@ -1,0 +1,124 @@
+"""The verb ``prune``: attention head groups or MLP neurons, the least important ones, really removed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import produce
+from attar.data.calibration import calibration_batches
+from attar.errors import ModelError, SettingsError
+from attar.models.anatomy import Anatomy, discover
+from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.precision import stored_precision
+from attar.models.surgery import keep_heads, keep_neurons
+from attar.progress import SILENT, Progress
+from attar.pruning.importance import gradient_importance, keep_most_important, units_of
+from attar.pruning.settings import VERSION, PruneSettings
+from attar.walks.objectives import masked_token_loss, next_token_loss
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+def prune(
+    model: str | Path | Checkpoint,
+    out: Path,
+    settings: PruneSettings,
+    *,
+    progress: Progress = SILENT,
+    force: bool = False,
+    key: str | None = None,
+) -> Checkpoint:
+    """Remove the least important head groups or neurons of every layer.
+
+    Args:
+        model: a dense or packed checkpoint.
+        out: the folder to make; its config says the new sizes.
+
+    Raises:
+        AttarError: see errors.py; nothing is left behind.
+    """
+    source = open_checkpoint(model)
+    loaded = load_model(source, dtype=torch.float32)
+    anatomy = discover(loaded)
+    modules, owners = units(loaded, anatomy, settings.method)
+    total = int(owners[0].max()) + 1
+    keep = kept_units(total, settings)
+    with produce(out, stage="prune", version=VERSION, settings=asdict(settings), seed=settings.seed,
+                 parents=[(source, "weights")], force=force, key=key) as output:  # fmt: skip
+        tokenizer = load_tokenizer(source)
+        batches = calibration_batches(
+            tokenizer, settings.data, samples=settings.samples, sequence_length=settings.sequence_length,
+            batch_size=settings.batch_size, seed=settings.seed,
+        )  # fmt: skip
+        loss = _loss(anatomy, tokenizer)
+        importance = gradient_importance(loaded, modules, owners, loss, batches, progress, f"prune {settings.method}")
+        chosen = keep_most_important(importance, keep)
+        smaller = keep_heads(loaded, chosen) if settings.method == "heads" else keep_neurons(loaded, chosen)
+        save_model(smaller, output.folder, dtype=stored_precision(source))
+        copy_companions(source.path, output.folder)
+        output.details["layers"] = _report(anatomy, importance, chosen, settings.method)
+        output.details["kept"] = {"unit": settings.method, "of": total, "kept": keep}
+    return open_checkpoint(out)
+
+
+def units(model: nn.Module, anatomy: Anatomy, method: str) -> tuple[list[nn.Module], list[Tensor]]:
+    """Per layer, the Linear whose inputs the units are, and the unit of each of its inputs (int64 (F,))."""
+    if method == "heads":
+        modules = [model.get_submodule(block.attention.o.name) for block in anatomy.blocks]
+        owners = [
+            units_of([group.o for group in block.attention.groups()], block.attention.o.in_features)
+            for block in anatomy.blocks
+        ]
+    else:
+        modules = [model.get_submodule(block.mlp.down.name) for block in anatomy.blocks]
+        owners = [torch.arange(block.mlp.neurons) for block in anatomy.blocks]
+    return modules, owners
+
+
+def kept_units(total: int, settings: PruneSettings) -> int:
+    """How many units of a layer stay: the fraction asked for, as a multiple that quantization groups can use.
+
+    Raises:
+        SettingsError: the multiple leaves nothing to keep or does not fit.
+    """
+    wanted = total * (1.0 - settings.ratio)
+    if settings.method == "heads":
+        return max(round(wanted), 1)
+    multiple = settings.multiple_of or next(m for m in (64, 32, 16, 8, 4, 2, 1) if total % m == 0 and wanted >= m)
+    if multiple > total:
+        raise SettingsError("multiple_of", multiple, f"at most the {total} neurons of a layer")
+    return min(max(round(wanted / multiple), 1) * multiple, total)
+
+
+def _loss(anatomy: Anatomy, tokenizer: Any) -> Any:
+    """The language-modelling loss that the model was made for, on whole rows."""
+    if anatomy.causal:
+        return lambda model, tokens: next_token_loss(model(input_ids=tokens).logits, tokens)
+    if anatomy.head is None:
+        raise ModelError(
+            f"{anatomy.family}: the model has no language-model head, so importance has no loss to differentiate",
+            hint="use the checkpoint of the masked language model",
+        )
+    if tokenizer.mask_token_id is None:
+        raise ModelError(f"{anatomy.family}: the tokenizer has no mask token", hint="an encoder is judged by masked tokens")
+    return lambda model, tokens: masked_token_loss(model, tokens, tokenizer.mask_token_id)
+
+
+def _report(anatomy: Anatomy, importance: Tensor, chosen: list[list[int]], method: str) -> list[dict[str, Any]]:
+    """Per layer: what was removed, and which part of the layer's summed importance went with it."""
+    rows = []
+    for block, scores, kept in zip(anatomy.blocks, importance, chosen, strict=True):
+        removed = sorted(set(range(len(scores))) - set(kept))
+        lost = float(scores[removed].sum() / scores.sum().clamp(min=1e-30))
+        name = block.attention.name if method == "heads" else block.mlp.name
+        rows.append({"name": name, "removed": len(removed), "kept": len(kept), "importance_removed": lost})
+    return rows
+

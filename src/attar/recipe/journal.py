@@ -1,0 +1,84 @@
+"""``run.json``: what a run did and measured, for the table, the report and for scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.atomic import write_json
+from attar.checkpoint.card import plain as jsonable
+from attar.checkpoint.open import open_checkpoint
+from attar.recipe.machine import machine, versions
+from attar.recipe.plan import Plan, Step
+from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
+from attar.recipe.runfolder import RUN, own_folders
+from attar.recipe.schema import ORIGINAL
+from attar.recipe.settings import plain, title
+
+
+def write_run(plan: Plan, entries: list[dict[str, Any]], *, finished: bool) -> dict[str, Any]:
+    """Write ``run.json``, whole; ``folders`` are those that the run may replace or remove.
+
+    Returns:
+        what was written.
+    """
+    announced = [step.folder.name for step in plan.steps]
+    content = {
+        "attar": versions()["attar"],
+        "recipe": plan.recipe.to_dict(),
+        "machine": machine(),
+        "versions": versions(),
+        "stages": entries,
+        "finished": finished,
+        "folders": list(dict.fromkeys([*own_folders(plan.out), *announced])),
+    }
+    written = jsonable(content)
+    assert isinstance(written, dict)
+    write_json(plan.out / RUN, written)
+    return written
+
+
+def original_entry(plan: Plan) -> dict[str, Any]:
+    """The row of the model that the recipe starts from."""
+    receipt = read_receipt(plan.out, ORIGINAL_RECEIPT)
+    return _entry(
+        ORIGINAL, ORIGINAL, plan.recipe.model, plan.original.path, receipt, plan.original_evaluation_key
+    ) | {
+        "key": plan.original_key,
+        "bytes": plan.original.nbytes,
+    }
+
+
+def stage_entry(plan: Plan, step: Step) -> dict[str, Any]:
+    """The row of a finished stage."""
+    entry = step.entry
+    receipt = read_receipt(plan.out, entry.folder)
+    made = open_checkpoint(step.folder)
+    title_ = title(entry.settings)
+    return _entry(entry.name, entry.stage, title_, Path(entry.folder), receipt, step.evaluation_key) | {
+        "settings": plain(entry.settings),
+        "parents": list(entry.parents),
+        "key": step.key,
+        "bytes": made.nbytes,
+        "details": made.card.details if made.card else {},
+    }
+
+
+def _entry(
+    name: str, stage: str, title: str, path: Path, receipt: Receipt | None, evaluation_key: str
+) -> dict[str, Any]:
+    measured = receipt is not None and evaluation_key != "" and receipt.measurements_key == evaluation_key
+    return {
+        "name": name,
+        "stage": stage,
+        "title": title,
+        "settings": {},
+        "parents": [],
+        "path": str(path),
+        "key": "",
+        "bytes": 0,
+        "seconds": receipt.seconds if receipt and receipt.finished else None,
+        "peak_rss_bytes": receipt.peak_rss_bytes if receipt else None,
+        "measurements": receipt.measurements if receipt and measured else {},
+        "details": {},
+    }

@@ -1,0 +1,71 @@
+"""``--set stages.2.ratio=0.3``: change one value of a recipe from the command line.
+
+The value is read as YAML, and every later error about it names the override instead of a line of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attar.errors import RecipeError
+from attar.recipe.located import Entry, Located, parse_yaml
+from attar.recipe.origin import did_you_mean
+
+Names = Callable[[Located], list[str]]
+
+
+def override(root: Located, text: str, names: Names) -> Located:
+    """The recipe with one value replaced; the given one is not changed.
+
+    Args:
+        root: the recipe.
+        text: ``path=value``; a path is keys joined by dots; a stage is its number (from 1) or its name.
+        names: gives the stages' names, for paths such as ``stages.recover.steps``.
+
+    Raises:
+        RecipeError: no ``=``, an empty part, a stage that does not exist, a path into a scalar.
+    """
+    path, equals, value = text.partition("=")
+    parts = path.strip().split(".")
+    if not equals or not all(parts):
+        raise RecipeError(f"--set {text}: not of the form key=value", hint="--set stages.2.ratio=0.3")
+    where = f"--set {text}"
+    return _replace(root, parts, parse_yaml(value.strip(), where, line_numbers=False), where, names)
+
+
+def _replace(node: Located, parts: list[str], new: Located, where: str, names: Names) -> Located:
+    if not parts:
+        return new
+    head, rest = parts[0], parts[1:]
+    if isinstance(node.value, list):
+        index = _index(node, head, where, names)
+        items = [
+            _replace(item, rest, new, where, names) if i == index else item
+            for i, item in enumerate(node.value)
+        ]
+        return Located(items, node.where)
+    if node.value is None or isinstance(
+        node.value, bool
+    ):  # `evaluate: false` gives way to evaluate.tokens=100
+        node = Located({}, where)
+    if not isinstance(node.value, dict):
+        raise RecipeError(f"{where}: {node.value!r} has no keys, so {head!r} cannot be set in it")
+    old = node.value.get(head, Entry(where, Located(None, where)))
+    return Located(
+        node.value | {head: Entry(where, _replace(old.value, rest, new, where, names))}, node.where
+    )
+
+
+def _index(node: Located, head: str, where: str, names: Names) -> int:
+    """Place in the list: from a number counted from 1, or from a stage's name."""
+    if head.isdigit():
+        if 1 <= int(head) <= len(node.value):
+            return int(head) - 1
+        count = len(node.value)
+        raise RecipeError(
+            f"{where}: no stage {head}", hint=f"the stages are numbered 1 to {count}, as the plan shows them"
+        )
+    known = names(node)
+    if head not in known:
+        raise RecipeError(f"{where}: no stage {head!r}{did_you_mean(head, known)}")
+    return known.index(head)

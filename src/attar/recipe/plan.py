@@ -1,0 +1,216 @@
+"""What a run will do: which stages are done, which go on, which start; and about what they will need.
+
+A step's key is a hash of its verb, code version, settings, data and the keys of what it reads, up to the fingerprint of the
+original model. Equal key, equal bytes: so a step whose receipt has its key is done, whatever happened around it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attar.checkpoint.atomic import beside
+from attar.checkpoint.card import Card
+from attar.checkpoint.hashing import identity
+from attar.checkpoint.open import Checkpoint
+from attar.data.sources import fingerprint
+from attar.errors import CheckpointError
+from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
+from attar.recipe.machine import multiply_rate
+from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
+from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
+from attar.recipe.settings import plain
+from attar.recipe.shape import Shape, after, shape_of
+from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
+
+DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
+"""States of a step: done; interrupted and resumable; done with other settings; never done."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of a plan.
+
+    Args:
+        entry: the stage and its settings.
+        folder: where its checkpoint stands or will stand.
+        key: identity of its work.
+        state: ``done``, ``goes on``, ``changed`` or ``new``.
+        estimate: about what it needs.
+        evaluation_key: identity of its evaluation; empty where the recipe has none.
+        evaluated: whether the measurements are there already.
+        evaluation_seconds: about how long the evaluation takes, 0 where it is not needed.
+    """
+
+    entry: StageEntry
+    folder: Path
+    key: str
+    state: str
+    estimate: Estimate
+    evaluation_key: str
+    evaluated: bool
+    evaluation_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """About how long it still takes, evaluation included."""
+        return (0.0 if self.state == DONE else self.estimate.seconds) + self.evaluation_seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps of a run.
+
+    Args:
+        original: the model the recipe starts from.
+        original_key: its fingerprint.
+        original_evaluation_key: identity of its evaluation; empty where the recipe has none.
+        original_seconds: about how long its evaluation takes, 0 where it is done.
+    """
+
+    recipe: Recipe
+    out: Path
+    original: Checkpoint
+    original_key: str
+    original_evaluation_key: str
+    original_seconds: float
+    steps: tuple[Step, ...]
+
+    @property
+    def seconds(self) -> float:
+        """About how long the run still takes."""
+        return self.original_seconds + sum(step.seconds for step in self.steps)
+
+    def folder_of(self, name: str) -> Path:
+        """The folder of a stage's checkpoint, or of the original."""
+        if name == ORIGINAL:
+            return self.original.path
+        return next(step.folder for step in self.steps if step.entry.name == name)
+
+
+def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> Plan:
+    """Decide what is to be done.
+
+    Args:
+        recipe: the recipe.
+        out: the run's folder; need not exist.
+        original: the recipe's model, opened.
+        fresh: plan as if nothing had been done.
+
+    Raises:
+        AttarError: the data cannot be read.
+    """
+    receipts = {} if fresh else _receipts(recipe, out)
+    return _Planner(recipe, out, original, receipts, fresh).plan()
+
+
+@dataclass
+class _Planner:
+    recipe: Recipe
+    out: Path
+    original: Checkpoint
+    receipts: Mapping[str, Receipt]
+    fresh: bool
+
+    def plan(self) -> Plan:
+        root = self.original.fingerprint()
+        keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
+        rates = _rates(self.recipe, self.receipts)
+        data: dict[str, str] = {}
+        steps = []
+        for entry in self.recipe.stages:
+            keys[entry.name] = self._key(entry, keys, data)
+            source, teacher = shapes[entry.source], shapes[entry.teacher] if entry.teacher else None
+            shapes[entry.name] = made = after(entry, source)
+            needs = estimate(entry, source, teacher, made, rates.get(entry.stage, rates[""]))
+            state = self._state(entry, keys[entry.name])
+            evaluation = self._evaluation_key(keys[entry.name], root, data)
+            evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
+            seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(made, rates)
+            folder = self.out / entry.folder
+            steps.append(Step(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds))
+        evaluation = self._evaluation_key(root, root, data)
+        needed = evaluation and not self._evaluated(ORIGINAL_RECEIPT, evaluation)
+        seconds = self._evaluation_seconds(shapes[ORIGINAL], rates) if needed else 0.0
+        return Plan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
+
+    def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
+        parents = [keys[name] for name in entry.parents]
+        stage = STAGES[entry.stage]
+        return identity(
+            entry.stage, stage.version(), plain(entry.settings), parents + _data(entry.settings, data)
+        )
+
+    def _evaluation_key(self, key: str, root: str, data: dict[str, str]) -> str:
+        settings = self.recipe.evaluate
+        if settings is None:
+            return ""
+        version = int(load(EVALUATE_VERSION))
+        return identity("evaluate", version, plain(settings), [key, root, *_data(settings, data)])
+
+    def _evaluation_seconds(self, shape: Shape, rates: Mapping[str, float]) -> float:
+        return evaluation_seconds(self.recipe.evaluate, shape, rates[""])
+
+    def _evaluated(self, name: str, key: str) -> bool:
+        receipt = self.receipts.get(name)
+        return bool(key) and receipt is not None and receipt.measurements_key == key
+
+    def _state(self, entry: StageEntry, key: str) -> str:
+        folder = self.out / entry.folder
+        if self.fresh:
+            return NEW
+        receipt = self.receipts.get(entry.folder)
+        if receipt is not None and receipt.key == key and receipt.holds(folder):
+            return DONE
+        if (receipt is None or not receipt.finished) and _card_key(folder) == key:
+            return DONE  # killed between the checkpoint's last rename and its receipt
+        if _work_key(folder) == key:
+            return HALF
+        return CHANGED if folder.exists() else NEW
+
+
+def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
+    names = [ORIGINAL_RECEIPT, *(entry.folder for entry in recipe.stages)]
+    found = {name: read_receipt(out, name) for name in names}
+    return {name: receipt for name, receipt in found.items() if receipt is not None}
+
+
+def _rates(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, float]:
+    """Operations per second by verb, from earlier work here; under ``""`` the machine's own guess."""
+    seen: dict[str, list[float]] = {}
+    for entry in recipe.stages:
+        receipt = receipts.get(entry.folder)
+        if receipt and receipt.finished and receipt.work > 0 and receipt.seconds > 0:
+            seen.setdefault(entry.stage, []).append(receipt.work / receipt.seconds)
+    return {"": 0.5 * multiply_rate()} | {verb: median(rates) for verb, rates in seen.items()}
+
+
+def _data(settings: Any, known: dict[str, str]) -> list[str]:
+    """The fingerprint of the text that a stage reads, so that an edited file makes it run again."""
+    name = getattr(settings, "data", None)
+    if not isinstance(name, str):
+        return []
+    if name not in known:
+        known[name] = fingerprint(name)
+    return [known[name]]
+
+
+def _card_key(folder: Path) -> str | None:
+    try:
+        card = Card.read(folder)
+    except CheckpointError:
+        return None
+    return card.key if card else None
+
+
+def _work_key(folder: Path) -> str | None:
+    """The key of the half-done work beside a folder."""
+    try:
+        content = json.loads((beside(folder, "work") / "key.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(content.get("key")) if isinstance(content, dict) else str(content)

@@ -1,0 +1,75 @@
+"""Receipts: what a run knows of a finished stage, one small JSON file each, written whole.
+
+A receipt is believed only while the checkpoint it speaks of is there with every file at its recorded size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.atomic import explain_os_errors, write_json
+from attar.checkpoint.card import FILE as CARD
+
+RECEIPTS = "receipts"
+ORIGINAL_RECEIPT = "00-original"
+"""Name of the receipt of the model that the recipe starts from: it has measurements and no folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What is known of one stage's work.
+
+    Args:
+        key: identity of the work (stage, code version, settings, inputs).
+        finished: the checkpoint was written.
+        seconds: time spent on it so far, over all attempts.
+        peak_rss_bytes: the most memory the process held while it worked.
+        work: floating-point operations it was estimated to take; with ``seconds`` it gives this machine's speed.
+        files: file name to size in bytes, the card excepted.
+        measurements_key: identity of the evaluation, empty where there was none.
+        measurements: what the evaluation found.
+    """
+
+    key: str
+    finished: bool = False
+    seconds: float = 0.0
+    peak_rss_bytes: int | None = None
+    work: float = 0.0
+    files: dict[str, int] = field(default_factory=dict)
+    measurements_key: str = ""
+    measurements: dict[str, Any] = field(default_factory=dict)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether the finished checkpoint still stands there, with every file at its size."""
+        if not self.finished or not (folder / CARD).is_file():
+            return False
+        return all(
+            (folder / name).is_file() and (folder / name).stat().st_size == n
+            for name, n in self.files.items()
+        )
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Relative name to size of every file of a checkpoint; the card is left out because measurements are added to it."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found if path != folder / CARD}
+
+
+def read_receipt(run: Path, name: str) -> Receipt | None:
+    """The receipt of a stage folder, or None where there is none that can be read (then the work is done again)."""
+    try:
+        content = json.loads((run / RECEIPTS / f"{name}.json").read_text(encoding="utf-8"))
+        return Receipt(**{item.name: content[item.name] for item in fields(Receipt)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_receipt(run: Path, name: str, receipt: Receipt) -> None:
+    """Write a receipt, whole. Raises OutputError."""
+    folder = run / RECEIPTS
+    with explain_os_errors(folder):
+        folder.mkdir(exist_ok=True)
+    write_json(folder / f"{name}.json", asdict(receipt))

@@ -1,0 +1,210 @@
+"""Run a recipe: make what is missing, go on with what is half done, measure every checkpoint, keep receipts.
+
+    RUN/recipe.yaml          the recipe with every default written out
+    RUN/run.json             what was done and measured, rewritten after each stage
+    RUN/01-distill/ ...      one checkpoint per stage
+    RUN/receipts/*.json      one receipt per stage
+    RUN/report.html          at the end
+
+A stage's work is either on disk under its final name or in its own work folder, so the run may be killed at any moment; the
+same command goes on from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.card import Card
+from attar.checkpoint.card import plain as jsonable
+from attar.checkpoint.open import open_checkpoint
+from attar.errors import AttarError, OutputError, RecipeError, SettingsError
+from attar.progress import SILENT, Progress
+from attar.recipe.journal import original_entry, stage_entry, write_run
+from attar.recipe.lock import locked
+from attar.recipe.plan import DONE, HALF, Plan, Step, make_plan
+from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
+from attar.recipe.runfolder import (
+    RECIPE,
+    REPORT,
+    check_folder,
+    missing_folders,
+    own_folders,
+    remove_own,
+    undo,
+)
+from attar.recipe.schema import ORIGINAL, Recipe
+from attar.recipe.show import plan_text, results_text
+from attar.recipe.stages import STAGES, load
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a run borrows from the room ``measure``, by import path, so that a plan imports none of it."""
+
+    evaluate: str = "attar.measure.evaluate:evaluate"
+    make_reference: str = "attar.measure.reference:make_reference"
+    report: str = "attar.measure.report:build"
+    reset_peak: str = "attar.measure.memory:reset_peak"
+    peak: str = "attar.measure.memory:peak_rss_bytes"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished run.
+
+    Args:
+        path: the run's folder.
+        content: what ``run.json`` holds.
+    """
+
+    path: Path
+    content: dict[str, Any]
+
+    @property
+    def report(self) -> Path:
+        """The run's report."""
+        return self.path / REPORT
+
+    def table(self) -> str:
+        """The results, a row per stage."""
+        return results_text(self.content)
+
+    def to_dict(self) -> dict[str, Any]:
+        """``run.json`` with the places of the run and of its report."""
+        return {"path": str(self.path), "report": str(self.report)} | self.content
+
+
+def run_recipe(
+    recipe: Recipe, out: Path, *, fresh: bool = False, progress: Progress = SILENT, tools: Tools | None = None
+) -> RunResult:
+    """Run a recipe in a folder, or go on where an earlier run stopped.
+
+    Args:
+        recipe: the recipe.
+        out: the run's folder.
+        fresh: remove what an earlier run of this folder made, and start over.
+        progress: where to report to.
+        tools: what measures and reports; None: the room ``measure``.
+
+    Raises:
+        AttarError: the model, the data or a stage is at fault; what was finished before stays.
+        OutputError: the folder holds something else, or another run is at work there.
+    """
+    original = open_checkpoint(recipe.model)
+    check_folder(out, recipe.model, fresh=fresh)
+    created = missing_folders(out)
+    with locked(out):
+        if fresh:
+            remove_own(out)
+        try:
+            plan = make_plan(recipe, out, original)
+            _check_strangers(plan)
+            progress.log(plan_text(plan))
+            return _Run(plan, progress, tools or Tools()).run()
+        except AttarError:
+            undo(out, created)
+            raise
+
+
+def _check_strangers(plan: Plan) -> None:
+    """Refuse to replace a folder that this run did not make."""
+    own = own_folders(plan.out)
+    for step in plan.steps:
+        if step.folder.exists() and step.state != DONE and step.folder.name not in own:
+            hint = "choose another folder with -o"
+            raise OutputError(f"{step.folder}: exists, but this run did not make it", hint=hint)
+
+
+@dataclass
+class _Run:
+    """One call of :func:`run_recipe`."""
+
+    plan: Plan
+    progress: Progress
+    tools: Tools
+    reference: Any = None
+
+    def run(self) -> RunResult:
+        plan = self.plan
+        entries: list[dict[str, Any]] = []
+        write_run(plan, entries, finished=False)
+        write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
+        self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)
+        entries.append(original_entry(plan))
+        for step in plan.steps:
+            self.make(step)
+            self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
+            entries.append(stage_entry(plan, step))
+            write_run(plan, entries, finished=False)
+        content = write_run(plan, entries, finished=True)
+        load(self.tools.report)(plan.out)
+        return RunResult(plan.out, content)
+
+    def make(self, step: Step) -> None:
+        """Have the checkpoint of a step: from disk, or from its stage."""
+        name = step.folder.name
+        receipt = read_receipt(self.plan.out, name)
+        if receipt is None or receipt.key != step.key:
+            # the time of a piece of work says nothing about the speed
+            receipt = Receipt(key=step.key, work=0.0 if step.state == HALF else step.estimate.work)
+        if step.state == DONE:
+            self.progress.log(f"{name}: done already")
+        else:
+            self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}")
+            receipt = self.work(step, replace(receipt, finished=False, measurements_key="", measurements={}))
+        if not receipt.finished:
+            write_receipt(self.plan.out, name, replace(receipt, finished=True, files=sizes(step.folder)))
+
+    def work(self, step: Step, receipt: Receipt) -> Receipt:
+        """Call the stage function; the time it took is kept even when it is interrupted."""
+        entry = step.entry
+        function, peak = STAGES[entry.stage].run(), load(self.tools.peak)
+        teacher = {"teacher": self.model(entry.teacher)} if entry.teacher else {}
+        common = {"progress": self.progress, "force": True, "key": step.key}
+        self.release()
+        load(self.tools.reset_peak)()
+        start = time.monotonic()
+        try:
+            function(self.model(entry.source), step.folder, entry.settings, **teacher, **common)
+        except SettingsError as error:  # a setting that does not fit this model
+            raise RecipeError(f"{entry.where}: {error.message}", hint=error.hint) from error
+        finally:
+            seconds = receipt.seconds + time.monotonic() - start
+            receipt = replace(receipt, seconds=seconds, peak_rss_bytes=peak())
+            write_receipt(self.plan.out, step.folder.name, receipt)
+        return receipt
+
+    def model(self, name: str) -> str | Path:
+        """What to hand to a stage: the original by the name the recipe gave it, so that cards keep it."""
+        return self.plan.recipe.model if name == ORIGINAL else self.plan.folder_of(name)
+
+    def evaluate(self, name: str, model: str | Path, key: str, evaluation_key: str) -> None:
+        """Measure a checkpoint against the original, unless its receipt has these measurements."""
+        receipt = read_receipt(self.plan.out, name) or Receipt(key=key)
+        if not evaluation_key or receipt.measurements_key == evaluation_key:
+            return
+        settings, tools = self.plan.recipe.evaluate, self.tools
+        if self.reference is None:
+            make = load(tools.make_reference)
+            self.reference = make(self.plan.recipe.model, settings, progress=self.progress)
+        found = load(tools.evaluate)(model, settings, reference=self.reference, progress=self.progress)
+        measurements = jsonable(found.to_dict())
+        card = Card.read(model) if isinstance(model, Path) else None
+        if card is not None and isinstance(model, Path):
+            card.with_measurements(**measurements).write(model)
+        receipt = replace(receipt, key=key, measurements_key=evaluation_key, measurements=measurements)
+        write_receipt(self.plan.out, name, receipt)
+
+    def release(self) -> None:
+        """Let a reference go that is a whole model: the stage needs the memory more."""
+        if self.reference is not None and not self.reference.kept:
+            self.reference = None
+        gc.collect()

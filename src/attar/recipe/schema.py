@@ -1,0 +1,290 @@
+"""A recipe: a model, data, and a list of stages, read from YAML into dataclasses with exact errors.
+
+    model: attar:tiny              # a folder, a hub id, attar:tiny
+    data: python-stdlib            # default of every stage
+    seed: 0                        # default of every stage
+    evaluate: {tokens: 16384}      # or false
+    stages:
+      - {stage: prune, method: heads, ratio: 0.25}
+      - {stage: recover, steps: 100}
+      - {stage: quantize, name: rtn, method: rtn, from: recover}
+
+Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from`` (the stage whose
+checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default: the model before the prunings that
+lead to it). All other keys are the stage's settings. This file imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attar.errors import RecipeError
+from attar.recipe.located import Entry, Located, parse_yaml, read_yaml
+from attar.recipe.origin import RecipeOrigin, did_you_mean
+from attar.recipe.overrides import override
+from attar.recipe.settings import parse, plain, settings_of
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, Stage, load
+
+ORIGINAL = "original"
+"""Name of the model that the recipe starts from."""
+
+_TOP = ("model", "data", "seed", "evaluate", "stages")
+_COMMON = ("stage", "name", "from")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage of a recipe.
+
+    Args:
+        number: its place, from 1.
+        stage: the verb.
+        name: its unique name.
+        source: name of the stage whose checkpoint it takes, or "original".
+        teacher: name of the stage that teaches it, or "original"; None where none does.
+        settings: the verb's settings dataclass.
+        where: ``file:line``.
+    """
+
+    number: int
+    stage: str
+    name: str
+    source: str
+    teacher: str | None
+    settings: Any
+    where: str
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder inside the run: ``02-prune``."""
+        return f"{self.number:02d}-{self.name}"
+
+    @property
+    def parents(self) -> tuple[str, ...]:
+        """Names of the checkpoints it reads: the source, then the teacher."""
+        return (self.source,) if self.teacher is None else (self.source, self.teacher)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, data, and the stages to apply.
+
+    Args:
+        path: the file it was read from, or a name for it.
+        evaluate: EvaluateSettings, or None for no measurements.
+    """
+
+    path: str
+    model: str
+    data: str
+    seed: int
+    evaluate: Any | None
+    stages: tuple[StageEntry, ...]
+
+    def entry(self, name: str) -> StageEntry:
+        """The stage of that name."""
+        return next(entry for entry in self.stages if entry.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved recipe, every default written out; reading it back gives the same recipe."""
+        stages = []
+        for entry in self.stages:
+            common = {"stage": entry.stage, "name": entry.name, "from": entry.source}
+            teacher = {} if entry.teacher is None else {"teacher": entry.teacher}
+            stages.append(common | teacher | plain(entry.settings))
+        evaluate = False if self.evaluate is None else plain(self.evaluate)
+        return {
+            "model": self.model,
+            "data": self.data,
+            "seed": self.seed,
+            "evaluate": evaluate,
+            "stages": stages,
+        }
+
+    def to_yaml(self) -> str:
+        """:meth:`to_dict` as YAML."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file.
+
+    Args:
+        path: the YAML file.
+        overrides: ``key=value`` changes, e.g. ``stages.2.ratio=0.3`` or ``stages.recover.steps=50``. Stages are numbered
+            from 1, as in the plan and in the folder names; their names work as well.
+
+    Raises:
+        RecipeError: one line with file, line, key and what is wrong.
+    """
+    return _recipe(read_yaml(Path(path)), str(path), overrides)
+
+
+def parse_recipe(text: str, name: str = "recipe", overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe from a string; ``name`` stands for the file in errors."""
+    return _recipe(parse_yaml(text, name), name, overrides)
+
+
+def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
+    if not isinstance(root.value, dict):
+        raise RecipeError(f"{root.where}: a recipe is a mapping with the keys {', '.join(_TOP)}")
+    for text in overrides:
+        root = override(root, text, stage_names)
+    top: Mapping[str, Entry] = root.value
+    for name, entry in top.items():
+        if name not in _TOP:
+            raise RecipeError(f"{entry.where}: unknown key {name!r} in the recipe{did_you_mean(name, _TOP)}")
+    model = _typed(top, "model", str, "text: a folder, a hub id or attar:tiny")
+    if not model:
+        raise RecipeError(f"{root.where}: the key 'model' is missing", hint="model: attar:tiny")
+    data = _typed(top, "data", str, "text: python-stdlib, a file, a folder or a data set", "python-stdlib")
+    seed = _typed(top, "seed", int, "a whole number, 0 or more", 0)
+    if seed < 0:
+        raise RecipeError(f"{top['seed'].where}: seed is {seed}, but must be a whole number, 0 or more")
+    defaults = {name: top[name] for name in ("data", "seed") if name in top}
+    return Recipe(
+        path, model, data, seed, _evaluate(top.get("evaluate"), defaults, root), _stages(root, defaults)
+    )
+
+
+def _typed(mapping: Mapping[str, Entry], name: str, kind: type, allowed: str, default: Any = None) -> Any:
+    """A scalar of a known type, or the default where the key is absent."""
+    if name not in mapping:
+        return default
+    value = mapping[name].value.plain()
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RecipeError(f"{mapping[name].where}: {name} is {value!r}, but must be {allowed}")
+    return value
+
+
+def _evaluate(entry: Entry | None, defaults: Mapping[str, Entry], root: Located) -> Any | None:
+    """EvaluateSettings, or None where the recipe says false."""
+    given = True if entry is None else entry.value.value
+    if given is False:
+        return None
+    where = entry.where if entry else root.where
+    if given is True:
+        given = {}
+    if not isinstance(given, dict):
+        raise RecipeError(f"{where}: evaluate is {given!r}, but must be false or a mapping of settings")
+    return _settings(load(EVALUATE_SETTINGS), given, defaults, "evaluate", where, ())
+
+
+def _settings(
+    cls: type,
+    given: Mapping[str, Entry],
+    defaults: Mapping[str, Entry],
+    what: str,
+    where: str,
+    extra: tuple[str, ...],
+) -> Any:
+    """Settings of a stage: its own keys, and data and seed of the recipe where it has such settings."""
+    known = {setting.name for setting in settings_of(cls)}
+    merged = {name: entry for name, entry in defaults.items() if name in known} | {
+        name: entry for name, entry in given.items() if name not in extra
+    }
+    places = {name: entry.where for name, entry in merged.items()}
+    values = {name: entry.value.plain() for name, entry in merged.items()}
+    return parse(cls, values, RecipeOrigin(what, where, places, extra))
+
+
+def _stages(root: Located, defaults: Mapping[str, Entry]) -> tuple[StageEntry, ...]:
+    entry = root.value.get("stages")
+    if entry is None:
+        raise RecipeError(f"{root.where}: the key 'stages' is missing", hint="stages: [{stage: quantize}]")
+    items = entry.value.value
+    if not isinstance(items, list) or not items:
+        raise RecipeError(f"{entry.where}: stages must be a list with at least one stage")
+    done: list[StageEntry] = []
+    for item, name in zip(items, stage_names(entry.value), strict=True):
+        done.append(_stage(item, name, done, defaults))
+    return tuple(done)
+
+
+def stage_names(stages: Located) -> list[str]:
+    """The name of each stage: as given, or the verb made unique with -2, -3.
+
+    Raises:
+        RecipeError: an item that is not a stage, an unknown verb, a name that is taken or cannot name a folder.
+    """
+    taken = [
+        ORIGINAL,
+        *(item.value["name"].value.plain() for item in stages.value if _is_stage(item, "name")),
+    ]
+    names: list[str] = []
+    for item in stages.value:
+        verb = _verb(item)
+        if "name" not in item.value:
+            candidates = [verb.verb, *(f"{verb.verb}-{n}" for n in range(2, len(stages.value) + 2))]
+            names.append(next(name for name in candidates if name not in taken))
+            taken.append(names[-1])
+            continue
+        entry = item.value["name"]
+        name = entry.value.plain()
+        if not isinstance(name, str) or not _NAME.match(name) or name == ORIGINAL:
+            allowed = "letters, digits, - and _ (and not 'original')"
+            raise RecipeError(f"{entry.where}: name is {name!r}, but must be {allowed}")
+        if name in names:
+            raise RecipeError(f"{entry.where}: two stages are named {name!r}")
+        names.append(name)
+    return names
+
+
+def _is_stage(item: Located, key: str) -> bool:
+    return isinstance(item.value, dict) and key in item.value
+
+
+def _verb(item: Located) -> Stage:
+    if not isinstance(item.value, dict):
+        raise RecipeError(f"{item.where}: a stage is a mapping such as {{stage: prune, ratio: 0.25}}")
+    if "stage" not in item.value:
+        known = ", ".join(STAGES)
+        raise RecipeError(f"{item.where}: the key 'stage' is missing (one of {known})")
+    entry = item.value["stage"]
+    verb = entry.value.plain()
+    if verb == "evaluate":
+        hint = "evaluate is a key of the recipe: every stage's checkpoint is evaluated"
+        raise RecipeError(f"{entry.where}: 'evaluate' is not a stage", hint=hint)
+    if not isinstance(verb, str) or verb not in STAGES:
+        raise RecipeError(f"{entry.where}: unknown stage {verb!r}{did_you_mean(str(verb), list(STAGES))}")
+    return STAGES[verb]
+
+
+def _stage(item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry]) -> StageEntry:
+    verb = _verb(item)
+    keys: Mapping[str, Entry] = item.value
+    common = (*_COMMON, "teacher") if verb.teacher else _COMMON
+    source = _reference(keys, "from", done, done[-1].name if done else ORIGINAL)
+    teacher = _reference(keys, "teacher", done, _unpruned(source, done)) if verb.teacher else None
+    what = f"stage {name!r}"
+    settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common)
+    return StageEntry(len(done) + 1, verb.verb, name, source, teacher, settings, item.where)
+
+
+def _reference(keys: Mapping[str, Entry], key: str, done: list[StageEntry], default: str) -> str:
+    """The name of an earlier stage."""
+    if key not in keys:
+        return default
+    value = keys[key].value.plain()
+    known = [ORIGINAL, *(entry.name for entry in done)]
+    if value not in known:
+        tail = did_you_mean(str(value), known)
+        raise RecipeError(f"{keys[key].where}: {key} names {value!r}, which is no earlier stage{tail}")
+    assert isinstance(value, str)
+    return value
+
+
+def _unpruned(source: str, done: list[StageEntry]) -> str:
+    """The model before the prunings that lead to ``source``; the original where none does."""
+    by_name = {entry.name: entry for entry in done}
+    name = source
+    while name in by_name and by_name[name].stage == "prune":
+        name = by_name[name].source
+    return name if name != source else ORIGINAL

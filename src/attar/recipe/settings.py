@@ -1,0 +1,214 @@
+"""One settings dataclass, four uses: recipe schema, command-line options, Python keywords, documentation.
+
+A settings class is a flat, frozen dataclass. Each field has a default and ``metadata={"help": ..., "choices": ...}``;
+ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``, ``float``,
+``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from attar.errors import SettingsError, nearest
+from attar.recipe.located import scalar
+from attar.recipe.origin import Origin
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a settings class, as recipe, command line and documentation see it.
+
+    Args:
+        name: the field's name.
+        kind: its type.
+        default: its default, or ``dataclasses.MISSING``.
+        help: one line.
+        choices: the values allowed, or empty.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    choices: tuple[Any, ...]
+
+    @property
+    def many(self) -> bool:
+        """Whether the setting is a list."""
+        return any(get_origin(kind) is tuple for kind in _members(self.kind))
+
+    @property
+    def flag(self) -> bool:
+        """Whether the setting is yes or no."""
+        return self.kind is bool
+
+
+def settings_of(cls: type) -> tuple[Setting, ...]:
+    """The fields of a settings class, in order."""
+    hints = get_type_hints(cls)
+    return tuple(
+        Setting(
+            name=field.name,
+            kind=hints[field.name],
+            default=field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory(),
+            help=str(field.metadata.get("help", "")),
+            choices=tuple(field.metadata.get("choices", ())),
+        )
+        for field in dataclasses.fields(cls)
+        if field.init
+    )
+
+
+def parse(cls: type[T], given: Mapping[str, object], origin: Origin) -> T:
+    """Make settings from a mapping.
+
+    Args:
+        cls: a settings dataclass.
+        given: name to value; what is absent keeps its default.
+        origin: who speaks when something is wrong.
+
+    Raises:
+        UsageError: an unknown name, a wrong type, a value that is not allowed (in the origin's words).
+    """
+    fields = {setting.name: setting for setting in settings_of(cls)}
+    for name in given:
+        if name not in fields:
+            raise origin.unknown(name, list(fields))
+    values = {name: _value(fields[name], value, origin) for name, value in given.items()}
+    for setting in fields.values():
+        if setting.name not in values and setting.default is dataclasses.MISSING:
+            raise origin.wrong(setting.name, None, f"given: {describe(setting.kind)}")
+    try:
+        return cls(**values)
+    except SettingsError as error:
+        raise origin.wrong(error.field, error.value, error.allowed, error.hint) from None
+
+
+def plain(settings: Any) -> dict[str, Any]:
+    """Settings as a dict of JSON values (tuples become lists)."""
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def title(settings: Any, *, leave_out: tuple[str, ...] = ("data", "seed")) -> str:
+    """One line for people: the settings that were chosen or differ from their default.
+
+    A setting with choices is shown by its value alone (``gptq``), others with their name (``ratio 0.25``).
+    """
+    words = []
+    for setting in settings_of(type(settings)):
+        value = getattr(settings, setting.name)
+        leading = setting.name in ("scheme", "method", "format")
+        if setting.name in leave_out or (value == setting.default and not leading):
+            continue
+        words.append(str(value) if leading else f"{setting.name.replace('_', ' ')} {short(value)}")
+    return ", ".join(words)
+
+
+def document(cls: type) -> str:
+    """The settings class as a Markdown table: setting, type, default, meaning."""
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for setting in settings_of(cls):
+        kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or describe(setting.kind)
+        default = "required" if setting.default is dataclasses.MISSING else f"`{short(setting.default)}`"
+        rows.append(f"| `{setting.name}` | {kind} | {default} | {setting.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def describe(kind: Any) -> str:
+    """A type in words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if kind in words:
+        return words[kind]
+    if get_origin(kind) is tuple:
+        return f"a list ({describe(get_args(kind)[0])} each)"
+    return " or ".join(describe(member) for member in _members(kind))
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; a plain type is a union of one."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def short(value: Any) -> str:
+    """A value as people write it."""
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(str(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class _WrongType(Exception):
+    pass
+
+
+def _value(setting: Setting, value: object, origin: Origin) -> Any:
+    """The value in the field's type, one of its choices."""
+    try:
+        result = _convert(setting.kind, value, origin.text)
+    except _WrongType:
+        raise origin.wrong(setting.name, value, describe(setting.kind)) from None
+    if setting.choices:
+        for item in result if setting.many else (result,):
+            if item not in setting.choices:
+                names = [str(choice) for choice in setting.choices]
+                close = nearest(str(item), names)
+                raise origin.wrong(setting.name, item, _either(names), close and f"did you mean {close!r}?")
+    return result
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def _convert(kind: Any, value: object, text: bool) -> Any:
+    """``value`` as ``kind``, without guessing: no text for numbers, no 1 for true."""
+    members = _members(kind)
+    if len(members) > 1:
+        for member in sorted(members, key=lambda member: member is str):  # text last: it takes anything
+            try:
+                return _convert(member, value, text)
+            except _WrongType:
+                continue
+        raise _WrongType
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise _WrongType
+        return tuple(_convert(get_args(kind)[0], item, text) for item in value)
+    if text and kind is not str and isinstance(value, str):
+        value = None if value == "none" else scalar(value)
+    return _scalar(kind, value)
+
+
+def _scalar(kind: Any, value: object) -> Any:
+    if kind is type(None) and value is None:
+        return None
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    if kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return _number(kind, value)
+    raise _WrongType
+
+
+def _number(kind: type, value: numbers.Real) -> int | float:
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _WrongType from None
+    if kind is float:
+        return number
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if number.is_integer():  # 1e3 is a whole number
+        return int(number)
+    raise _WrongType

@@ -1,0 +1,111 @@
+"""A plan for people and for scripts; the table of a run's results."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.units import bytes_text
+from attar.recipe.estimate import Estimate
+from attar.recipe.plan import DONE, Plan, Step
+from attar.recipe.schema import ORIGINAL
+from attar.recipe.settings import plain, title
+from attar.recipe.table import number, seconds_text, table
+
+_PLAN = ("#", "stage", "what", "from", "state", "time", "memory", "disk")
+_RESULTS = ("stage", "what", "bytes", "bits/weight", "perplexity", "KL", "top-1", "tokens/s")
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as a table, and what it will take altogether."""
+    rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, None)]
+    for step in plan.steps:
+        entry = step.entry
+        source = entry.source if entry.teacher is None else f"{entry.source}, taught by {entry.teacher}"
+        needs = None if step.state == DONE else step.estimate
+        what = f"{entry.stage} {title(entry.settings)}".rstrip()
+        rows.append(_row(str(entry.number), entry.name, what, source, step.state, step.seconds, needs))
+    return table(_PLAN, rows, left=5) + "\n" + _summary(plan)
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    stages = [_step_dict(step) for step in plan.steps]
+    return {
+        "model": plan.recipe.model,
+        "out": str(plan.out),
+        "seconds": round(plan.seconds, 1),
+        "stages": stages,
+    }
+
+
+def results_text(run: dict[str, Any]) -> str:
+    """The results of a run, a row per stage, from the content of ``run.json``."""
+    return table(_RESULTS, [_result(entry) for entry in run["stages"]], left=2)
+
+
+def _result(entry: dict[str, Any]) -> tuple[str, ...]:
+    found = entry["measurements"]
+    size = found.get("bytes", entry.get("bytes"))
+    return (
+        entry["name"],
+        entry["title"],
+        "-" if size is None else bytes_text(size),
+        number(found.get("bits_per_weight"), ".2f"),
+        number(found.get("perplexity"), ".3f"),
+        number(found.get("kl_mean"), ".4f"),
+        number(found.get("top1_agreement"), ".1%"),
+        number(found.get("decode_tokens_per_s"), ".0f"),
+    )
+
+
+def _summary(plan: Plan) -> str:
+    todo = [step for step in plan.steps if step.state != DONE]
+    if not todo and plan.seconds == 0:
+        return f"Everything is done in {plan.out}."
+    disk = sum(step.estimate.disk_bytes for step in todo)
+    scratch = max((step.estimate.scratch_bytes for step in todo), default=0.0)
+    text = f"About {seconds_text(plan.seconds)} and {bytes_text(disk + scratch)} of disk in {plan.out}."
+    free = _free(plan.out)
+    if free is not None and free < disk + scratch:
+        text += f"\nWarning: only {bytes_text(free)} are free there."
+    return text
+
+
+def _row(
+    count: str, name: str, what: str, source: str, state: str, seconds: float, needs: Estimate | None
+) -> tuple[str, ...]:
+    time = f"about {seconds_text(seconds)}" if seconds else "-"
+    memory = f"about {bytes_text(needs.memory_bytes)}" if needs else "-"
+    disk = f"about {bytes_text(needs.disk_bytes)}" if needs else "-"
+    return (count, name, what, source, state, time, memory, disk)
+
+
+def _step_dict(step: Step) -> dict[str, Any]:
+    entry = step.entry
+    return {
+        "number": entry.number,
+        "name": entry.name,
+        "stage": entry.stage,
+        "title": title(entry.settings),
+        "parents": list(entry.parents),
+        "settings": plain(entry.settings),
+        "path": str(step.folder),
+        "key": step.key,
+        "state": step.state,
+        "evaluated": step.evaluated,
+        "seconds": round(step.seconds, 1),
+        "memory_bytes": round(step.estimate.memory_bytes),
+        "disk_bytes": round(step.estimate.disk_bytes),
+        "scratch_bytes": round(step.estimate.scratch_bytes),
+    }
+
+
+def _free(path: Path) -> int | None:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None

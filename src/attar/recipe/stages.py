@@ -1,0 +1,101 @@
+"""The table of stages: which verb has which settings and which function. Read it with the eyes; nothing registers itself.
+
+Entries are import paths, so that reading a recipe imports neither torch nor the algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One verb of the pipeline.
+
+    Args:
+        verb: its name in recipes and on the command line.
+        summary: one line for help.
+        settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is the stage's code version.
+        function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
+        teacher: whether the function takes ``teacher=`` as well.
+        example: a command that shows the verb at work.
+    """
+
+    verb: str
+    summary: str
+    settings: str
+    function: str
+    example: str
+    teacher: bool = False
+
+    def settings_class(self) -> type:
+        """The settings dataclass."""
+        loaded = load(self.settings)
+        assert isinstance(loaded, type)
+        return loaded
+
+    def version(self) -> int:
+        """Code version of the stage: part of a step's identity."""
+        return int(import_module(self.settings.partition(":")[0]).VERSION)
+
+    def run(self) -> Callable[..., Any]:
+        """The stage function; imports torch."""
+        loaded = load(self.function)
+        assert callable(loaded)
+        return loaded
+
+
+def load(path: str) -> Any:
+    """The object that ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+STAGES: dict[str, Stage] = {
+    stage.verb: stage
+    for stage in (
+        Stage(
+            verb="distill",
+            summary="Make a student with fewer layers and train it on the teacher's distribution.",
+            settings="attar.distillation.settings:DistillSettings",
+            function="attar.distillation.stage:distill",
+            example="attar distill attar:tiny -o out/student --layers 4 --steps 200",
+        ),
+        Stage(
+            verb="prune",
+            summary="Remove attention heads or MLP neurons.",
+            settings="attar.pruning.settings:PruneSettings",
+            function="attar.pruning.stage:prune",
+            example="attar prune attar:tiny -o out/pruned --method heads --ratio 0.25",
+        ),
+        Stage(
+            verb="recover",
+            summary="Train a pruned model to agree with the unpruned one again.",
+            settings="attar.distillation.settings:RecoverSettings",
+            function="attar.distillation.stage:recover",
+            example="attar recover out/pruned -o out/recovered --teacher attar:tiny --steps 200",
+            teacher=True,
+        ),
+        Stage(
+            verb="quantize",
+            summary="Store the weights in few bits.",
+            settings="attar.quantization.settings:QuantizeSettings",
+            function="attar.quantization.stage:quantize",
+            example="attar quantize attar:tiny -o out/w4 --scheme W4A16 --group-size 64 --method gptq",
+        ),
+        Stage(
+            verb="export",
+            summary="Write a checkpoint for another engine.",
+            settings="attar.formats.settings:ExportSettings",
+            function="attar.formats.export:export",
+            example="attar export out/w4 -o out/dense --format dense",
+        ),
+    )
+}
+
+EVALUATE_SETTINGS = "attar.measure.settings:EvaluateSettings"
+EVALUATE_VERSION = "attar.measure.settings:VERSION"
+"""Not a stage: a recipe evaluates the checkpoint of every stage."""

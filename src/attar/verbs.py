@@ -1,0 +1,228 @@
+"""The verbs as Python functions: ``attar.quantize("attar:tiny", "out/w4", scheme="W4A16", method="gptq")``.
+
+Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest. Work is silent unless
+a ``progress`` is given. Importing this file imports nothing heavy; the first call of a verb does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.errors import SettingsError
+from attar.progress import SILENT, Progress
+from attar.recipe.origin import PythonOrigin
+from attar.recipe.settings import parse
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+    from attar.checkpoint.inspect import Inspection
+    from attar.measure.evaluate import Measurements
+    from attar.measure.generation import Completions
+    from attar.recipe.run import RunResult
+
+Model = "str | Path | Checkpoint"
+"""A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings:
+    """How a completion is chosen."""
+
+    max_tokens: int = field(default=128, metadata={"help": "tokens generated at most, per prompt"})
+    temperature: float = field(
+        default=0.0, metadata={"help": "0: always the likeliest token; above: sampled"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the sampling"})
+    stop: tuple[str, ...] = field(default=(), metadata={"help": "text that ends a completion"})
+    device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
+            "choices": ("auto", "float32", "bfloat16", "float16"),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise SettingsError("max_tokens", self.max_tokens, "at least 1")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise SettingsError("temperature", self.temperature, "0 (greedy) or more")
+
+
+def distill(
+    teacher: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+) -> Checkpoint:
+    """Make a student with fewer layers and train it on the teacher's distribution.
+
+    Args:
+        teacher: the model to learn from.
+        out: the student's folder.
+        force: replace an existing checkpoint.
+        settings: see :class:`attar.distillation.settings.DistillSettings`.
+
+    Raises:
+        AttarError: bad input; nothing is left behind.
+    """
+    return run_stage("distill", teacher, out, _settings("distill", settings), force=force, progress=progress)
+
+
+def prune(
+    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+) -> Checkpoint:
+    """Remove attention heads or MLP neurons. See :func:`distill` and :class:`attar.pruning.settings.PruneSettings`."""
+    return run_stage("prune", model, out, _settings("prune", settings), force=force, progress=progress)
+
+
+def recover(
+    model: Model,
+    out: str | Path,
+    *,
+    teacher: Model,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Checkpoint:
+    """Train a pruned model to agree with its unpruned ``teacher`` again.
+
+    See :func:`distill` and :class:`attar.distillation.settings.RecoverSettings`.
+    """
+    checked = _settings("recover", settings)
+    return run_stage("recover", model, out, checked, teacher=teacher, force=force, progress=progress)
+
+
+def quantize(
+    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+) -> Checkpoint:
+    """Store the weights in few bits. See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`."""
+    return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
+
+
+def export(
+    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+) -> Checkpoint:
+    """Write a checkpoint for another engine. See :func:`distill` and :class:`attar.formats.settings.ExportSettings`."""
+    return run_stage("export", model, out, _settings("export", settings), force=force, progress=progress)
+
+
+def evaluate(
+    model: Model, *, reference: Model | None = None, progress: Progress | None = None, **settings: Any
+) -> Measurements:
+    """Measure a model: perplexity, divergence from a reference, size, speed, memory, a sample.
+
+    Args:
+        reference: what to compare with; None: perplexity, size and speed only.
+        settings: see :class:`attar.measure.settings.EvaluateSettings`.
+    """
+    checked = parse(load(EVALUATE_SETTINGS), settings, PythonOrigin("evaluate"))
+    return run_evaluate(model, checked, reference=reference, progress=progress)
+
+
+def generate(
+    model: Model, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
+) -> Completions:
+    """Continue each prompt. ``settings``: see :class:`GenerateSettings`."""
+    checked = parse(GenerateSettings, settings, PythonOrigin("generate"))
+    return run_generate(model, prompts, checked, progress=progress)
+
+
+def inspect(model: Model) -> Inspection:
+    """What a checkpoint is: architecture, parameters by part, bits, lineage, licence duties. Reads headers only."""
+    found: Inspection = load("attar.checkpoint.inspect:inspect")(model)
+    return found
+
+
+def run(
+    recipe: str | Path,
+    out: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    overrides: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run a recipe, or go on where an earlier run stopped.
+
+    Args:
+        recipe: the YAML file.
+        out: the run's folder; None: ``runs/<name of the recipe's file>``.
+        fresh: start over.
+        overrides: changes to the recipe such as ``stages.2.ratio=0.3``.
+    """
+    from attar.recipe.run import run_recipe
+    from attar.recipe.runfolder import default_folder
+    from attar.recipe.schema import load_recipe
+
+    folder = default_folder(recipe) if out is None else Path(out)
+    return run_recipe(load_recipe(recipe, overrides), folder, fresh=fresh, progress=progress or SILENT)
+
+
+def demo(
+    out: str | Path | None = None,
+    *,
+    fresh: bool = False,
+    overrides: Iterable[str] = (),
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run the quickstart recipe on the embedded model: distill, prune, recover, quantize, measure. See :func:`run`."""
+    return run(quickstart(), out, fresh=fresh, overrides=overrides, progress=progress)
+
+
+def report(run_dir: str | Path) -> Path:
+    """Build the report of a run again. Returns its path."""
+    path: Path = load("attar.measure.report:build")(Path(run_dir))
+    return path
+
+
+def quickstart() -> Path:
+    """The recipe of the demo, as a file."""
+    return Path(str(resources.files("attar") / "embedded" / "quickstart.yaml"))
+
+
+def run_stage(
+    verb: str,
+    model: Model,
+    out: str | Path,
+    settings: Any,
+    *,
+    teacher: Model | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Call a stage function with settings that are checked already."""
+    signal = {} if teacher is None else {"teacher": teacher}
+    function = STAGES[verb].run()
+    made: Checkpoint = function(
+        model, Path(out), settings, **signal, progress=progress or SILENT, force=force
+    )
+    return made
+
+
+def run_evaluate(
+    model: Model, settings: Any, *, reference: Model | None = None, progress: Progress | None = None
+) -> Measurements:
+    """Call the evaluation with settings that are checked already."""
+    function = load("attar.measure.evaluate:evaluate")
+    found: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
+    return found
+
+
+def run_generate(
+    model: Model,
+    prompts: str | Sequence[str],
+    settings: GenerateSettings,
+    *,
+    progress: Progress | None = None,
+) -> Completions:
+    """Call the generation with settings that are checked already."""
+    function = load("attar.measure.generation:generate")
+    made: Completions = function(model, prompts, **vars(settings), progress=progress or SILENT)
+    return made
+
+
+def _settings(verb: str, given: dict[str, Any]) -> Any:
+    return parse(STAGES[verb].settings_class(), given, PythonOrigin(verb))

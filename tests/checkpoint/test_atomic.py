@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attar.checkpoint import atomic
+from attar.errors import CheckpointError, OutputError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(folder: Path, word: str = "new") -> None:
+    (folder / "config.json").write_text(word)
+    (folder / "sub").mkdir()
+    (folder / "sub" / "file").write_text(word)
+
+
+def test_write_json_and_bytes(tmp_path):
+    atomic.write_json(tmp_path / "a.json", {"b": "é", "a": [1]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"b": "é", "a": [1]}
+    atomic.write_bytes(tmp_path / "a.json", b"x")
+    assert (tmp_path / "a.json").read_bytes() == b"x"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
+    atomic.write_bytes(tmp_path / "f", b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OutputError, match=r"f: no space left on the disk \(3 B needed, .* free\)"):
+        atomic.write_bytes(tmp_path / "f", b"new")
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert names(tmp_path) == ["f"]
+
+
+def test_a_folder_appears_when_the_block_ends(tmp_path):
+    final = tmp_path / "out"
+    with atomic.folder(final) as folder:
+        fill(folder)
+        assert folder.parent == tmp_path
+        assert not final.exists()
+    assert (final / "sub" / "file").read_text() == "new"
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt()])
+def test_an_exception_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)), atomic.folder(tmp_path / "out") as folder:
+        fill(folder)
+        raise error
+    assert names(tmp_path) == []
+
+
+def test_leftovers_of_a_kill_are_cleaned(tmp_path):
+    fill_in = tmp_path / ".out.partial"
+    fill_in.mkdir()
+    fill(fill_in, "stale")
+    with atomic.folder(tmp_path / "out") as folder:
+        assert names(folder) == []
+        (folder / "config.json").write_text("new")
+    assert names(tmp_path / "out") == ["config.json"]
+
+
+def test_an_existing_checkpoint_is_replaced_by_force_only(tmp_path):
+    final = tmp_path / "out"
+    final.mkdir()
+    fill(final, "old")
+    with pytest.raises(OutputError, match="already exists") as caught, atomic.folder(final):
+        raise AssertionError("not reached")
+    assert "--force" in str(caught.value.hint)
+    with pytest.raises(ValueError, match="x"), atomic.folder(final, force=True):
+        raise ValueError("x")
+    assert (final / "config.json").read_text() == "old"
+    with atomic.folder(final, force=True) as folder:
+        (folder / "config.json").write_text("new")
+        assert (final / "config.json").read_text() == "old"
+    assert names(final) == ["config.json"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_force_deletes_only_checkpoints(tmp_path):
+    final = tmp_path / "thesis"
+    final.mkdir()
+    (final / "chapter1.tex").write_text("words")
+    with pytest.raises(OutputError, match="is not a checkpoint"), atomic.folder(final, force=True):
+        raise AssertionError("not reached")
+    file = tmp_path / "file"
+    file.write_text("words")
+    with pytest.raises(OutputError, match="exists and is not a folder"), atomic.folder(file, force=True):
+        raise AssertionError("not reached")
+    assert (final / "chapter1.tex").exists()
+
+
+def test_an_empty_folder_may_be_filled(tmp_path):
+    (tmp_path / "out").mkdir()
+    with atomic.folder(tmp_path / "out") as folder:
+        fill(folder)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_failed_second_rename_brings_the_old_one_back(tmp_path, monkeypatch):
+    final = tmp_path / "out"
+    final.mkdir()
+    fill(final, "old")
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == ".out.partial":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(KeyboardInterrupt), atomic.folder(final, force=True) as folder:
+        fill(folder)
+    assert (final / "config.json").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_kill_between_the_two_renames_is_mended(tmp_path):
+    aside = tmp_path / ".out.old"
+    aside.mkdir()
+    fill(aside, "old")
+    with pytest.raises(OutputError, match="already exists"), atomic.folder(tmp_path / "out"):
+        raise AssertionError("not reached")
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    aside.mkdir()
+    atomic.recover(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+
+
+def test_the_root_is_no_output():
+    with pytest.raises(OutputError, match="cannot be an output"), atomic.folder(Path("/")):
+        raise AssertionError("not reached")
+
+
+def test_a_symbolic_link_is_followed(tmp_path):
+    (tmp_path / "big-disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "big-disk")
+    with atomic.folder(tmp_path / "out") as folder:
+        fill(folder)
+    assert (tmp_path / "big-disk" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "full"), "no space left"),
+        (OSError(errno.EROFS, "Read-only file system", "/ro/x"), "/ro/x: cannot be written: Read-only"),
+        (PermissionError(errno.EACCES, "Permission denied", "/no"), "/no: cannot be written: Permission"),
+        (RuntimeError("PytorchStreamWriter failed writing file data/0"), "no space left"),
+        (ValueError("I/O error: No space left on device (os error 28)"), "no space left"),
+        (ValueError("Read-only file system (os error 30)"), "read-only"),
+    ],
+)
+def test_system_errors_are_explained(error, message):
+    with pytest.raises(OutputError, match=message), atomic.explain_os_errors(Path("/some/out"), 10):
+        raise error
+
+
+def test_other_errors_pass():
+    for error in (FileNotFoundError(errno.ENOENT, "x"), RuntimeError("x"), CheckpointError("No space left")):
+        with pytest.raises(type(error)) as caught, atomic.explain_os_errors(Path("/some/out")):
+            raise error
+        assert caught.value is error
+
+
+def test_space_is_checked_early(tmp_path):
+    atomic.check_space(tmp_path / "not" / "yet", 10)
+    with pytest.raises(OutputError, match=r"no space left on the disk \(1000 PB needed"):
+        atomic.check_space(tmp_path / "not" / "yet", 10**18)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    yield from mounted(tmp_path / "disk", "size=1m")
+
+
+def mounted(place: Path, options: str) -> Iterator[Path]:
+    place.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True)
+    if mount.returncode:
+        pytest.skip("may not mount a tmpfs here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk(small_disk):
+    with (
+        pytest.raises(OutputError, match=r"out: no space left on the disk \(.* free\)"),
+        atomic.folder(small_disk / "out") as folder,
+    ):
+        (folder / "weights").write_bytes(b"\0" * 2_000_000)
+    assert names(small_disk) == []
+
+
+def test_a_read_only_disk(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OutputError, match="cannot be written"), atomic.folder(small_disk / "out"):
+        raise AssertionError("not reached")
+    assert names(small_disk) == []

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+import attar
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.paths import UNWANTED, WANTED, model_name, resolve
+from attar.errors import CheckpointError
+
+
+def test_a_folder(make):
+    folder = make()
+    assert resolve(folder) == resolve(str(folder)) == folder.resolve()
+
+
+def test_a_missing_folder_names_its_neighbour(make, tmp_path):
+    make()
+    with pytest.raises(CheckpointError, match="no such model folder") as caught:
+        resolve(tmp_path / "modle")
+    assert caught.value.hint == f"did you mean {tmp_path / 'model'}?"
+
+
+def test_a_file_is_not_a_folder(make):
+    with pytest.raises(CheckpointError, match="is a file, not a model folder"):
+        resolve(make() / "config.json")
+
+
+def test_a_mistyped_path_is_not_sought_on_the_hub(make, tmp_path, monkeypatch):
+    make("runs/small")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no such model folder"):
+        resolve("runs/smal")
+
+
+def test_embedded_models(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="attar:tinny: no such embedded model") as caught:
+        resolve("attar:tinny")
+    assert caught.value.hint == "did you mean attar:tiny?"
+    monkeypatch.setattr(attar, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(CheckpointError, match="attar:tiny: this installation does not contain it"):
+        resolve("attar:tiny")
+    (tmp_path / "embedded" / "tiny").mkdir(parents=True)
+    assert resolve("attar:tiny") == tmp_path / "embedded" / "tiny"
+
+
+def test_the_hub_is_asked_for_what_is_needed(make, monkeypatch):
+    folder = make("hub/" + "a" * 40)
+    asked = {}
+
+    def download(repo: str, **options: object) -> str:
+        asked.update(options, repo=repo)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert open_checkpoint("org/name@v1.0").name == "org/name@v1.0"
+    assert asked == {
+        "repo": "org/name",
+        "revision": "v1.0",
+        "allow_patterns": WANTED,
+        "ignore_patterns": UNWANTED,
+    }
+    assert open_checkpoint("org/name").name == "org/name@" + "a" * 40
+
+
+def test_patterns_leave_pickles_and_code_out():
+    from huggingface_hub.utils import filter_repo_objects
+
+    names = ["model.safetensors", "config.json", "LICENSE", "README.md", "tokenizer.model", "chat_template.jinja"]
+    bad = ["pytorch_model.bin", "modeling_x.py", "onnx/model.onnx", "consolidated.safetensors", "original/x.json"]
+    assert list(filter_repo_objects(names + bad, allow_patterns=WANTED, ignore_patterns=UNWANTED)) == names
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.LocalEntryNotFoundError("offline"), "cannot be reached"),
+        (ConnectionError("offline"), "cannot be reached"),
+        (errors.HFValidationError("bad"), "cannot be reached"),
+    ],
+)
+def test_no_network(monkeypatch, error, message):
+    def fail(*args: object, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=message):
+        resolve("org/name@main")
+
+
+def test_names():
+    assert model_name("attar:tiny", Path("/x/tiny")) == "attar:tiny"
+    assert model_name("some/where/model/", Path("/some/where/model")) == "model"

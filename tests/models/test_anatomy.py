@@ -1,0 +1,247 @@
+"""Anatomy: every family's parts, found without knowing the family; and errors that say what was not found."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from attar.errors import ModelError
+from attar.models.anatomy import discover
+from attar.models.load import empty_model
+
+# blocks, embedding, positions, final norm, head, tied, (heads, KV heads, head width), neurons, gated, activation
+WANTED = {
+    "llama2": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", False, (4, 4, 16), 96, True),
+    "llama3": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", False, (8, 4, 8), 96, True),
+    "smollm": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", True, (8, 4, 8), 96, True),
+    "mistral": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", False, (8, 4, 8), 96, True),
+    "qwen2": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", False, (8, 4, 8), 96, True),
+    "qwen3": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", True, (4, 2, 32), 96, True),
+    "gemma2": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", True, (4, 2, 32), 96, True),
+    "gemma3": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", True, (4, 2, 32), 96, True),
+    "phi3": ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head", False, (8, 4, 8), 96, True),
+    "gpt2": (
+        "transformer.h", "transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head",
+        True, (4, 4, 16), 256, False,
+    ),
+    "opt": (
+        "model.decoder.layers", "model.decoder.embed_tokens", "model.decoder.embed_positions",
+        "model.decoder.final_layer_norm", "lm_head", True, (4, 4, 16), 96, False,
+    ),
+    "gpt_neox": (
+        "gpt_neox.layers", "gpt_neox.embed_in", None, "gpt_neox.final_layer_norm", "lm_head",
+        False, (4, 4, 16), 96, False,
+    ),
+    "bert": (
+        "bert.encoder.layer", "bert.embeddings.word_embeddings", "bert.embeddings.position_embeddings", None,
+        "cls.predictions.decoder", True, (4, 4, 16), 96, False,
+    ),
+    "roberta": (
+        "roberta.encoder.layer", "roberta.embeddings.word_embeddings", "roberta.embeddings.position_embeddings",
+        None, "lm_head.decoder", True, (4, 4, 16), 96, False,
+    ),
+    "distilbert": (
+        "distilbert.transformer.layer", "distilbert.embeddings.word_embeddings",
+        "distilbert.embeddings.position_embeddings", None, "vocab_projector", True, (4, 4, 16), 96, False,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=tiny_models.FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family):
+    return tiny_models.build(family)
+
+
+def test_parts_are_where_they_are(family, model):
+    anatomy = discover(model)
+    attention, mlp = anatomy.blocks[1].attention, anatomy.blocks[1].mlp
+    found = (
+        anatomy.blocks_name, anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head, anatomy.tied,
+        (attention.heads, attention.kv_heads, attention.head_dim), mlp.neurons, mlp.gate is not None,
+    )  # fmt: skip
+    assert found == WANTED[family]
+    assert anatomy.causal == (family not in tiny_models.ENCODERS)
+    assert (anatomy.hidden_size, anatomy.vocab_size, len(anatomy.blocks)) == (64, tiny_models.VOCABULARY, 3)
+    assert mlp.activation in {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
+
+
+def test_blocks_name_every_linear_once(model):
+    anatomy = discover(model)
+    for block in anatomy.blocks:
+        inside = {
+            f"{block.name}.{name}"
+            for name, module in block.module.named_modules()
+            if isinstance(module, (nn.Linear, Conv1D))
+        }
+        assert set(block.linears) == inside and len(block.linears) == len(inside)
+        assert model.get_submodule(block.name) is block.module
+        assert all(model.get_submodule(norm).weight.shape == (64,) for norm in block.norms)
+
+
+def test_linears_are_in_forward_order(model):
+    block, seen = discover(model).blocks[0], []
+    for name in block.linears:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    tiny_models.logits(model, tiny_models.tokens(model))
+    order = {name: place for place, name in enumerate(seen)}
+    halves = [[name for name in block.linears if order[name] < len(order)], seen]
+    assert sorted(halves[0]) == sorted(halves[1])
+    assert seen[-1] == block.linears[-1] == block.mlp.down.name
+    for module in model.modules():
+        module._forward_hooks.clear()
+
+
+def test_meta_model_has_the_same_anatomy(model):
+    empty = empty_model(tiny_models_config(model))
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert discover(empty) == discover(model)
+
+
+def tiny_models_config(model):
+    made = model.config
+    made.architectures = [type(model).__name__]
+    return made
+
+
+def weight_rows(model, part, rows):
+    """View of rows of the stored weight, and of its bias when there is one."""
+    module = model.get_submodule(part.name)
+    inside = slice(rows.start, rows.stop)
+    weight = module.weight[:, inside] if part.kind == "conv1d" else module.weight[inside]
+    return [weight] if module.bias is None else [weight, module.bias[inside]]
+
+
+def test_groups_are_the_heads(family):
+    """Without its values a head adds nothing, and behind silenced columns of o its q, k and v no longer matter."""
+    reference = tiny_models.build(family)
+    rows, block = tiny_models.tokens(reference), 1
+    whole = tiny_models.logits(reference, rows)
+    attention = discover(reference).blocks[block].attention
+    group = attention.groups()[1]
+    assert len(group.q_rows) == len(group.o_columns) == attention.heads // attention.kv_heads * attention.head_dim
+    assert len(group.k_rows) == len(group.v_rows) == attention.head_dim
+
+    without_values = tiny_models.build(family)
+    silenced = tiny_models.build(family)
+    with torch.no_grad():
+        for view in weight_rows(without_values, attention.v, group.v_rows):
+            view.zero_()
+        o, inside = silenced.get_submodule(attention.o.name), slice(group.o_columns.start, group.o_columns.stop)
+        (o.weight[inside] if attention.o.kind == "conv1d" else o.weight[:, inside]).zero_()
+        expected = tiny_models.logits(silenced, rows)
+        for part, place in ((attention.q, group.q_rows), (attention.k, group.k_rows), (attention.v, group.v_rows)):
+            for view in weight_rows(silenced, part, place):
+                view.normal_()
+    assert (expected - whole).abs().max() > 1e-2, "the head mattered"
+    torch.testing.assert_close(tiny_models.logits(without_values, rows), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiny_models.logits(silenced, rows), expected, rtol=0, atol=1e-6)
+
+
+def test_neurons_are_the_mlp(family):
+    """Silencing a neuron's column of down is silencing its row of up, where the activation of nothing is nothing."""
+    model = tiny_models.build(family)
+    rows = tiny_models.tokens(model)
+    mlp = discover(model).blocks[1].mlp
+    with torch.no_grad():
+        down = model.get_submodule(mlp.down.name)
+        (down.weight[3:9] if mlp.down.kind == "conv1d" else down.weight[:, 3:9]).zero_()
+        expected = tiny_models.logits(model, rows)
+        for part in (mlp.up, mlp.gate):
+            if part is not None:
+                stored = part.stored_rows()[3:9]
+                for view in weight_rows(model, part, range(stored[0], stored[-1] + 1)):
+                    view.normal_()
+    torch.testing.assert_close(tiny_models.logits(model, rows), expected, rtol=0, atol=1e-6)
+
+
+def test_stored_rows_of_an_alternating_weight():
+    attention = discover(tiny_models.build("gpt_neox")).blocks[0].attention
+    assert attention.q.stored_rows()[:17] == [*range(16), 48]
+    assert sorted([*attention.q.stored_rows(), *attention.k.stored_rows(), *attention.v.stored_rows()]) == [*range(192)]
+
+
+def test_bare_models_have_no_head():
+    anatomy = discover(transformers.BertModel(tiny_models.config("bert")))
+    assert anatomy.head is None and not anatomy.tied and anatomy.blocks_name == "encoder.layer"
+    anatomy = discover(transformers.LlamaModel(tiny_models.config("llama3")))
+    assert anatomy.head is None and anatomy.final_norm == "norm" and anatomy.blocks_name == "layers"
+
+
+def rename(model, block, old, new):
+    """Give a projection a name that nobody knows."""
+    parent, _, leaf = old.rpartition(".")
+    holder = model.model.layers[block].get_submodule(parent)
+    holder.add_module(new, getattr(holder, leaf))
+    delattr(holder, leaf)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("self_attn.q_proj", "strange", "q projection was not found in the attention of model.layers.1"),
+        ("self_attn.o_proj", "strange", "o projection was not found in the attention of model.layers.1"),
+        ("mlp.down_proj", "strange", "down projection was not found in the MLP of model.layers.1"),
+        ("mlp.up_proj", "strange", "up projection was not found in the MLP of model.layers.1"),
+    ],
+)
+def test_unknown_names_are_reported(old, new, said):
+    model = tiny_models.build("llama3")
+    rename(model, 1, old, new)
+    with pytest.raises(ModelError) as caught:
+        discover(model)
+    assert said in caught.value.message and "strange [" in caught.value.message and "\n" not in caught.value.message
+
+
+def test_two_candidates_are_reported():
+    model = tiny_models.build("llama3")
+    model.model.layers[0].mlp.add_module("fc1", nn.Linear(64, 96))
+    with pytest.raises(ModelError, match=r"up projection could be model.layers.0.mlp.up_proj or .*fc1"):
+        discover(model)
+
+
+def test_no_blocks():
+    model = tiny_models.build("llama3")
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(ModelError, match=r"blocks were not found.*seen there: model, model.embed_tokens"):
+        discover(model)
+
+
+def test_mixture_of_experts_and_encoder_decoder():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    moe = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=2, num_local_experts=2)
+    )
+    with pytest.raises(ModelError, match="mixture of experts"):
+        discover(moe)
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(ModelError, match="encoder-decoder"):
+        discover(t5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("num_attention_heads", 4, "has 8 heads, but the config's num_attention_heads is 4"),
+        ("num_key_value_heads", 2, "has 4 KV heads, but the config's num_key_value_heads is 2"),
+        ("num_hidden_layers", 5, "model.layers has 3 blocks, but the config's num_hidden_layers is 5"),
+        ("intermediate_size", 97, "has 96 neurons, but the config says otherwise"),
+        ("hidden_size", 32, "64 wide, but the config's hidden_size is 32"),
+    ],
+)
+def test_config_that_contradicts_the_model(key, value, said):
+    model = tiny_models.build("llama3")
+    setattr(model.config, key, value)
+    with pytest.raises(ModelError) as caught:
+        discover(model)
+    assert said in caught.value.message

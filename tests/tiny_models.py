@@ -1,0 +1,152 @@
+"""Tiny models of every family, built from their configs with random weights, for the tests of all rooms.
+
+    model = tiny_models.build("qwen2")                       seeded, float32, evaluation mode
+    folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer beside it
+    rows = tiny_models.tokens(model, batch=2, length=12)
+
+Weights are large enough that attention is not flat and that leaving anything out changes the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCABULARY = 320
+SHARED = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+SIZE = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "max_position_embeddings": 128}
+MHA = {**SHARED, **SIZE, "num_attention_heads": 4}
+GQA = {**SHARED, **SIZE, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE = {**SHARED, **SIZE, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+# family -> (config class, model class, arguments of the config)
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama2": ("LlamaConfig", "LlamaForCausalLM", {**MHA, "tie_word_embeddings": False}),
+    "llama3": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {**GQA, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+    ),
+    "smollm": ("LlamaConfig", "LlamaForCausalLM", {**GQA, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {**GQA, "sliding_window": 8}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GQA),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**WIDE, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {**WIDE, "sliding_window": 8, "query_pre_attn_scalar": 32, "layer_types": None},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**WIDE, "sliding_window": 8, "query_pre_attn_scalar": 32},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {**GQA, "original_max_position_embeddings": 128}),
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {**SHARED, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128},
+    ),
+    "opt": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        {**SHARED, "hidden_size": 64, "num_hidden_layers": 3, "ffn_dim": 96, "num_attention_heads": 4}
+        | {"max_position_embeddings": 128},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", MHA),
+    "bert": ("BertConfig", "BertForMaskedLM", MHA),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", MHA),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {**SHARED, "dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 128},
+    ),
+}
+ENCODERS = ("bert", "roberta", "distilbert")
+DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
+
+
+def config(family: str, **changes: Any) -> Any:
+    """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
+    config_class, model_class, arguments = FAMILIES[family]
+    made = getattr(transformers, config_class)(**{**arguments, **changes})
+    made.architectures = [model_class]
+    return made
+
+
+def build(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model in evaluation mode with seeded random weights, float32."""
+    made = config(family, **changes)
+    model = getattr(transformers, made.architectures[0])(made)
+    return randomize(model, seed).eval()
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int = 0) -> Any:
+    """Seeded random values: matrices keep the size of their input, vectors stay near their start."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() > 1:
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+        else:
+            parameter.add_(0.1 * noise)
+    return model
+
+
+def tokens(model: Any, *, batch: int = 2, length: int = 12, seed: int = 0) -> torch.Tensor:
+    """Random token ids (batch, length); special tokens (0, 1, 2) do not occur."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Logits (batch, length, vocabulary)."""
+    return model(input_ids=rows).logits
+
+
+@functools.lru_cache(maxsize=1)
+def tokenizer_json() -> str:
+    """A byte-level BPE of :data:`VOCABULARY` tokens trained on three files of the standard library."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>", "<pad>", "<mask>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [Path(module.__file__).read_text(encoding="utf-8") for module in (functools, json, textwrap)]
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str()
+
+
+def tokenizer() -> Any:
+    """The tokenizer of all tiny models."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer_json()),
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        model_max_length=128,
+    )
+
+
+def save(model: Any, folder: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """Write the model and the tokenizer to a folder, the way transformers does."""
+    if dtype is not None:
+        model = model.to(dtype)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
