@@ -1,7 +1,8 @@
 """The verbs as Python functions: ``attar.quantize("attar:tiny", "out/w4", scheme="W4A16", method="gptq")``.
 
-Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest. Work is silent unless
-a ``progress`` is given. Importing this file imports nothing heavy; the first call of a verb does.
+Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest.
+Work is silent unless a ``progress`` is given. Importing this file imports nothing heavy; the first call of
+a verb does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.errors import SettingsError
 from attar.progress import SILENT, Progress
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from attar.measure.generation import Completions
     from attar.recipe.run import RunResult
 
-Model = "str | Path | Checkpoint"
+Model: TypeAlias = "str | Path | Checkpoint"
 """A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
 
 
@@ -75,7 +76,10 @@ def distill(
 def prune(
     model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
 ) -> Checkpoint:
-    """Remove attention heads or MLP neurons. See :func:`distill` and :class:`attar.pruning.settings.PruneSettings`."""
+    """Remove attention heads or MLP neurons.
+
+    See :func:`distill` and :class:`attar.pruning.settings.PruneSettings`.
+    """
     return run_stage("prune", model, out, _settings("prune", settings), force=force, progress=progress)
 
 
@@ -99,14 +103,20 @@ def recover(
 def quantize(
     model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
 ) -> Checkpoint:
-    """Store the weights in few bits. See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`."""
+    """Store the weights in few bits.
+
+    See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
+    """
     return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
 
 
 def export(
     model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
 ) -> Checkpoint:
-    """Write a checkpoint for another engine. See :func:`distill` and :class:`attar.formats.settings.ExportSettings`."""
+    """Write a checkpoint for another engine.
+
+    See :func:`distill` and :class:`attar.formats.settings.ExportSettings`.
+    """
     return run_stage("export", model, out, _settings("export", settings), force=force, progress=progress)
 
 
@@ -132,7 +142,7 @@ def generate(
 
 
 def inspect(model: Model) -> Inspection:
-    """What a checkpoint is: architecture, parameters by part, bits, lineage, licence duties. Reads headers only."""
+    """What a checkpoint is: architecture, parameters by part, bits, lineage, duties. Reads no weights."""
     found: Inspection = load("attar.checkpoint.inspect:inspect")(model)
     return found
 
@@ -168,13 +178,13 @@ def demo(
     overrides: Iterable[str] = (),
     progress: Progress | None = None,
 ) -> RunResult:
-    """Run the quickstart recipe on the embedded model: distill, prune, recover, quantize, measure. See :func:`run`."""
+    """Run the quickstart recipe on the embedded model. See :func:`run`."""
     return run(quickstart(), out, fresh=fresh, overrides=overrides, progress=progress)
 
 
 def report(run_dir: str | Path) -> Path:
     """Build the report of a run again. Returns its path."""
-    path: Path = load("attar.measure.report:build")(Path(run_dir))
+    path: Path = load("attar.measure.report.build:build")(Path(run_dir))
     return path
 
 
@@ -194,7 +204,7 @@ def run_stage(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
-    signal = {} if teacher is None else {"teacher": teacher}
+    signal: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     function = STAGES[verb].run()
     made: Checkpoint = function(
         model, Path(out), settings, **signal, progress=progress or SILENT, force=force

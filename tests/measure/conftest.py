@@ -1,42 +1,37 @@
-"""Tiny models made in memory, and a word tokenizer."""
+"""What several tests of this folder begin with."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from fake_run import fake_run, write_fake_run
+from measure_models import llama, words
 
-
-def llama(seed: int, vocabulary: int = 64, **config: Any) -> Any:
-    """A random Llama of about 10 k parameters in evaluation mode."""
-    torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.5}
-    return LlamaForCausalLM(
-        LlamaConfig(**{**sizes, "vocab_size": vocabulary, "bos_token_id": None, "eos_token_id": None, **config})
-    ).eval()
-
-
-def words(*texts: str, size: int = 64) -> Any:
-    """A tokenizer of whole words: ``w0`` to ``w{size - 1}``, or the given ones."""
-    vocabulary = list(texts) or [f"w{number}" for number in range(size)]
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(vocabulary)}, unk_token=vocabulary[0]))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=vocabulary[0])
+from attar.measure.run_folder import Run, run_from_dict
+from attar.measure.subject import Subject
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Any:
-    """A random Llama with 64 tokens."""
+    """A random Llama with 64 tokens and a context of 64."""
     return llama(0)
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    """64 words."""
-    return words()
+def subject(tiny_model: Any) -> Subject:
+    """The tiny model with a tokenizer of 64 words."""
+    return Subject(tiny_model, words(), None, "tiny")
+
+
+@pytest.fixture
+def run() -> Run:
+    """A made-up run of seven stages."""
+    return run_from_dict(fake_run())
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The same run as a folder."""
+    return write_fake_run(tmp_path / "run")

@@ -29,7 +29,9 @@ def test_padding_changes_no_logit(tiny_model: Any, side: str) -> None:
     pad = torch.full((2, 4), PADDING)
     padded = torch.cat([pad, tokens] if side == "left" else [tokens, pad], dim=1)
     plain = list(next_token_logits(tiny_model, tokens, 64))
-    for (expected, labels), (logits, same) in zip(plain, next_token_logits(tiny_model, padded, 64), strict=True):
+    for (expected, labels), (logits, same) in zip(
+        plain, next_token_logits(tiny_model, padded, 64), strict=True
+    ):
         assert torch.equal(labels, same)
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
 

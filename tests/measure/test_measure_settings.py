@@ -14,8 +14,15 @@ from attar.measure.settings import EvaluateSettings
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tokens", 1), ("sequence_length", 1), ("batch_size", 0), ("prompt_tokens", 0), ("decode_tokens", 0),
-     ("sample_tokens", 0), ("dtype", "int8")],
+    [
+        ("tokens", 1),
+        ("sequence_length", 1),
+        ("batch_size", 0),
+        ("prompt_tokens", 0),
+        ("decode_tokens", 0),
+        ("sample_tokens", 0),
+        ("dtype", "int8"),
+    ],
 )
 def test_out_of_range_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(SettingsError) as caught:

@@ -92,7 +92,6 @@ def produce(
     """
     final = atomic.target(Path(out))
     _check_apart(final, parents)
-    atomic.recover(final)
     atomic.check_target(final, force)
     with (
         atomic.explain_os_errors(final, needed),

@@ -1,7 +1,7 @@
 """Build one command: parameters from a settings class, the options that every verb has, output, errors.
 
-Every option arrives as text and is checked by the settings class itself, so that the command line, recipes and Python have
-one set of rules and one wording.
+Every option arrives as text and is checked by the settings class itself, so that the command line, recipes
+and Python have one set of rules and one wording.
 """
 
 from __future__ import annotations
@@ -32,11 +32,20 @@ class Answer:
 
     Args:
         data: for ``--json``.
-        text: for people.
+        text: for people: the text, or a function that prints it.
     """
 
     data: dict[str, Any]
-    text: str
+    text: str | Callable[[], None]
+
+    def show(self, *, as_json: bool) -> None:
+        """Print it on stdout."""
+        if as_json:
+            print(_json(self.data), flush=True)
+        elif callable(self.text):
+            self.text()
+        else:
+            print(self.text, flush=True)
 
 
 Act = Callable[[dict[str, Any], Progress], Answer]
@@ -70,7 +79,7 @@ def build(
             # whatever a library prints while it works must not end up between the data
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = act(values, progress)
-            print(_json(answer.data) if as_json else answer.text, flush=True)
+            answer.show(as_json=as_json)
 
     callback.__signature__ = inspect.Signature([*parameters, *_common()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -1,4 +1,7 @@
-"""From an exception to one or two lines on stderr and an exit code: 0 done, 1 failed, 2 used wrongly, 130 interrupted."""
+"""From an exception to one or two lines on stderr and an exit code.
+
+0 done, 1 failed, 2 used wrongly, 130 interrupted.
+"""
 
 from __future__ import annotations
 

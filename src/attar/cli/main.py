@@ -13,11 +13,12 @@ from typer.core import TyperGroup
 
 from attar.cli.guard import explain, say
 from attar.cli.verbs import VERBS
-from attar.errors import AttarError, UsageError
+from attar.errors import AttarError, UsageError, nearest
 from attar.recipe.origin import did_you_mean
 from attar.recipe.stages import load
 
-# typer brings its own copy of click in newer versions, so the base of all its errors is found through one that it exports
+# typer brings its own copy of click in newer versions: the base of its errors is found through one that it
+# exports
 _TyperError: Any = typer.BadParameter.__mro__[2]
 
 
@@ -57,7 +58,7 @@ def _version(value: bool) -> None:
 
 
 @app.callback(
-    help="Make an open-weight language model small and fast, and prove with measurements that it is still good.",
+    help="Make an open-weight language model small and fast, and prove that it is still good.",
     epilog="\b\nExample:\n  attar demo\n\nattar VERB --help shows a verb's options.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -81,13 +82,22 @@ def call(argv: list[str]) -> int:
         say(*explain(error))
         return error.exit_code
     except _TyperError as error:
-        context = getattr(error, "ctx", None)
-        say(
-            f"error: {' '.join(error.format_message().split())}",
-            f"hint: {getattr(context, 'command_path', 'attar')} --help",
-        )
+        say(*_wrong_use(error))
         return int(error.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _wrong_use(error: Any) -> list[str]:
+    """What the parser of the command line did not understand, in one line and a hint."""
+    context = getattr(error, "ctx", None)
+    hint = f"{getattr(context, 'command_path', 'attar')} --help"
+    name = getattr(error, "option_name", None)
+    if name and context is not None:  # an unknown option
+        known = [spelling for parameter in context.command.get_params(context) for spelling in parameter.opts]
+        close = nearest(name, [spelling for spelling in known if spelling.startswith("--")])
+        tail = f"; did you mean {close!r}?" if close else ""
+        return [f"error: no option {name!r} in {context.command_path}{tail}", f"hint: {hint}"]
+    return [f"error: {' '.join(error.format_message().split())}", f"hint: {hint}"]
 
 
 def main() -> None:

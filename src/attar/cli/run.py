@@ -19,8 +19,8 @@ def build_run(verb: str) -> Any:
         return _act(Path(values["recipe"]), values, progress)
 
     help = (
-        "Run a recipe: plan, show the plan, then do what is not done yet. The same command after an interruption goes "
-        "on where it was; a changed setting does its stage and those after it again."
+        "Run a recipe: plan, show the plan, then do what is not done yet. The same command after an "
+        "interruption goes on where it was; a changed setting does its stage and those after it again."
     )
     example = "attar run recipes/quickstart.yaml -o runs/first --set stages.2.ratio=0.3"
     return build_command(verb, help, example, parameters, act, resumes=True)
@@ -35,8 +35,8 @@ def build_demo(verb: str) -> Any:
         return _act(quickstart(), values, progress)
 
     help = (
-        "Run the main job on the embedded model: distill, prune, recover, quantize and measure, then show one table "
-        "and name the report."
+        "Run the main job on the embedded model: distill, prune, recover, quantize and measure, then show "
+        "one table and name the report."
     )
     return build_command(verb, help, "attar demo", _parameters("runs/quickstart"), act, resumes=True)
 
@@ -62,7 +62,14 @@ def _act(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
     from attar.recipe.run import run_recipe
 
     result = run_recipe(recipe, out, fresh=values["fresh"], progress=progress)
-    return Answer(result.to_dict(), f"{result.table()}\n\nReport: {result.report}")
+
+    def show() -> None:
+        from attar.measure.table import print_table
+
+        print_table(result.run)
+        print("\n".join(["", result.verdict(), *result.findings(), f"Report: {result.report}"]), flush=True)
+
+    return Answer(result.to_dict(), show)
 
 
 def _plan(recipe: Any, out: Path, fresh: bool) -> Answer:

@@ -1,4 +1,4 @@
-"""``attar distill|prune|recover|quantize|export MODEL -o OUT``: one builder, five verbs, options from their settings."""
+"""``attar distill|prune|recover|quantize|export MODEL -o OUT``: one builder, options from the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of verbs: name, one line, and the function that builds the command. Nothing is imported to print it."""
+"""The table of verbs: name, one line, and what builds the command. Printing it imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build"),
     "inspect": (
-        "Show what a checkpoint is, where it comes from and what it obliges to.",
+        "Show what a checkpoint is and where it comes from.",
         "attar.cli.inspect:build",
     ),
     "report": ("Build the report of a run again.", "attar.cli.report:build"),

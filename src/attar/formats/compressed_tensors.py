@@ -11,8 +11,8 @@
 own and no weight: transformers ties the int8 weight and then decodes embedding and head each with its scale.
 A decoded weight is the code times the scale, rounded once to the type of the scale.
 
-A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format passes Conv1D by. Such a checkpoint is written with
-``quant_method: attar``, which transformers refuses by name instead of loading noise; attar itself reads it.
+A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format passes Conv1D by, leaving random weights. Such a checkpoint is
+written with ``format: attar-transposed``, which that reader refuses by name; attar itself reads it, and exports it dense.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from attar.errors import CheckpointError
 from attar.formats.dense_pack import dense_pack, dense_unpack
 
+TRANSPOSED = "attar-transposed"
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 
 
@@ -111,15 +112,16 @@ def quantization_config(
         tied_head: name of the head when it shares the int8 embedding.
         transposed: the Linears are Conv1D modules.
     """
+    packed = TRANSPOSED if transposed else "pack-quantized"
     groups: dict[str, Any] = {
-        "group_0": {"targets": ["Linear"], "format": "pack-quantized", "weights": weights_config(bits, group_size, symmetric)}
+        "group_0": {"targets": ["Linear"], "format": packed, "weights": weights_config(bits, group_size, symmetric)}
     }
     if embedding:
         targets = ["Embedding"] + ([f"re:.*{re.escape(tied_head)}$"] if tied_head else [])
         groups["group_1"] = {"targets": targets, "format": "naive-quantized", "weights": weights_config(8, 0)}
     return {
-        "quant_method": "attar" if transposed else "compressed-tensors",
-        "format": "mixed-precision" if embedding else "pack-quantized",
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if embedding and not transposed else packed,
         "quantization_status": "compressed",
         "ignore": [name for name in ignore if name != tied_head or not embedding],
         "config_groups": groups,
@@ -128,7 +130,7 @@ def quantization_config(
 
 def is_packed(config: dict[str, Any]) -> bool:
     """Whether a model's config says that its weights are in this layout."""
-    return (config.get("quantization_config") or {}).get("quant_method") in ("compressed-tensors", "attar")
+    return (config.get("quantization_config") or {}).get("quant_method") == "compressed-tensors"
 
 
 def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
@@ -156,13 +158,14 @@ def dense_tensor(checkpoint: Any, name: str) -> Tensor | None:
     if leaf in (SCALE, SHAPE, ZERO):
         return None
     if leaf == PACKED:
-        found = {part: f"{base}.{part}" for part in (PACKED, SCALE, SHAPE, ZERO) if f"{base}.{part}" in checkpoint.tensors}
+        found = {part: f"{base}.{part}" for part in (TRANSPOSED = "attar-transposed"
+PACKED, SCALE, SHAPE, ZERO) if f"{base}.{part}" in checkpoint.tensors}
         for part in (SCALE, SHAPE):
             if part not in found:
                 raise CheckpointError(f"{checkpoint.path}: {base}.{part} is missing", hint="the packed checkpoint is incomplete")
         bits = int(config["config_groups"]["group_0"]["weights"]["num_bits"])
         weight = decode({part: checkpoint.load(full) for part, full in found.items()}, bits)
-        return weight.T.contiguous() if config.get("quant_method") == "attar" else weight
+        return weight.T.contiguous() if config.get("format") == TRANSPOSED else weight
     tensor: Tensor = checkpoint.load(name)
     if tensor.dtype == torch.int8 and f"{base}.{SCALE}" in checkpoint.tensors:
         scale = checkpoint.load(f"{base}.{SCALE}")

@@ -24,7 +24,7 @@ from attar.checkpoint.output import produce
 from attar.checkpoint.shards import Slot
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, NumericsError
-from attar.formats.compressed_tensors import PACKED, SCALE, SHAPE, ZERO, dense_tensor, is_packed
+from attar.formats.compressed_tensors import PACKED, SCALE, SHAPE, TRANSPOSED, ZERO, dense_tensor, is_packed
 from attar.formats.settings import VERSION, ExportSettings
 from attar.progress import SILENT, Progress
 from attar.walks.stream import stream
@@ -58,6 +58,11 @@ def export(
     packed = is_packed(source.config)
     if settings.format == "compressed-tensors" and not packed:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
+    if settings.format == "compressed-tensors" and source.config["quantization_config"]["format"] == TRANSPOSED:
+        raise ModelError(
+            f"{source.path}: compressed-tensors cannot hold the transposed Linears of {source.config['model_type']}",
+            hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
+        )
     with produce(out, stage="export", version=VERSION, settings=asdict(settings), seed=0, parents=[(source, "weights")],
                  force=force, key=key) as output:  # fmt: skip
         if settings.format == "dense":
@@ -108,7 +113,7 @@ def _dense_shape(source: Checkpoint, info: Any) -> tuple[int, ...] | None:
         return None
     if leaf == PACKED:
         rows, columns = (int(size) for size in source.load(f"{base}.{SHAPE}"))
-        return (columns, rows) if source.config["quantization_config"]["quant_method"] == "attar" else (rows, columns)
+        return (columns, rows) if source.config["quantization_config"]["format"] == TRANSPOSED else (rows, columns)
     shape: tuple[int, ...] = info.shape
     return shape
 

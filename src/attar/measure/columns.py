@@ -32,25 +32,36 @@ def _aligned(key: str, scale: float = 1.0) -> Callable[[Run, Stage], str]:
 
 
 MB = Column("MB", "bytes of the stored tensors, in 10^6", _aligned("bytes", 1e-6))
-SMALLER = Column("smaller", "the original's bytes over these", lambda run, stage: times(run.times_smaller(stage)))
+SMALLER = Column(
+    "smaller", "the original's bytes over these", lambda run, stage: times(run.times_smaller(stage))
+)
 BITS = Column(
-    "bits/weight", "8 * bytes / parameters, scales included", lambda run, stage: fixed(stage.number("bits_per_weight"), 2)
+    "bits/weight",
+    "8 * bytes / parameters, scales included",
+    lambda run, stage: fixed(stage.number("bits_per_weight"), 2),
 )
 PARAMETERS = Column("parameters", "of the dense model", lambda run, stage: count(stage.number("parameters")))
-PERPLEXITY = Column(
-    "perplexity", "exp of the mean loss on held-out text", _aligned("perplexity")
+PERPLEXITY = Column("perplexity", "exp of the mean loss on held-out text", _aligned("perplexity"))
+KL = Column(
+    "KL", "mean KL(original || this), nats per token", lambda run, stage: significant(stage.number("kl_mean"))
 )
-KL = Column("KL", "mean KL(original || this), nats per token", lambda run, stage: significant(stage.number("kl_mean")))
-KL_P99 = Column("KL p99", "99th percentile of the tokens' KL", lambda run, stage: significant(stage.number("kl_p99")))
+KL_P99 = Column(
+    "KL p99", "99th percentile of the tokens' KL", lambda run, stage: significant(stage.number("kl_p99"))
+)
 TOP1 = Column(
-    "top-1 %", "tokens whose likeliest successor is the original's",
+    "top-1 %",
+    "tokens whose likeliest successor is the original's",
     lambda run, stage: percent(stage.number("top1_agreement"), 1),
 )
 PREFILL = Column(
-    "prefill tok/s", "prompt tokens read per second", lambda run, stage: fixed(stage.number("prefill_tokens_per_s"))
+    "prefill tok/s",
+    "prompt tokens read per second",
+    lambda run, stage: fixed(stage.number("prefill_tokens_per_s")),
 )
 DECODE = Column(
-    "decode tok/s", "tokens made per second, one sequence", lambda run, stage: fixed(stage.number("decode_tokens_per_s"))
+    "decode tok/s",
+    "tokens made per second, one sequence",
+    lambda run, stage: fixed(stage.number("decode_tokens_per_s")),
 )
 
 TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KL, TOP1, DECODE)

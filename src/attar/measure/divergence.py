@@ -6,9 +6,10 @@ With x = p's logits less their maximum, y = q's, P = sum_v e^x_v and Q = sum_v e
 
     KL(p || q) = sum_v e^x_v (x_v - y_v) / P  +  ln Q - ln P
 
-which is what is computed: element-wise in float32, the three sums in float64. Equal logits give exactly zero; otherwise a token is off by a few 1e-8,
-where two log-softmaxes in float32 would be off by 1e-6, which is what int8 rounding costs in all. A value that rounding put
-below zero is set to zero. The divergence is Kullback and Leibler's (1951).
+which is what is computed: element-wise in float32, the three sums in float64. Equal logits give exactly zero;
+otherwise a token is off by a few 1e-8, where two log-softmaxes in float32 would be off by 1e-6, which is what
+int8 rounding costs in all. A value that rounding put below zero is set to zero. The divergence is Kullback
+and Leibler's (1951).
 
 Letters: N tokens, V vocabulary, C tokens in a chunk.
 """
@@ -36,8 +37,8 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
     Args:
         p_logits: (N, V) logits of the reference, any float dtype; not modified.
-        q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so that a vocabulary padded to a
-            round number compares with one that is not.
+        q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so that a vocabulary
+            padded to a round number compares with one that is not.
 
     Returns:
         float64 (N,), on q's device. Infinite where q gives no probability at all to a token that p allows.
@@ -72,5 +73,7 @@ def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def percentile(values: Tensor, percent: float) -> float:
-    """The value below which ``percent`` % of the values lie, interpolated linearly between neighbours (0 to 100)."""
+    """The value below which ``percent`` % of the values lie, interpolated linearly between neighbours (0 to
+    100).
+    """
     return float(np.percentile(values.double().cpu().numpy(), percent))

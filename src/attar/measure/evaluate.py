@@ -1,7 +1,7 @@
 """Evaluate a checkpoint: quality, size, speed, memory and a sample, as one flat record.
 
-Order matters for the memory figure: the model is loaded, speaks and is timed first, the peak is read, and only then come the
-logits of the whole text.
+Order matters for the memory figure: the model is loaded, speaks and is timed first, the peak is read, and
+only then come the logits of the whole text.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Quality:
     Attributes:
         loss: mean negative log-likelihood, nats per predicted token.
         tokens: how many were predicted.
-        kl_mean, kl_p99: mean and 99th percentile of KL(reference || model) per token, in nats; None without a reference.
-        top1_agreement: fraction of tokens where both would choose the same one, 0 to 1; None without a reference.
+        kl_mean, kl_p99: mean and 99th percentile of KL(reference || model) per token, in nats; None without a
+            reference.
+        top1_agreement: fraction of tokens where both would choose the same one, 0 to 1; None without a
+            reference.
     """
 
     perplexity: float
@@ -54,9 +56,12 @@ class Measurements(Quality):
 
     Attributes:
         model, reference: names.
-        bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes / parameters.
-        prefill_tokens_per_s, decode_tokens_per_s: medians; the spreads are (max - min) / median over the rounds.
-        peak_rss_bytes: the most resident memory while the model was loaded, spoke and was timed, less the kept reference.
+        bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes /
+            parameters.
+        prefill_tokens_per_s, decode_tokens_per_s: medians; the spreads are (max - min) / median over the
+            rounds.
+        peak_rss_bytes: the most resident memory while the model was loaded, spoke and was timed, less the
+            kept reference.
         peak_device_bytes: the most memory on the GPU in that time; None on a CPU.
         prompt, sample: greedy continuation of the prompt.
         dtype, device, threads: what the model was run in and on.
@@ -96,8 +101,8 @@ def evaluate(
     """Measure a causal language model.
 
     Args:
-        reference: what the divergence is measured against: a model, or a :class:`Reference` that serves several
-            evaluations. Both models read the same tokens, the reference's.
+        reference: what the divergence is measured against: a model, or a :class:`Reference` that serves
+            several evaluations. Both models read the same tokens, the reference's.
 
     Raises:
         UsageError: model and reference have different tokenizers.
@@ -192,7 +197,11 @@ def _summary(name: str, losses: list[Tensor], divergences: list[Tensor], agreed:
         return Quality(perplexity(loss), loss, every.numel())
     distances = torch.cat(divergences)
     return Quality(
-        perplexity(loss), loss, every.numel(), float(distances.mean()), percentile(distances, 99.0),
+        perplexity(loss),
+        loss,
+        every.numel(),
+        float(distances.mean()),
+        percentile(distances, 99.0),
         float(torch.cat(agreed).double().mean()),
     )
 

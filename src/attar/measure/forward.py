@@ -1,6 +1,7 @@
 """Next-token logits of a model over batches of tokens, one sequence at a time, without a second copy of them.
 
-Letters: B sequences, S tokens, n tokens of a sequence that are really predicted (at most S - 1), V vocabulary.
+Letters: B sequences, S tokens, n tokens of a sequence that are really predicted (at most S - 1), V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ LOGIT_BYTES = 256 * 2**20  # of one pass; wide vocabularies get smaller batches
 
 
 def split(batches: list[Tensor], vocabulary: int, limit: int = LOGIT_BYTES) -> list[Tensor]:
-    """Cut batches int64 (B, S) until the float32 logits of each fit in ``limit`` bytes (a batch keeps one row at least)."""
+    """Cut batches int64 (B, S) until the float32 logits of each fit in ``limit`` bytes (a batch keeps one row
+    at least).
+    """
     pieces: list[Tensor] = []
     for batch in batches:
         rows = max(1, limit // (batch.shape[1] * vocabulary * 4))
@@ -35,7 +38,6 @@ def predicted(tokens: Tensor) -> Tensor:
     return real[:, 1:] & real[:, :-1]
 
 
-@torch.inference_mode()
 def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Run a batch; give each sequence's logits and the tokens they predict.
 
@@ -52,7 +54,8 @@ def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[
     if bool((tokens < 0).any()):
         inputs["attention_mask"] = (tokens >= 0).long().to(device)
         inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    logits = model(**inputs, use_cache=False).logits
+    with torch.inference_mode():  # not around the yields: it would leak into the caller
+        logits = model(**inputs, use_cache=False).logits
     for row in range(tokens.shape[0]):
         keep, labels = counted[row], tokens[row, 1:]
         if bool(keep.all()):

@@ -1,7 +1,8 @@
 """Text from a model: greedy, or sampled at a temperature, one token at a time.
 
-The loop is written out: one pass over the prompt, then one pass per token with a KV cache, through the model's own forward.
-Prompts go one after the other, so a completion does not depend on its neighbours; the runtime is what batches them.
+The loop is written out: one pass over the prompt, then one pass per token with a KV cache, through the
+model's own forward. Prompts go one after the other, so a completion does not depend on its neighbours; the
+runtime is what batches them.
 
 Letters: V vocabulary.
 """
@@ -33,7 +34,8 @@ class Completion:
     Attributes:
         text: without special tokens, and cut before a stop string.
         token_ids: all that was generated, the end-of-text token and a stop string's tokens included.
-        finish_reason: ``stop`` (end of text, or a stop string) or ``length`` (max_tokens, or the context is full).
+        finish_reason: ``stop`` (end of text, or a stop string) or ``length`` (max_tokens, or the context is
+            full).
     """
 
     text: str
@@ -142,17 +144,20 @@ def complete(
     return Completion(_text(subject, ids), ids, "length")
 
 
-@torch.inference_mode()
 def steps(model: Any, prompt: list[int], max_tokens: int, choose: Choose, vocabulary: int) -> Iterator[int]:
     """Yield up to ``max_tokens`` tokens after the prompt; the cache belongs to this call alone."""
     cache = DynamicCache(config=model.config)
     unread = prompt
     for _ in range(max_tokens):
         tokens = torch.tensor([unread], device=model.device)
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        with torch.inference_mode():  # not around the yield: it would leak into the caller
+            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         row = logits[0, -1, :vocabulary].float()
         if bool(row.isnan().any()):
-            raise NumericsError("the model's logits are NaN", hint="check the checkpoint with attar inspect, or try --dtype float32")
+            raise NumericsError(
+                "the model's logits are NaN",
+                hint="check the checkpoint with attar inspect, or try --dtype float32",
+            )
         unread = [choose(row)]
         yield unread[0]
 
@@ -163,18 +168,24 @@ def greedy(logits: Tensor) -> int:
 
 
 def sampler(temperature: float, seed: int) -> Choose:
-    """Draw from softmax(logits / temperature), in float32 on the CPU so that a seed means the same on every device."""
+    """Draw from softmax(logits / temperature), in float32 on the CPU so that a seed means the same on every
+    device.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
-        shifted = logits.cpu() - logits.max().cpu()  # before the division: a tiny temperature must not overflow
+        shifted = (
+            logits.cpu() - logits.max().cpu()
+        )  # before the division: a tiny temperature must not overflow
         return int(torch.multinomial((shifted / temperature).softmax(-1), 1, generator=generator))
 
     return choose
 
 
 def end_tokens(subject: Subject) -> tuple[int, ...]:
-    """Tokens after which a completion is finished: the generation config's, else the model's, else the tokenizer's."""
+    """Tokens after which a completion is finished: the generation config's, else the model's, else the
+    tokenizer's.
+    """
     for owner in (subject.model.generation_config, subject.model.config, subject.tokenizer):
         ids = getattr(owner, "eos_token_id", None)
         if ids is not None:

@@ -1,8 +1,8 @@
 """Peak memory of this process, in bytes.
 
-On Linux the kernel keeps the high-water mark of the resident set (``VmHWM``) and lets a process set it back by writing 5 to
-``/proc/self/clear_refs``, so that one long process can measure several pieces of work. Elsewhere the mark is that of the
-whole life of the process. Device memory is torch's own count.
+On Linux the kernel keeps the high-water mark of the resident set (``VmHWM``) and lets a process set it back
+by writing 5 to ``/proc/self/clear_refs``, so that one long process can measure several pieces of work.
+Elsewhere the mark is that of the whole life of the process. Device memory is torch's own count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CLEAR = Path("/proc/self/clear_refs")
 
 
 def reset_peak(device: str = "cpu") -> bool:
-    """Forget the peak so far; False where the system cannot (the next reading is then of the whole process)."""
+    """Forget the peak so far; False where the system cannot: later readings are then of the whole life."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
     try:

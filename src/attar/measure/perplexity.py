@@ -22,8 +22,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """-ln p(label) of every token, in nats.
 
     Args:
-        logits: (N, V), any float dtype, row i made before label i was seen; not modified. Computed in float32, a chunk of
-            tokens at a time.
+        logits: (N, V), any float dtype, row i made before label i was seen; not modified. Computed in
+            float32, a chunk of tokens at a time.
         labels: int64 (N,).
 
     Returns:

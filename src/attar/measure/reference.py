@@ -1,8 +1,8 @@
 """The reference that a model is compared with: one set of logits for several evaluations.
 
-Exactness matters (int8 rounding costs a few millionths of a nat), so its logits are kept in float32 while they fit the memory limit, and
-otherwise not at all: then the reference model stays loaded and every batch is run through it again. ``Reference.kept``
-says which of the two it is.
+Exactness matters (int8 rounding costs a few millionths of a nat), so its logits are kept in float32 while
+they fit the memory limit, and otherwise not at all: then the reference model stays loaded and every batch is
+run through it again. ``Reference.kept`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Reference:
         settings: the evaluation's settings; another text or length needs another reference.
         batches: the text, int64 (B, S) each.
         width: columns of the logits that are compared.
-        logits: per batch, per sequence, float32 (n, width); None where the model is run again for each evaluation.
+        logits: per batch, per sequence, float32 (n, width); None where the model is run again for each
+            evaluation.
     """
 
     subject: Subject
@@ -140,5 +141,5 @@ def check_same_tokens(subject: Subject, reference: Subject) -> None:
     raise UsageError(
         f"{subject.name} and {reference.name} have different tokenizers: token {token!r} is {here} in one, "
         f"{there} in the other",
-        hint="KL and top-1 agreement compare models that share a tokenizer; leave --reference out to get the perplexity",
+        hint="KL and top-1 agreement need one tokenizer; leave --reference out to get the perplexity",
     )

@@ -22,7 +22,8 @@ class Stage:
     Attributes:
         name: unique in the run; verb: distill, prune, ... or ``original``; title: its settings in one line.
         parents: names of the stages it was made from; the first gave the weights.
-        measurements: what ``attar evaluate`` said of it; details: what the stage said (layers, curve).
+        measurements: what ``attar evaluate`` said of it (``bytes`` is known without); details: what the stage
+            said (layers, curve).
     """
 
     name: str
@@ -73,8 +74,9 @@ class Run:
 
     @property
     def last(self) -> Stage:
-        """The last stage that was measured; the original where none was."""
-        return next((stage for stage in reversed(self.stages) if stage.measurements), self.original)
+        """The last stage whose quality was measured; the last of all where none was."""
+        measured = (stage for stage in reversed(self.stages) if stage.number("perplexity") is not None)
+        return next(measured, self.stages[-1])
 
     def parent(self, stage: Stage) -> Stage | None:
         """The stage that gave the weights."""
@@ -101,11 +103,15 @@ def read_run(folder: str | Path) -> Run:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{path} does not exist", hint="give a folder that attar run or attar demo wrote") from None
+        raise DataError(
+            f"{path} does not exist", hint="give a folder that attar run or attar demo wrote"
+        ) from None
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {problem.strerror}") from None
     except ValueError as problem:  # bad JSON, or bytes that are no UTF-8
-        raise DataError(f"{path} is no JSON: {problem}", hint="run the recipe again: it writes the file anew") from None
+        raise DataError(
+            f"{path} is no JSON: {problem}", hint="run the recipe again: it writes the file anew"
+        ) from None
     return run_from_dict(data, folder, str(path))
 
 
@@ -122,7 +128,9 @@ def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json"
         raise DataError(f"{where}: 'stages' must be a list with one stage at least")
     stages = tuple(_stage(entry, number, where) for number, entry in enumerate(entries))
     mappings = {name: _mapping(data.get(name)) for name in ("recipe", "machine", "versions")}
-    return Run(stages, folder, str(data.get("attar", "")), **mappings, finished=bool(data.get("finished", True)))
+    return Run(
+        stages, folder, str(data.get("attar", "")), **mappings, finished=bool(data.get("finished", True))
+    )
 
 
 def _stage(entry: Any, number: int, where: str) -> Stage:
@@ -140,7 +148,10 @@ def _stage(entry: Any, number: int, where: str) -> Stage:
         seconds=entry.get("seconds"),
         peak_rss_bytes=entry.get("peak_rss_bytes"),
         settings=_mapping(entry.get("settings")),
-        measurements=_mapping(entry.get("measurements")),
+        measurements={
+            **({"bytes": entry["bytes"]} if entry.get("bytes") else {}),
+            **_mapping(entry.get("measurements")),
+        },
         details=_mapping(entry.get("details")),
     )
 

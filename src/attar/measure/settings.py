@@ -16,15 +16,22 @@ class EvaluateSettings:
     """What is measured, on which text, and how precisely."""
 
     data: str = field(
-        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+        default="python-stdlib",
+        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     tokens: int = field(default=16384, metadata={"help": "held-out tokens to evaluate on"})
-    sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence; its first one is not predicted"})
-    batch_size: int = field(default=8, metadata={"help": "sequences in one pass (fewer when their logits are large)"})
+    sequence_length: int = field(
+        default=512, metadata={"help": "tokens in a sequence; its first one is not predicted"}
+    )
+    batch_size: int = field(
+        default=8, metadata={"help": "sequences in one pass (fewer when their logits are large)"}
+    )
     speed: bool = field(default=True, metadata={"help": "measure prefill and decode tokens/s"})
     prompt_tokens: int = field(default=128, metadata={"help": "prompt of the speed measurement"})
-    decode_tokens: int = field(default=32, metadata={"help": "tokens decoded in a round of the speed measurement"})
-    sample: str = field(default="def ", metadata={"help": "prompt of the greedy sample; empty: no sample"})
+    decode_tokens: int = field(
+        default=32, metadata={"help": "tokens decoded in a round of the speed measurement"}
+    )
+    sample: str = field(default="def __init__(self", metadata={"help": "prompt of the greedy sample; empty: no sample"})
     sample_tokens: int = field(default=48, metadata={"help": "length of the greedy sample"})
     seed: int = field(default=0, metadata={"help": "seed of the choice of text"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})

@@ -1,8 +1,8 @@
 """Prefill and decode speed, in tokens per second.
 
-A round reads a prompt of random tokens in one pass (prefill) and then makes tokens one by one with a KV cache (decode). The first
-round warms up and is thrown away; the median of the others is reported with its spread, (max - min) / median. The batch is one
-sequence, as for a person who waits.
+A round reads a prompt of random tokens in one pass (prefill) and then makes tokens one by one with a KV cache
+(decode). The first round warms up and is thrown away; the median of the others is reported with its spread,
+(max - min) / median. The batch is one sequence, as for a person who waits.
 """
 
 from __future__ import annotations
@@ -39,8 +39,15 @@ class Speed:
 
 
 def measure_speed(
-    model: Any, *, vocabulary: int, prompt_tokens: int = 128, decode_tokens: int = 32, context: int | None = None,
-    seed: int = 0, rounds: int = ROUNDS, budget: float = BUDGET,
+    model: Any,
+    *,
+    vocabulary: int,
+    prompt_tokens: int = 128,
+    decode_tokens: int = 32,
+    context: int | None = None,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    budget: float = BUDGET,
 ) -> Speed:
     """Time a loaded causal language model.
 
@@ -64,7 +71,12 @@ def measure_speed(
         prefill.append(prompt_tokens / first)
         decode.append(decode_tokens / rest)
     return Speed(
-        *_summary(prefill), *_summary(decode), prompt_tokens, decode_tokens, len(prefill), torch.get_num_threads()
+        *_summary(prefill),
+        *_summary(decode),
+        prompt_tokens,
+        decode_tokens,
+        len(prefill),
+        torch.get_num_threads(),
     )
 
 
@@ -73,7 +85,6 @@ def _summary(values: list[float]) -> tuple[float, float]:
     return middle, (max(values) - min(values)) / middle
 
 
-@torch.inference_mode()
 def _round(model: Any, prompt: torch.Tensor, decode_tokens: int) -> tuple[float, float]:
     """Seconds of the prefill of int64 (1, S) and of ``decode_tokens`` decoding steps after it."""
     cache = DynamicCache(config=model.config)
@@ -86,7 +97,8 @@ def _round(model: Any, prompt: torch.Tensor, decode_tokens: int) -> tuple[float,
 
 
 def _step(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1:].argmax(-1)
 
 

@@ -43,7 +43,9 @@ class Subject:
         return None if limit is None else int(limit)
 
 
-def load_subject(model: str | Path | Checkpoint | Subject, *, dtype: str = "auto", device: str = "cpu") -> Subject:
+def load_subject(
+    model: str | Path | Checkpoint | Subject, *, dtype: str = "auto", device: str = "cpu"
+) -> Subject:
     """Load a model to measure it; one that is loaded already is returned as it is.
 
     Args:
@@ -82,4 +84,6 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as problem:  # torch asserts that it was built with CUDA
-        raise SettingsError("device", device, "a device that torch sees here: cpu, or cuda with an NVIDIA GPU") from problem
+        raise SettingsError(
+            "device", device, "a device that torch sees here: cpu, or cuda with an NVIDIA GPU"
+        ) from problem

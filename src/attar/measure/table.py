@@ -31,7 +31,10 @@ def plain_table(run: Run) -> str:
     rule = ["-" * width for width in widths]
     lines = []
     for row in [table[0], rule, *table[1:]]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

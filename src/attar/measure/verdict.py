@@ -7,7 +7,8 @@ from attar.measure.run_folder import Run, Stage
 
 
 def verdict(run: Run, stage: Stage | None = None) -> str:
-    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 83 % of top-1 choices, KL 0.21 nats``.
+    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 83 % of top-1 choices, KL
+    0.21 nats``.
 
     Args:
         stage: which one; None: the last that was measured.
@@ -55,21 +56,27 @@ def _rival(run: Run, stage: Stage) -> str | None:
     alike = ("scheme", "group_size", "embedding_bits")
     for other in run.stages:
         same = all(other.settings.get(key) == stage.settings.get(key) for key in alike)
-        if other.verb == "quantize" and other.settings.get("method") == "rtn" and other.parents == stage.parents and same:
+        if (
+            other.verb == "quantize"
+            and other.settings.get("method") == "rtn"
+            and other.parents == stage.parents
+            and same
+        ):
             return _closer(run, stage, other)
     return None
 
 
 def _closer(run: Run, stage: Stage, other: Stage) -> str | None:
     """Compare what both cost on top of their common parent."""
-    parent = run.parent(stage)
-    base = parent.number("kl_mean") if parent else None
+    parent = run.parent(stage) or run.original
+    base = parent.number("kl_mean")
     ours, theirs = stage.number("kl_mean"), other.number("kl_mean")
     if base is None or ours is None or theirs is None or theirs <= base:
         return None
     ours, theirs = max(ours - base, 0.0), theirs - base
     word = "less" if ours <= theirs else "more"
+    share = percent(abs(1 - ours / theirs))
     return (
-        f"At the same bits, {stage.name} costs {percent(abs(1 - ours / theirs))} % {word} KL than {other.name}: "
-        f"{significant(ours, 2)} against {significant(theirs, 2)} nats on top of {parent.name if parent else ''}."
+        f"At the same bits, {stage.name} costs {share} % {word} KL than {other.name}: "
+        f"{significant(ours, 2)} against {significant(theirs, 2)} nats on top of {parent.name}."
     )

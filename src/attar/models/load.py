@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from attar.errors import CheckpointError, ModelError
+from attar.errors import CheckpointError, ModelError, SettingsError
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
@@ -48,17 +48,24 @@ def load_model(
         device: where the weights go.
 
     Raises:
+        SettingsError: torch cannot use this device here.
         CheckpointError: files are missing or damaged, or tensors do not fit the architecture's shapes.
         ModelError: transformers does not know the architecture, or tensors are missing or left over.
         NumericsError: a weight is NaN or infinite.
     """
+    _check_device(device)
     checkpoint = _opened(model)
     config = load_config(checkpoint.path, checkpoint.config)
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
-    if getattr(config, "quantization_config", None) is not None:
-        from attar.formats.compressed_tensors import dequantize_state
+    if packing := checkpoint.config.get("quantization_config"):
+        from attar.formats.compressed_tensors import dequantize_state, is_packed
 
+        if not is_packed(checkpoint.config):
+            raise ModelError(
+                f"{checkpoint.path}: quantized with {packing.get('quant_method')!r}, which attar cannot read",
+                hint="start from the dense model",
+            )
         del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": dequantize_state(checkpoint)}
     with quiet():
@@ -213,6 +220,13 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     from attar.checkpoint.open import open_checkpoint
 
     return open_checkpoint(model)
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
+        raise SettingsError("device", str(device), "one that torch can use here, such as 'cpu'") from error
 
 
 def _check_known(config: Mapping[str, Any], where: str) -> None:

@@ -2,14 +2,14 @@
 
     P parameters of the model, Q of the teacher, T tokens that pass through
 
-    training     T (6 P + 2 Q) operations;  16 P + 4 Q bytes (weights, gradients, two moments) and the activations
+    training     T (6 P + 2 Q) operations;  16 P + 4 Q bytes (weights, gradients, moments) and the activations
     gradients    6 P T operations;  8 P bytes and the activations
     GPTQ         4 P T + 6 T h^2 layers + P h operations;  one block, its calibration activations
     rounding     the bytes read and written
     evaluation   2 P T operations, twice where a reference is compared;  4 P bytes and the kept logits
 
-Operations become seconds at the speed that earlier receipts of this run show for the verb, and else at half the speed of
-this machine's matrix product.
+Operations become seconds at the speed that earlier receipts of this run show for the verb, and else at half
+the speed of this machine's matrix product.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _tokens(settings: Any) -> float:
     """Tokens that pass through the model."""
     length = getattr(settings, "sequence_length", 0)
     if hasattr(settings, "steps"):
-        return float(settings.steps * settings.batch_size * getattr(settings, "accumulate", 1) * length)
+        batch = getattr(settings, "batch_size", 1) * getattr(settings, "accumulate", 1)
+        return float(settings.steps * batch * length)
     return float(getattr(settings, "samples", 0) * length)
 
 

@@ -1,6 +1,6 @@
 """YAML read with the place of every value kept, so that an error can name file and line.
 
-Scalars follow YAML 1.2's core schema, not YAML 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
+Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
 A key given twice, an anchor that contains itself and a second document are errors.
 """
 
@@ -153,7 +153,7 @@ class _Reader:
             return Located(dict(self.entries(node, (*above, id(node)))), where)
         if isinstance(node, yaml.SequenceNode):
             return Located([self.read(item, (*above, id(node))) for item in node.value], where)
-        plain = node.style is None
+        plain = getattr(node, "style", None) is None
         return Located(scalar(node.value) if plain else node.value, where)
 
     def entries(self, node: yaml.MappingNode, above: tuple[int, ...]) -> Iterator[tuple[str, Entry]]:

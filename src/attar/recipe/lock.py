@@ -1,7 +1,7 @@
 """One run per folder at a time.
 
-The lock is an advisory lock of the system on ``.lock``, which dies with its process: a killed run leaves nothing to clean
-up, whatever number its process had. The file holds the process id, for people.
+The lock is a record lock of the system on ``.lock``, which dies with its process: a killed run leaves
+nothing to clean up, whatever number its process had. The file holds the process id, for people.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def locked(run: Path) -> Iterator[None]:
 
 def _take(descriptor: int, run: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # not flock: forked children would inherit that, and an orphaned worker would block the next run
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         hint = "wait for it, stop it, or choose another folder with -o"
         raise OutputError(f"{run}: another run is at work there (process {holder})", hint=hint) from None

@@ -1,4 +1,4 @@
-"""What a run ran on: machine and versions, for run.json; and how fast the machine multiplies, for estimates."""
+"""What a run ran on, for run.json; and how fast the machine multiplies, for estimates."""
 
 from __future__ import annotations
 

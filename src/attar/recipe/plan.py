@@ -1,7 +1,8 @@
 """What a run will do: which stages are done, which go on, which start; and about what they will need.
 
-A step's key is a hash of its verb, code version, settings, data and the keys of what it reads, up to the fingerprint of the
-original model. Equal key, equal bytes: so a step whose receipt has its key is done, whatever happened around it.
+A step's key is a hash of its verb, code version, settings, data and the keys of what it reads, up to the
+fingerprint of the original model. Equal key, equal bytes: so a step whose receipt has its key is done,
+whatever happened around it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class Receipt:
         finished: the checkpoint was written.
         seconds: time spent on it so far, over all attempts.
         peak_rss_bytes: the most memory the process held while it worked.
-        work: floating-point operations it was estimated to take; with ``seconds`` it gives this machine's speed.
+        work: floating-point operations it was estimated to take; over ``seconds`` it gives this machine's
+            speed; 0 where the time is not that of the whole work.
         files: file name to size in bytes, the card excepted.
         measurements_key: identity of the evaluation, empty where there was none.
         measurements: what the evaluation found.
@@ -53,13 +54,13 @@ class Receipt:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Relative name to size of every file of a checkpoint; the card is left out because measurements are added to it."""
+    """Relative name to size of every file of a checkpoint; not the card, which gets measurements later."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in found if path != folder / CARD}
 
 
 def read_receipt(run: Path, name: str) -> Receipt | None:
-    """The receipt of a stage folder, or None where there is none that can be read (then the work is done again)."""
+    """The receipt of a stage folder, or None where there is none that can be read: the work is done again."""
     try:
         content = json.loads((run / RECEIPTS / f"{name}.json").read_text(encoding="utf-8"))
         return Receipt(**{item.name: content[item.name] for item in fields(Receipt)})

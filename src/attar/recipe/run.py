@@ -6,23 +6,23 @@
     RUN/receipts/*.json      one receipt per stage
     RUN/report.html          at the end
 
-A stage's work is either on disk under its final name or in its own work folder, so the run may be killed at any moment; the
-same command goes on from there.
+A stage's work is either on disk under its final name or in its own work folder, so the run may be killed at
+any moment; the same command goes on from there.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.atomic import write_bytes
 from attar.checkpoint.card import Card
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import finished
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
@@ -39,10 +39,11 @@ from attar.recipe.runfolder import (
     undo,
 )
 from attar.recipe.schema import ORIGINAL, Recipe
-from attar.recipe.show import plan_text, results_text
+from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
 
-Call = Callable[..., Any]
+if TYPE_CHECKING:
+    from attar.measure.run_folder import Run as RunRecord
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Tools:
 
     evaluate: str = "attar.measure.evaluate:evaluate"
     make_reference: str = "attar.measure.reference:make_reference"
-    report: str = "attar.measure.report:build"
+    report: str = "attar.measure.report.build:build"
     reset_peak: str = "attar.measure.memory:reset_peak"
     peak: str = "attar.measure.memory:peak_rss_bytes"
 
@@ -73,13 +74,34 @@ class RunResult:
         """The run's report."""
         return self.path / REPORT
 
+    @property
+    def run(self) -> RunRecord:
+        """The run as the room ``measure`` reads it."""
+        from attar.measure.run_folder import run_from_dict
+
+        return run_from_dict(self.content, self.path)
+
     def table(self) -> str:
         """The results, a row per stage."""
-        return results_text(self.content)
+        from attar.measure.table import plain_table
+
+        return plain_table(self.run)
+
+    def verdict(self) -> str:
+        """The last checkpoint in one line: how much smaller, how much is kept."""
+        from attar.measure.verdict import verdict
+
+        return verdict(self.run)
+
+    def findings(self) -> list[str]:
+        """What recovery won back and what one method gained over another, a sentence each."""
+        from attar.measure.verdict import findings
+
+        return findings(self.run)
 
     def to_dict(self) -> dict[str, Any]:
         """``run.json`` with the places of the run and of its report."""
-        return {"path": str(self.path), "report": str(self.report)} | self.content
+        return {"path": str(self.path), "report": str(self.report), "verdict": self.verdict()} | self.content
 
 
 def run_recipe(
@@ -156,6 +178,7 @@ class _Run:
             # the time of a piece of work says nothing about the speed
             receipt = Receipt(key=step.key, work=0.0 if step.state == HALF else step.estimate.work)
         if step.state == DONE:
+            finished(step.folder, step.key)  # cleans what a kill just after its end left
             self.progress.log(f"{name}: done already")
         else:
             self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}")

@@ -1,6 +1,7 @@
 """The folder of a run: what may be written there, what belongs to the run, what a fresh start removes.
 
-A run touches only what it made itself: the stage folders that its ``run.json`` announces, its receipts, and its own files.
+A run touches only what it made itself: the stage folders that its ``run.json`` announces, its receipts, and
+its own files.
 """
 
 from __future__ import annotations
@@ -94,11 +95,11 @@ def missing_folders(run: Path) -> list[Path]:
 
 
 def undo(run: Path, created: list[Path]) -> None:
-    """After a failure in a new run: remove it again, unless something in it was finished or can be gone on with.
+    """After a failure in a new run: remove it again, unless something in it was finished or can be resumed.
 
     Args:
         run: the run's folder.
-        created: what :func:`missing_folders` said before the run; empty for a run that existed: it stays as it is.
+        created: what :func:`missing_folders` said before the run; empty for a run that existed: it stays.
     """
     if not created or not run.is_dir():
         return

@@ -9,9 +9,10 @@
       - {stage: recover, steps: 100}
       - {stage: quantize, name: rtn, method: rtn, from: recover}
 
-Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from`` (the stage whose
-checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default: the model before the prunings that
-lead to it). All other keys are the stage's settings. This file imports nothing heavy.
+Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
+(the stage whose checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default:
+the model before the prunings that lead to it). All other keys are the stage's settings. This file imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
     Args:
         path: the YAML file.
-        overrides: ``key=value`` changes, e.g. ``stages.2.ratio=0.3`` or ``stages.recover.steps=50``. Stages are numbered
-            from 1, as in the plan and in the folder names; their names work as well.
+        overrides: ``key=value`` changes, e.g. ``stages.2.ratio=0.3`` or ``stages.recover.steps=50``. Stages
+            are numbered from 1, as in the plan and in the folder names; their names work as well.
 
     Raises:
         RecipeError: one line with file, line, key and what is wrong.
@@ -212,7 +213,7 @@ def stage_names(stages: Located) -> list[str]:
     """The name of each stage: as given, or the verb made unique with -2, -3.
 
     Raises:
-        RecipeError: an item that is not a stage, an unknown verb, a name that is taken or cannot name a folder.
+        RecipeError: an item is not a stage, a verb is unknown, a name is taken or cannot name a folder.
     """
     taken = [
         ORIGINAL,

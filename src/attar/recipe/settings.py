@@ -1,8 +1,8 @@
 """One settings dataclass, four uses: recipe schema, command-line options, Python keywords, documentation.
 
-A settings class is a flat, frozen dataclass. Each field has a default and ``metadata={"help": ..., "choices": ...}``;
-ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``, ``float``,
-``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
+A settings class is a flat, frozen dataclass. Each field has a default and metadata: ``help``, ``choices``.
+Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types:
+``int``, ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from attar.recipe.located import scalar
 from attar.recipe.origin import Origin
 
 T = TypeVar("T")
+
+_SELF_EVIDENT = ("scheme", "method", "format")  # their values speak for themselves
+_TELLING = (*_SELF_EVIDENT, "ratio", "steps")  # always told
 
 
 @dataclass(frozen=True)
@@ -99,18 +102,18 @@ def plain(settings: Any) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def title(settings: Any, *, leave_out: tuple[str, ...] = ("data", "seed")) -> str:
-    """One line for people: the settings that were chosen or differ from their default.
+def title(settings: Any) -> str:
+    """One line for people: the stage's method, ratio or steps, and every setting that is not its default.
 
-    A setting with choices is shown by its value alone (``gptq``), others with their name (``ratio 0.25``).
+    ``data`` and ``seed`` belong to the whole recipe and are left out.
     """
     words = []
     for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
-        leading = setting.name in ("scheme", "method", "format")
-        if setting.name in leave_out or (value == setting.default and not leading):
+        if setting.name in ("data", "seed") or (value == setting.default and setting.name not in _TELLING):
             continue
-        words.append(str(value) if leading else f"{setting.name.replace('_', ' ')} {short(value)}")
+        name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "
+        words.append(name + short(value))
     return ", ".join(words)
 
 
@@ -148,7 +151,7 @@ def short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-class _WrongType(Exception):
+class _WrongTypeError(Exception):
     pass
 
 
@@ -156,7 +159,7 @@ def _value(setting: Setting, value: object, origin: Origin) -> Any:
     """The value in the field's type, one of its choices."""
     try:
         result = _convert(setting.kind, value, origin.text)
-    except _WrongType:
+    except _WrongTypeError:
         raise origin.wrong(setting.name, value, describe(setting.kind)) from None
     if setting.choices:
         for item in result if setting.many else (result,):
@@ -178,12 +181,12 @@ def _convert(kind: Any, value: object, text: bool) -> Any:
         for member in sorted(members, key=lambda member: member is str):  # text last: it takes anything
             try:
                 return _convert(member, value, text)
-            except _WrongType:
+            except _WrongTypeError:
                 continue
-        raise _WrongType
+        raise _WrongTypeError
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
-            raise _WrongType
+            raise _WrongTypeError
         return tuple(_convert(get_args(kind)[0], item, text) for item in value)
     if text and kind is not str and isinstance(value, str):
         value = None if value == "none" else scalar(value)
@@ -197,18 +200,18 @@ def _scalar(kind: Any, value: object) -> Any:
         return value
     if kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return _number(kind, value)
-    raise _WrongType
+    raise _WrongTypeError
 
 
 def _number(kind: type, value: numbers.Real) -> int | float:
     try:
         number = float(value)
     except OverflowError:
-        raise _WrongType from None
+        raise _WrongTypeError from None
     if kind is float:
         return number
     if isinstance(value, numbers.Integral):
         return int(value)
     if number.is_integer():  # 1e3 is a whole number
         return int(number)
-    raise _WrongType
+    raise _WrongTypeError

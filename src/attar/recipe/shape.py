@@ -1,4 +1,4 @@
-"""The few numbers of a model that decide how long, how large and how heavy a stage will be, from headers alone."""
+"""The few numbers of a model that decide how long and how large a stage will be, from headers alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan for people and for scripts; the table of a run's results."""
+"""A plan for people and for scripts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from attar.recipe.estimate import Estimate
 from attar.recipe.plan import DONE, Plan, Step
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
-from attar.recipe.table import number, seconds_text, table
+from attar.recipe.table import seconds_text, table
 
-_PLAN = ("#", "stage", "what", "from", "state", "time", "memory", "disk")
-_RESULTS = ("stage", "what", "bytes", "bits/weight", "perplexity", "KL", "top-1", "tokens/s")
+_PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
 
 
 def plan_text(plan: Plan) -> str:
@@ -40,26 +39,6 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def results_text(run: dict[str, Any]) -> str:
-    """The results of a run, a row per stage, from the content of ``run.json``."""
-    return table(_RESULTS, [_result(entry) for entry in run["stages"]], left=2)
-
-
-def _result(entry: dict[str, Any]) -> tuple[str, ...]:
-    found = entry["measurements"]
-    size = found.get("bytes", entry.get("bytes"))
-    return (
-        entry["name"],
-        entry["title"],
-        "-" if size is None else bytes_text(size),
-        number(found.get("bits_per_weight"), ".2f"),
-        number(found.get("perplexity"), ".3f"),
-        number(found.get("kl_mean"), ".4f"),
-        number(found.get("top1_agreement"), ".1%"),
-        number(found.get("decode_tokens_per_s"), ".0f"),
-    )
-
-
 def _summary(plan: Plan) -> str:
     todo = [step for step in plan.steps if step.state != DONE]
     if not todo and plan.seconds == 0:
@@ -76,9 +55,9 @@ def _summary(plan: Plan) -> str:
 def _row(
     count: str, name: str, what: str, source: str, state: str, seconds: float, needs: Estimate | None
 ) -> tuple[str, ...]:
-    time = f"about {seconds_text(seconds)}" if seconds else "-"
-    memory = f"about {bytes_text(needs.memory_bytes)}" if needs else "-"
-    disk = f"about {bytes_text(needs.disk_bytes)}" if needs else "-"
+    time = seconds_text(seconds) if seconds else "-"
+    memory = bytes_text(needs.memory_bytes) if needs else "-"
+    disk = bytes_text(needs.disk_bytes) if needs else "-"
     return (count, name, what, source, state, time, memory, disk)
 
 

@@ -1,4 +1,4 @@
-"""The table of stages: which verb has which settings and which function. Read it with the eyes; nothing registers itself.
+"""The table of stages: which verb has which settings and which function. Nothing registers itself.
 
 Entries are import paths, so that reading a recipe imports neither torch nor the algorithms.
 """
@@ -18,7 +18,7 @@ class Stage:
     Args:
         verb: its name in recipes and on the command line.
         summary: one line for help.
-        settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is the stage's code version.
+        settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is its code version.
         function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
         teacher: whether the function takes ``teacher=`` as well.
         example: a command that shows the verb at work.
@@ -43,8 +43,7 @@ class Stage:
 
     def run(self) -> Callable[..., Any]:
         """The stage function; imports torch."""
-        loaded = load(self.function)
-        assert callable(loaded)
+        loaded: Callable[..., Any] = load(self.function)
         return loaded
 
 
@@ -59,7 +58,7 @@ STAGES: dict[str, Stage] = {
     for stage in (
         Stage(
             verb="distill",
-            summary="Make a student with fewer layers and train it on the teacher's distribution.",
+            summary="Make a student with fewer layers and train it on its teacher.",
             settings="attar.distillation.settings:DistillSettings",
             function="attar.distillation.stage:distill",
             example="attar distill attar:tiny -o out/student --layers 4 --steps 200",
@@ -73,7 +72,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             verb="recover",
-            summary="Train a pruned model to agree with the unpruned one again.",
+            summary="Train a pruned model to agree with its teacher again.",
             settings="attar.distillation.settings:RecoverSettings",
             function="attar.distillation.stage:recover",
             example="attar recover out/pruned -o out/recovered --teacher attar:tiny --steps 200",

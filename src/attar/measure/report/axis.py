@@ -30,7 +30,9 @@ class Axis:
         return next((ticks for ticks in choices if len(ticks) <= most), [])
 
 
-def fit(values: Iterable[float], start: float, end: float, *, log: bool = False, margin: float = 0.08) -> Axis:
+def fit(
+    values: Iterable[float], start: float, end: float, *, log: bool = False, margin: float = 0.08
+) -> Axis:
     """An axis around the values with a margin on both sides, as a fraction of its length.
 
     A single value, or equal ones, sit in the middle. A logarithmic axis takes positive values only.
@@ -52,17 +54,23 @@ def from_zero(values: Iterable[float], start: float, end: float, margin: float =
 
 
 def _log_ticks(low: float, high: float) -> list[list[float]]:
-    """Ticks at 1-1.5-2-3-4-5-7, at 1-2-3-5, at 1-2-5, at powers of ten, at every other power ... the densest first."""
+    """Ticks at 1-1.5-2-3-4-5-7, at 1-2-3-5, at 1-2-5, at powers of ten, at every other power ... the densest
+    first.
+    """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     sets = [[m * 10.0**e for e in range(first, last + 1) for m in steps] for steps in LOG_STEPS]
-    sets += [[10.0**e for e in range(first, last + 1) if e % stride == 0] for stride in range(2, last - first + 2)]
+    sets += [
+        [10.0**e for e in range(first, last + 1) if e % stride == 0] for stride in range(2, last - first + 2)
+    ]
     return [_inside(ticks, low, high) for ticks in sets]
 
 
 def _linear_ticks(low: float, high: float) -> list[list[float]]:
     step = 10.0 ** math.floor(math.log10(high - low)) / 10
     steps = [step * factor for factor in (1, 2, 2.5, 5, 10, 20, 25, 50, 100)]
-    return [[each * n for n in range(math.ceil(low / each), math.floor(high / each + 1e-9) + 1)] for each in steps]
+    return [
+        [each * n for n in range(math.ceil(low / each), math.floor(high / each + 1e-9) + 1)] for each in steps
+    ]
 
 
 def _inside(ticks: list[float], low: float, high: float) -> list[float]:

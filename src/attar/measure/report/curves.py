@@ -1,4 +1,6 @@
-"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out text on the way."""
+"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out text
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,19 @@ def curve_pictures(run: Run) -> Markup | None:
 def held_out_key(rows: list[Mapping[str, Any]]) -> str | None:
     """The name under which a curve holds its held-out loss, if any row does."""
     keys = dict.fromkeys(key for row in rows for key in row)
-    return next((key for key in keys if key != LOSS and ("eval" in key or "held" in key or "valid" in key)), None)
+    return next(
+        (key for key in keys if key != LOSS and ("eval" in key or "held" in key or "valid" in key)), None
+    )
 
 
 def smooth(points: list[Point]) -> list[Point]:
     """A running mean over a fortieth of the points on both sides."""
     reach = max(1, len(points) // 40)
     windows = (points[max(0, i - reach) : i + reach + 1] for i in range(len(points)))
-    return [(point[0], sum(y for _, y in window) / len(window)) for point, window in zip(points, windows, strict=True)]
+    return [
+        (point[0], sum(y for _, y in window) / len(window))
+        for point, window in zip(points, windows, strict=True)
+    ]
 
 
 def thin(points: list[Point], most: int = MOST) -> list[Point]:
@@ -56,12 +63,30 @@ def _curve(stage: Stage) -> Markup:
     def drawn(points: list[Point]) -> list[Point]:
         return [(x(step), min(max(y(value), top), bottom)) for step, value in points]
 
-    dots = [el("circle", el("title", f"step {step:.0f}: {significant(value)}"), cx=px, cy=py, r=3.0, class_="point")
-            for (step, value), (px, py) in zip(held_out, drawn(held_out), strict=True)]
+    dots = [
+        el(
+            "circle",
+            el("title", f"step {step:.0f}: {significant(value)}"),
+            cx=px,
+            cy=py,
+            r=3.0,
+            class_="point",
+        )
+        for (step, value), (px, py) in zip(held_out, drawn(held_out), strict=True)
+    ]
     chart = picture(
-        WIDTH, HEIGHT, f"loss of {stage.name} by step", left_axis(y, left, right, 5),
-        bottom_axis(x, top, bottom, 6, grid=False), text(0, 14, f"{stage.name}: loss by step", class_="panel-title"),
-        el("g", polyline(drawn(loss), class_="raw"), polyline(drawn(smooth(loss)), class_="series"), class_="s0"),
+        WIDTH,
+        HEIGHT,
+        f"loss of {stage.name} by step",
+        left_axis(y, left, right, 5),
+        bottom_axis(x, top, bottom, 6, grid=False),
+        text(0, 14, f"{stage.name}: loss by step", class_="panel-title"),
+        el(
+            "g",
+            polyline(drawn(loss), class_="raw"),
+            polyline(drawn(smooth(loss)), class_="series"),
+            class_="s0",
+        ),
         el("g", polyline(drawn(held_out), class_="series"), dots, class_="s1") if held_out else None,
         class_="picture curve",
     )

@@ -1,7 +1,7 @@
 """Where to put labels so that they cover neither each other nor the points, and stay inside the picture.
 
-Every label tries positions around its point, near ones first. The labels are placed one after the other, and then each is
-moved again to its best place given all others, a few times over.
+Every label tries positions around its point, near ones first. The labels are placed one after the other, and
+then each is moved again to its best place given all others, a few times over.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 WIDE = "mwMW@%"
 NARROW = "iljtfrI.,:;'|!()[] "
@@ -50,7 +51,11 @@ def text_width(text: str, font_size: float) -> float:
 
 
 def place(
-    points: Sequence[Point], sizes: Sequence[Point], bounds: Box, lines: Sequence[Line] = (), radius: float = 8.0
+    points: Sequence[Point],
+    sizes: Sequence[Point],
+    bounds: Box,
+    lines: Sequence[Line] = (),
+    radius: float = 8.0,
 ) -> list[Box]:
     """A box for each point's label.
 
@@ -89,7 +94,9 @@ def _candidates(point: Point, size: Point, bounds: Box, radius: float) -> list[t
         for turn, angle in enumerate((0, 180, 90, 270, 45, 315, 135, 225)):
             dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             centre = (x + dx * gap + _sign(dx) * width / 2, y + dy * gap + _sign(dy) * height / 2)
-            box = Box(centre[0] - width / 2, centre[1] - height / 2, centre[0] + width / 2, centre[1] + height / 2)
+            box = Box(
+                centre[0] - width / 2, centre[1] - height / 2, centre[0] + width / 2, centre[1] + height / 2
+            )
             inside = _moved_inside(box, bounds)
             shifted = abs(inside.left - box.left) + abs(inside.top - box.top)
             boxes.append((turn + 30.0 * ring + shifted, inside))
@@ -105,7 +112,7 @@ def _moved_inside(box: Box, bounds: Box) -> Box:
 def _dots(line: Line) -> list[Point]:
     """Points along a polyline, about 6 pixels apart."""
     dots: list[Point] = []
-    for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(line):
         count = max(1, round(math.hypot(x1 - x0, y1 - y0) / 6))
         dots.extend((x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(count + 1))
     return dots

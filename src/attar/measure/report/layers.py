@@ -1,7 +1,9 @@
-"""The picture of per-layer errors: one small panel for each kind of layer, blocks across, relative output error up.
+"""The picture of per-layer errors: one small panel for each kind of layer, blocks across, relative output
+error up.
 
-The stages that quantized the same parent share a panel, so that round-to-nearest and GPTQ stand side by side. All panels have one
-scale, from zero.
+The stages that quantized the same parent share a panel. A sweep reports the error of round-to-nearest on the
+same inputs beside its own, and both are drawn; where nothing but weight errors is known (round-to-nearest
+alone sees no data), those are. All panels have one scale, from zero.
 """
 
 from __future__ import annotations
@@ -32,22 +34,25 @@ def layer_pictures(run: Run) -> Markup | None:
     """Panels for every parent whose quantization reported layers; None where none did."""
     groups: dict[str, list[Stage]] = {}
     for stage in run.stages:
-        if stage.rows("layers"):
-            groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
-    drawn = [_group(parent, series_of(stages), len(groups) > 1) for parent, stages in groups.items()]
+        groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
+    known = {parent: series for parent, stages in groups.items() if (series := series_of(stages))}
+    drawn = [_group(parent, series, len(known) > 1) for parent, series in known.items()]
     return join(drawn) if drawn else None
 
 
 def series_of(stages: list[Stage]) -> list[Series]:
-    """One series per stage, and the round-to-nearest errors that a stage reports beside its own where no stage is that.
+    """Series of stages with one parent: output errors, with round-to-nearest's once; else weight errors; else
+    none.
 
     The largest come first, so that the better ones are drawn above them.
     """
     series = [Series(stage.name, _errors(stage, "error")) for stage in stages]
-    if not any(stage.settings.get("method") == "rtn" for stage in stages):
-        beside = next((errors for stage in stages if (errors := _errors(stage, "rtn_error"))), None)
-        if beside:
-            series.append(Series("round to nearest", beside))
+    rounded = (errors for stage in stages if (errors := _errors(stage, "rtn_error")))
+    series.append(Series("round to nearest", next(rounded, {})))
+    if not any(each.errors for each in series):
+        series = [
+            Series(f"{stage.name} (error of the weights)", _errors(stage, "weight_error")) for stage in stages
+        ]
     known = [each for each in series if each.errors]
     return sorted(known, key=lambda each: -sum(each.errors.values()) / len(each.errors))
 
@@ -91,12 +96,23 @@ def _panel(kind: str, series: list[Series], high: float) -> Markup:
     left, right, top, bottom = 42.0, WIDTH - 8.0, 30.0, HEIGHT - 26.0
     y = from_zero([high], bottom, top)
     x = fit([float(block) for block in blocks], left, right, margin=0.07)
-    lines = [_series_line(each.label, table, x, y, number % SERIES) for number, (each, table) in
-             enumerate(zip(series, tables, strict=True)) if table]
-    numbers = [text(x(block), bottom + 17, str(block), anchor="middle", class_="tick") for block in _sparse(blocks)]
+    lines = [
+        _series_line(each.label, table, x, y, number % SERIES)
+        for number, (each, table) in enumerate(zip(series, tables, strict=True))
+        if table
+    ]
+    numbers = [
+        text(x(block), bottom + 17, str(block), anchor="middle", class_="tick") for block in _sparse(blocks)
+    ]
     return picture(
-        WIDTH, HEIGHT, f"relative output error of {kind}, block by block",
-        text(0, 14, kind, class_="panel-title"), left_axis(y, left, right, 4), numbers, lines, class_="picture panel",
+        WIDTH,
+        HEIGHT,
+        f"relative output error of {kind}, block by block",
+        text(0, 14, kind, class_="panel-title"),
+        left_axis(y, left, right, 4),
+        numbers,
+        lines,
+        class_="picture panel",
     )
 
 
@@ -108,7 +124,14 @@ def _by_block(series: Series, kind: str) -> dict[int, float]:
 def _series_line(label: str, table: dict[int, float], x: Axis, y: Axis, colour: int) -> Markup:
     points = [(x(block), y(error)) for block, error in sorted(table.items())]
     dots = [
-        el("circle", el("title", f"{label}, block {block}: {significant(table[block])}"), cx=px, cy=py, r=3.0, class_="point")
+        el(
+            "circle",
+            el("title", f"{label}, block {block}: {significant(table[block])}"),
+            cx=px,
+            cy=py,
+            r=3.0,
+            class_="point",
+        )
         for block, (px, py) in zip(sorted(table), points, strict=True)
     ]
     return el("g", polyline(points, class_="series"), dots, class_=f"s{colour}")

@@ -21,7 +21,17 @@ def lineage_tree(run: Run) -> Markup:
 def _node(run: Run, stage: Stage, above: tuple[str, ...]) -> Markup:
     children = [child for child in run.children(stage) if child.name not in (*above, stage.name)]
     below = el("ul", [_node(run, child, (*above, stage.name)) for child in children]) if children else None
-    return el("li", el("div", _line(stage), _settings(stage), class_="node"), below)
+    return el(
+        "li",
+        el(
+            "div",
+            _line(stage),
+            _more("settings", stage.settings),
+            _more("found", found(stage)),
+            class_="node",
+        ),
+        below,
+    )
 
 
 def _line(stage: Stage) -> Markup:
@@ -33,23 +43,43 @@ def _line(stage: Stage) -> Markup:
     if len(stage.parents) > 1:
         facts.append(f"signal from {', '.join(stage.parents[1:])}")
     name = el("b", stage.name)
-    return el("p", el("i", class_=f"dot {verb_class(stage.verb)}"), name, " ", stage.title, el("small", " · ".join(facts)))
+    return el(
+        "p",
+        el("i", class_=f"dot {verb_class(stage.verb)}"),
+        name,
+        " ",
+        stage.title,
+        el("small", " · ".join(facts)),
+    )
 
 
-def _settings(stage: Stage) -> Markup | None:
-    if not stage.settings:
-        return None
-    return el("details", el("summary", "settings"), definitions(stage.settings))
+def found(stage: Stage) -> dict[str, Any]:
+    """What the stage reported beside tables and curves: the layers kept, the tokens seen ..."""
+    return {
+        name: value
+        for name, value in stage.details.items()
+        if not (isinstance(value, list) and any(isinstance(row, Mapping) for row in value))
+    }
+
+
+def _more(title: str, values: Mapping[str, Any]) -> Markup | None:
+    return el("details", el("summary", title), definitions(values)) if values else None
 
 
 def definitions(values: Mapping[str, Any]) -> Markup:
     """Names and values, one under the other; nested mappings inside."""
     items = []
     for name, value in values.items():
-        shown = definitions(value) if isinstance(value, Mapping) and value else el("code", _value(value))
+        shown = (
+            definitions(value)
+            if isinstance(value, Mapping) and value
+            else el("code", _value(str(name), value))
+        )
         items.append(el("div", el("dt", str(name)), el("dd", shown)))
     return el("dl", items)
 
 
-def _value(value: Any) -> str:
+def _value(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        return size(value)
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,6 +1,6 @@
 """HTML and SVG as nested calls; every text is escaped unless it is markup already.
 
-    el("p", "size: ", el("b", "5 < 6"), class_="note")   ->   <p class="note">size: <b>5 &lt; 6</b></p>
+el("p", "size: ", el("b", "5 < 6"), class_="note")   ->   <p class="note">size: <b>5 &lt; 6</b></p>
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def el(name: str, *children: Child, **attributes: Attribute) -> Markup:
 
     Args:
         children: text (escaped), markup (as it is), None (nothing), or lists of these.
-        attributes: ``class_`` stands for ``class``, ``font_size`` for ``font-size``; None leaves one out; floats are
-            rounded to hundredths, which is finer than a pixel.
+        attributes: ``class_`` stands for ``class``, ``font_size`` for ``font-size``; None leaves one out;
+            floats are rounded to hundredths, which is finer than a pixel.
     """
     head = name + "".join(
         f' {key.rstrip("_").replace("_", "-")}="{html.escape(_attribute(value))}"'

@@ -1,7 +1,8 @@
 """The picture of size against quality: where every stage stands, and from where it came.
 
-Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; the original itself has KL 0, which no
-logarithm shows, and stands on a line of its own below. Where no KL was measured, perplexity takes its place.
+Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; the original
+itself has KL 0, which no logarithm shows, and stands on a line of its own below. Where no KL was measured,
+perplexity takes its place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ NAME, NOTE = 13.0, 11.0  # font sizes of a label's two lines
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, or None where nothing stands on it."""
+    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, or None where nothing stands on
+    it.
+    """
 
     left: float
     top: float
@@ -61,7 +64,14 @@ def quality_picture(run: Run, width: float, height: float) -> Markup | None:
         _axes(run, frame, key, width, height),
         [drawn for drawn, _ in arrows],
         [_mark(run, stage, points[stage.name]) for stage in shown],
-        _labels(run, shown, points, frame, [path for _, path in arrows if path] + _zero_line(frame), narrow=width < 600),
+        _labels(
+            run,
+            shown,
+            points,
+            frame,
+            [path for _, path in arrows if path] + _zero_line(frame),
+            narrow=width < 600,
+        ),
         class_="picture quality",
     )
 
@@ -77,7 +87,9 @@ def write_quality_svg(run: Run, path: str | Path, width: float = 880, height: fl
     )
     card = el("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=10, class_="card")
     cut = drawn.index(">") + 1
-    write_bytes(Path(path), (drawn[:cut] + el("style", style("picture")) + card + drawn[cut:] + "\n").encode())
+    write_bytes(
+        Path(path), (drawn[:cut] + el("style", style("picture")) + card + drawn[cut:] + "\n").encode()
+    )
     return Path(path)
 
 
@@ -120,7 +132,15 @@ def _smaller(run: Run, frame: Frame) -> Markup:
         if whole and frame.x.low <= whole / factor <= frame.x.high:
             x = frame.x(whole / factor)
             parts.append(line(x, frame.top - 4, x, frame.top, class_="tick-mark"))
-            parts.append(text(x, frame.top - 8, f"{factor}x smaller" if factor == 2 else f"{factor}x", anchor="middle", class_="tick"))
+            parts.append(
+                text(
+                    x,
+                    frame.top - 8,
+                    f"{factor}x smaller" if factor == 2 else f"{factor}x",
+                    anchor="middle",
+                    class_="tick",
+                )
+            )
     return join(parts)
 
 
@@ -128,7 +148,9 @@ def _mark(run: Run, stage: Stage, point: Point) -> Markup:
     x, y = point
     ring = el("circle", cx=x, cy=y, r=RADIUS + 4.5, class_="ring") if stage is run.last else None
     return el(
-        "g", el("title", f"{stage.name}: {_note(run, stage)}"), ring,
+        "g",
+        el("title", f"{stage.name}: {_note(run, stage)}"),
+        ring,
         el("circle", cx=x, cy=y, r=RADIUS, class_=f"mark {verb_class(stage.verb)}"),
     )
 
@@ -142,15 +164,24 @@ def _note(run: Run, stage: Stage, *, short: bool = False) -> str:
     agreed = f"top-1 {percent(kept)} %" if kept is not None else None
     if short:
         return agreed or size
-    return ", ".join(part for part in (size, f"KL {significant(kl, 2)}" if kl is not None else None, agreed) if part)
+    return ", ".join(
+        part for part in (size, f"KL {significant(kl, 2)}" if kl is not None else None, agreed) if part
+    )
 
 
 def _labels(
-    run: Run, shown: list[Stage], points: dict[str, Point], frame: Frame, paths: list[list[Point]], *, narrow: bool
+    run: Run,
+    shown: list[Stage],
+    points: dict[str, Point],
+    frame: Frame,
+    paths: list[list[Point]],
+    *,
+    narrow: bool,
 ) -> Markup:
     notes = {stage.name: _note(run, stage, short=narrow) for stage in shown}
     sizes = [
-        (max(text_width(stage.name, NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5) for stage in shown
+        (max(text_width(stage.name, NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5)
+        for stage in shown
     ]
     bounds = Box(frame.left + 2, frame.top + 2, frame.right - 2, frame.bottom - 2)
     boxes = place([points[stage.name] for stage in shown], sizes, bounds, paths, RADIUS + 5)
@@ -173,12 +204,12 @@ def _anchor(x: float, box: Box) -> tuple[str, float]:
     return "middle", (box.left + box.right) / 2
 
 
-def _leader(point: Point, box: Box) -> Markup | None:
+def _leader(point: Point, box: Box) -> Markup:
     """A thin line from a point to a label that stands far from it."""
     x, y = min(max(point[0], box.left), box.right), min(max(point[1], box.top), box.bottom)
     away = ((x - point[0]) ** 2 + (y - point[1]) ** 2) ** 0.5
     if away < 2.5 * RADIUS:
-        return None
+        return Markup()
     share = (RADIUS + 2) / away
     start = (point[0] + (x - point[0]) * share, point[1] + (y - point[1]) * share)
     return line(*start, x, y, class_="leader")

@@ -18,7 +18,9 @@ def sample_cards(run: Run) -> Markup | None:
     if not stages:
         return None
     base = run.original.text("sample")
-    return el("div", [_card(stage, None if stage is run.original else base) for stage in stages], class_="samples")
+    return el(
+        "div", [_card(stage, None if stage is run.original else base) for stage in stages], class_="samples"
+    )
 
 
 def differences(base: str, text: str) -> Iterator[tuple[str, bool]]:
@@ -30,9 +32,17 @@ def differences(base: str, text: str) -> Iterator[tuple[str, bool]]:
 
 
 def same_start(base: str, text: str) -> float:
-    """The fraction of ``text`` before its first difference from ``base``, 0 to 1."""
-    equal = next((i for i, (a, b) in enumerate(zip(base, text, strict=False)) if a != b), min(len(base), len(text)))
-    return equal / len(text) if text else 1.0
+    """The fraction of the longer text before the first difference, 0 to 1; 1 only where both are equal."""
+    equal = next(
+        (i for i, (a, b) in enumerate(zip(base, text, strict=False)) if a != b), min(len(base), len(text))
+    )
+    return equal / max(len(base), len(text)) if base or text else 1.0
+
+
+def _note(same: float) -> str:
+    if same == 1.0:
+        return "word for word"
+    return f"the same for its first {percent(same)} %" if same >= 0.005 else "differs from the start"
 
 
 def _words(text: str) -> list[str]:
@@ -45,7 +55,9 @@ def _card(stage: Stage, base: str | None) -> Markup:
         body, note = [sample], ""
     else:
         body = [el("mark", piece) if new else piece for piece, new in differences(base, sample)]
-        note = "word for word" if sample == base else f"the same for its first {percent(same_start(base, sample))} %"
-    head = el("figcaption", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), el("small", note))
+        note = _note(same_start(base, sample))
+    head = el(
+        "figcaption", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), el("small", note)
+    )
     prompt = el("span", stage.text("prompt"), class_="prompt") if stage.text("prompt") else None
     return el("figure", head, el("pre", prompt, body), class_="sample")

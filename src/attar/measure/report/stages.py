@@ -18,8 +18,15 @@ def stage_table(run: Run) -> Markup:
 
 
 def _row(run: Run, stage: Stage) -> Markup:
-    name = el("th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), _title(stage), scope="row")
-    return el("tr", name, [_cell(run, stage, column) for column in REPORT], class_="last" if stage is run.last else None)
+    name = el(
+        "th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), _title(stage), scope="row"
+    )
+    return el(
+        "tr",
+        name,
+        [_cell(run, stage, column) for column in REPORT],
+        class_="last" if stage is run.last else None,
+    )
 
 
 def _title(stage: Stage) -> Markup | None:
@@ -33,7 +40,7 @@ def _cell(run: Run, stage: Stage, column: Column) -> Markup:
 
 
 def _share(run: Run, stage: Stage, column: Column) -> float | None:
-    """The length of the bar under a number: bytes against the largest stage's, agreement against all tokens."""
+    """The length of the bar under a number: bytes of the largest stage's, agreement of all tokens."""
     if column is TOP1:
         return stage.number("top1_agreement")
     if column is MB:
@@ -51,10 +58,11 @@ def _footnote(run: Run) -> Markup:
     dtype, device, threads = measured.text("dtype"), measured.text("device"), measured.number("threads")
     if measured.number("decode_tokens_per_s") is not None and dtype and device:
         where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device
-        parts.append(
-            f"Speed is the median of several rounds in transformers, in {dtype} on {where}; packed weights are decoded to "
-            f"{dtype} first, so they show their size here and not yet their speed."
-        )
+        parts.append(f"Speed is the median of several rounds in transformers, in {dtype} on {where}.")
+        if any((each.number("bits_per_weight") or 16.0) < 12.0 for each in run.stages):
+            parts.append(
+                f"Packed weights are decoded to {dtype} first: they show their size here, not their speed."
+            )
         spread = max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0)
         parts.append(f"Rounds of one measurement differ by up to {spread * 100:.0f} %.")
     return el("p", " ".join(parts), class_="foot") if parts else Markup()

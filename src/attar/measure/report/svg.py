@@ -28,10 +28,17 @@ def verb_class(verb: str) -> str:
 
 
 def picture(width: float, height: float, what: str, *children: Child, class_: str | None = None) -> Markup:
-    """An SVG of its natural size that shrinks with the page; ``what`` is read aloud by screen readers."""
+    """An SVG that shrinks with the page; ``what`` is read aloud by screen readers."""
     return el(
-        "svg", *children, viewBox=f"0 0 {width:.0f} {height:.0f}", width=width, height=height, role="img",
-        aria_label=what, class_=class_, xmlns="http://www.w3.org/2000/svg",
+        "svg",
+        *children,
+        viewBox=f"0 0 {width:.0f} {height:.0f}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=what,
+        class_=class_,
+        xmlns="http://www.w3.org/2000/svg",
     )
 
 
@@ -56,7 +63,7 @@ def polyline(points: Sequence[Point], class_: str) -> Markup:
 
 
 def arrow(start: Point, end: Point, radius: float) -> tuple[Markup, list[Point]]:
-    """An arrow between two marks of the given radius, and the points it runs through; empty where they touch."""
+    """An arrow between two marks of a radius, and the points it runs through; empty where they touch."""
     (x0, y0), (x1, y1) = start, end
     length = math.hypot(x1 - x0, y1 - y0)
     if length < 2 * radius + 10:

@@ -43,8 +43,11 @@ def page(run: Run, recipe: str | None = None) -> str:
     """
     name = _name(run)
     head = el(
-        "head", el("meta", charset="utf-8"), el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name_="color-scheme", content="light dark"), el("title", f"{name}: {verdict(run)}"),
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name_="color-scheme", content="light dark"),
+        el("title", f"{name}: {verdict(run)}"),
         el("style", style("picture"), style("page")),
     )
     body = el("body", el("main", _top(run, name), _sections(run, recipe)), el("footer", _foot(run)))
@@ -52,9 +55,15 @@ def page(run: Run, recipe: str | None = None) -> str:
 
 
 def _top(run: Run, name: str) -> Markup:
-    unfinished = None if run.finished else el(
-        "p", f"The run is not finished: {len(run.stages)} checkpoints so far. The same command goes on where it stopped.",
-        class_="warning",
+    unfinished = (
+        None
+        if run.finished
+        else el(
+            "p",
+            f"The run is not finished: {len(run.stages)} checkpoints so far. "
+            "The same command goes on where it stopped.",
+            class_="warning",
+        )
     )
     said = [el("li", sentence) for sentence in findings(run)]
     kicker = el("p", el("span", "attar", class_="mark-name"), f" · {name}", class_="kicker")
@@ -65,14 +74,24 @@ def _sections(run: Run, recipe: str | None) -> Markup:
     drawn = quality_picture(run, *WIDE) is not None
     quality = both_widths(lambda width, height: quality_picture(run, width, height) or Markup(), WIDE, NARROW)
     return join(
-        _section("Size against quality", quality if drawn else None,
-                 "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic."),
+        _section(
+            "Size against quality",
+            quality if drawn else None,
+            "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic.",
+        ),
         _section("Every stage", stage_table(run)),
-        _section("Error of every quantized layer", layer_pictures(run),
-                 "Relative error of a layer's output on the calibration text: ‖XW − XŴ‖² / ‖XW‖², block by block. "
-                 "One scale for all panels; lower is better."),
+        _section(
+            "Error of every quantized layer",
+            layer_pictures(run),
+            "Relative error of a layer's output on the calibration text: ‖WX − ŴX‖² / ‖WX‖², by block. "
+            "One scale for all panels; lower is better.",
+        ),
         _section("Training", curve_pictures(run)),
-        _section("The same prompt, greedily", sample_cards(run), "Marked: what differs from the original, word by word."),
+        _section(
+            "The same prompt, greedily",
+            sample_cards(run),
+            "Marked: what differs from the original, word by word.",
+        ),
         _section("Lineage", lineage_tree(run)),
         _section("Where it ran", _facts(run)),
         _section("Recipe", el("pre", recipe, class_="recipe") if recipe else None),
@@ -87,7 +106,9 @@ def _section(title: str, content: Child, note: str | None = None) -> Markup | No
 
 
 def _facts(run: Run) -> Markup | None:
-    groups = [(title, values) for title, values in (("machine", run.machine), ("versions", run.versions)) if values]
+    groups = [
+        (title, values) for title, values in (("machine", run.machine), ("versions", run.versions)) if values
+    ]
     drawn = [el("div", el("h3", title), definitions(values)) for title, values in groups]
     return el("div", drawn, class_="facts") if drawn else None
 
@@ -98,4 +119,6 @@ def _name(run: Run) -> str:
 
 
 def _foot(run: Run) -> str:
-    return f"Written by attar {run.attar}".strip() + ". This file holds everything it shows and loads nothing."
+    return (
+        f"Written by attar {run.attar}".strip() + ". This file holds everything it shows and loads nothing."
+    )

@@ -1,0 +1,177 @@
+"""Look at a checkpoint without loading it: size, shape, quantization, lineage, licence duties,
+measurements."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.card import Card, Parent, plain
+from attar.checkpoint.geometry import Geometry, geometry
+from attar.checkpoint.licences import Duties, duties
+from attar.checkpoint.lineage import as_parent
+from attar.checkpoint.open import Checkpoint, open_checkpoint
+from attar.checkpoint.parts import Count, Part, code_bits, count
+from attar.checkpoint.tensors import TORCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What can be said about a checkpoint from its headers and small files.
+
+    Attributes:
+        name: name of the checkpoint.
+        path: its folder.
+        architecture: the class that loads it.
+        model_type: its family.
+        dtype: torch's name of the number type of its dense tensors.
+        parameters: all parameters, as before quantization; tied weights once.
+        parts: parameters and bytes by part.
+        bits_per_weight: stored bits for one parameter, everything included.
+        tensor_bytes: bytes of all tensors.
+        disk_bytes: bytes of all files of the folder.
+        weight_files: how many files hold the weights.
+        tied: whether the head is the embedding.
+        geometry: layers, heads, context, KV bytes per token.
+        quantization: what is known about stored codes, or None.
+        stage: the verb that made it; ``original`` without a card.
+        command: a command line that makes it again.
+        lineage: the checkpoint itself as a record with all its ancestors.
+        licence: what it obliges to.
+        measurements: what was measured.
+    """
+
+    name: str
+    path: Path
+    architecture: str
+    model_type: str
+    dtype: str
+    parameters: int
+    parts: tuple[Part, ...]
+    bits_per_weight: float
+    tensor_bytes: int
+    disk_bytes: int
+    weight_files: int
+    tied: bool
+    geometry: Geometry
+    quantization: dict[str, Any] | None
+    stage: str
+    command: str
+    lineage: Parent
+    licence: Duties
+    measurements: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON content; ``kv_bytes_per_token`` and ``context`` also stand at the top."""
+        parts = [{**asdict(part), "bits_per_weight": part.bits_per_weight} for part in self.parts]
+        top = {"kv_bytes_per_token": self.geometry.kv_bytes_per_token, "context": self.geometry.context}
+        content = plain({**asdict(self), "parts": parts, **top})
+        assert isinstance(content, dict)
+        return content
+
+    def render(self) -> str:
+        """The same for people: plain text, at most 100 columns."""
+        from attar.checkpoint.render import render
+
+        return render(self)
+
+
+def inspect(model: str | Path | Checkpoint) -> Inspection:
+    """Inspect a model. Reads headers and small files; no weights.
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or damaged.
+    """
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config
+    counted = count(checkpoint)
+    dtype = _dtype(checkpoint)
+    shape = geometry(config, dtype)
+    card = checkpoint.card or Card(name=checkpoint.name, stage="original")
+    itself = as_parent(checkpoint, "weights")
+    return Inspection(
+        name=checkpoint.name,
+        path=checkpoint.path,
+        architecture=config["architectures"][0],
+        model_type=config["model_type"],
+        dtype=dtype,
+        parameters=counted.parameters,
+        parts=counted.parts,
+        bits_per_weight=checkpoint.nbytes * 8 / max(counted.parameters, 1),
+        tensor_bytes=checkpoint.nbytes,
+        disk_bytes=sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file()),
+        weight_files=len(checkpoint.weight_files),
+        tied=_tied(config, counted, shape),
+        geometry=shape,
+        quantization=_quantization(config, counted),
+        stage=card.stage,
+        command=card.command,
+        lineage=itself,
+        licence=duties(itself.parents or (itself,)),
+        measurements=card.measurements,
+    )
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    """The number type that the config names, or that most stored bytes of numbers have."""
+    for key in ("dtype", "torch_dtype"):
+        named = checkpoint.config.get(key)
+        if isinstance(named, str):
+            return named.removeprefix("torch.")
+    stored: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        if info.dtype in ("F64", "F32", "F16", "BF16"):
+            stored[TORCH[info.dtype]] += info.nbytes
+    return stored.most_common(1)[0][0] if stored else "bfloat16"
+
+
+def _tied(config: dict[str, Any], counted: Count, shape: Geometry) -> bool:
+    """Whether the head shares the embedding: the config says so, or a text generator stores no head."""
+    said = config.get("tie_word_embeddings")
+    if isinstance(said, bool) and said:
+        return True
+    return shape.causal and not any(part.name == "head" for part in counted.parts)
+
+
+def _quantization(config: dict[str, Any], counted: Count) -> dict[str, Any] | None:
+    """Method, format and bits of the stored codes, from ``quantization_config`` and the counting."""
+    said = config.get("quantization_config")
+    if not isinstance(said, dict):
+        return None
+    return {
+        "method": said.get("quant_method", "unknown"),
+        "format": said.get("format"),
+        "schemes": _schemes(said),
+        "ignore": said.get("ignore") or said.get("modules_to_not_convert") or [],
+        "tensors": counted.quantized_tensors,
+        "parameters": counted.quantized.parameters,
+        "bytes": counted.quantized.bytes,
+        "bits_per_weight": counted.quantized.bits_per_weight,
+    }
+
+
+def _schemes(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each group of layers that are stored alike."""
+    groups = said.get("config_groups")
+    if not isinstance(groups, dict):
+        bits = 4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else code_bits(said)
+        group_size = said.get("group_size") or said.get("q_group_size")
+        return [{"bits": bits, "type": "int", "group_size": group_size, "activation_bits": None}]
+    schemes = []
+    for name in sorted(groups):
+        weights = groups[name].get("weights") or {}
+        activations = groups[name].get("input_activations") or {}
+        schemes.append(
+            {
+                "bits": weights.get("num_bits"),
+                "type": weights.get("type"),
+                "symmetric": weights.get("symmetric"),
+                "strategy": weights.get("strategy"),
+                "group_size": weights.get("group_size"),
+                "activation_bits": activations.get("num_bits"),
+                "targets": groups[name].get("targets") or [],
+            }
+        )
+    return schemes

@@ -1,0 +1,171 @@
+"""An inspection as text for people: at most 100 columns, no colour, the same on every terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.card import Parent
+from attar.checkpoint.licences import Duties, age_in_days
+from attar.checkpoint.parts import Part
+from attar.checkpoint.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from attar.checkpoint.inspect import Inspection
+
+WIDTH = 100
+_STALE_DAYS = 365
+
+
+def render(inspection: Inspection) -> str:
+    """The text, without a line break at its end."""
+    lines = [f"{inspection.name}  {inspection.architecture}", *_facts(inspection), "", *_parts(inspection)]
+    lines += ["", "Lineage", *_tree(inspection.lineage)]
+    lines += ["", *_licence(inspection.licence)]
+    if inspection.measurements:
+        lines += ["", "Measurements", *_measurements(inspection.measurements)]
+    if inspection.command:
+        lines += ["", "Made by", *_wrapped(inspection.command, "  ", "      ")]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _facts(inspection: Inspection) -> Iterator[str]:
+    """One line a fact."""
+    shape = inspection.geometry
+    files = "1 file" if inspection.weight_files == 1 else f"{inspection.weight_files} files"
+    yield _fact("folder", str(inspection.path))
+    yield _fact(
+        "parameters",
+        f"{count_text(inspection.parameters)} ({inspection.parameters:,}), "
+        f"{inspection.bits_per_weight:.2f} bits each, {inspection.dtype}",
+    )
+    yield _fact(
+        "size",
+        f"{bytes_text(inspection.disk_bytes)} on disk, {bytes_text(inspection.tensor_bytes)} in {files}",
+    )
+    heads = (
+        f"{shape.heads} heads"
+        if shape.heads == shape.kv_heads
+        else f"{shape.heads} heads / {shape.kv_heads} KV"
+    )
+    tied = ", head tied to the embedding" if inspection.tied else ""
+    yield _fact(
+        "shape", f"{shape.layers} layers, {shape.hidden} wide, {heads}, {shape.vocabulary} tokens{tied}"
+    )
+    if shape.kv_bytes_per_token is not None:
+        yield _fact("KV cache", _cache(shape.kv_bytes_per_token, shape.context, inspection.dtype))
+    if shape.sliding_layers and shape.window:
+        yield _fact("", f"{shape.sliding_layers} layers keep only the last {shape.window:,} tokens")
+    yield _fact("context", f"{shape.context:,} tokens" if shape.context else "not stated")
+    if inspection.quantization:
+        yield _fact("quantized", _codes(inspection.quantization))
+
+
+def _fact(label: str, text: str) -> str:
+    return f"  {label:<12}{text}"
+
+
+def _cache(per_token: int, context: int | None, dtype: str) -> str:
+    whole = f", {bytes_text(per_token * context)} at {context:,} tokens" if context else ""
+    return f"{bytes_text(per_token)} per token in {dtype}{whole}"
+
+
+def _codes(quantization: dict[str, Any]) -> str:
+    """Such as ``W4A16 group 128, pack-quantized (compressed-tensors): 14 tensors at 4.16 bits``."""
+    schemes = [
+        f"W{scheme['bits']}A{scheme['activation_bits'] or 16}"
+        + (f" group {scheme['group_size']}" if (scheme["group_size"] or 0) > 0 else "")
+        for scheme in quantization["schemes"]
+    ]
+    form = f", {quantization['format']}" if quantization["format"] else ""
+    bits = quantization["bits_per_weight"]
+    stored = f": {quantization['tensors']} tensors at {bits:.2f} bits" if bits else ""
+    return f"{' and '.join(dict.fromkeys(schemes))}{form} ({quantization['method']}){stored}"
+
+
+def _parts(inspection: Inspection) -> Iterator[str]:
+    yield f"  {'part':<12}{'parameters':>12}{'share':>9}{'bytes':>12}{'bits/weight':>14}"
+    for part in inspection.parts:
+        yield _part(part, inspection.parameters)
+
+
+def _part(part: Part, total: int) -> str:
+    share = f"{part.parameters / max(total, 1):.1%}"
+    bits = f"{part.bits_per_weight:.2f}" if part.bits_per_weight is not None else "tied"
+    return (
+        f"  {part.name:<12}{count_text(part.parameters):>12}{share:>9}{bytes_text(part.bytes):>12}{bits:>14}"
+    )
+
+
+def _tree(root: Parent) -> Iterator[str]:
+    yield f"  {_node(root)}"
+    yield from _branches(root.parents, "  ")
+
+
+def _branches(parents: Sequence[Parent], indent: str) -> Iterator[str]:
+    """The ancestors as a tree; a teacher hangs on a dotted branch."""
+    for index, parent in enumerate(parents):
+        last = index + 1 == len(parents)
+        arm = "┄ " if parent.role == "signal" else "─ "
+        yield _shortened(f"{indent}{'└' if last else '├'}{arm}{_node(parent)}")
+        yield from _branches(parent.parents, indent + ("   " if last else "│  "))
+
+
+def _node(parent: Parent) -> str:
+    teacher = " (teacher)" if parent.role == "signal" else ""
+    words = [
+        f"{name} {_short(value)}" for name, value in parent.settings.items() if value not in (None, [], "")
+    ]
+    licence = [f"licence {' and '.join(parent.licence['ids'])}"] if parent.licence.get("ids") else []
+    told = ", ".join(words if parent.parents else licence)
+    return _shortened(f"{parent.name}{teacher}  {parent.stage}{': ' if told else ''}{told}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+
+
+def _licence(licence: Duties) -> Iterator[str]:
+    yield f"Licence duties: {licence.status.replace('_', ' ')}  (help, not legal advice)"
+    for source in dict.fromkeys((source.title, source.role, source.model) for source in licence.sources):
+        yield from _wrapped(f"{source[0]}, by the {source[1]} of {source[2]}", "  ", "    ")
+    for duty in licence.duties:
+        yield from _wrapped(duty, "  - ", "    ")
+    for words in licence.display:
+        yield from _wrapped(f'Show "{words}".', "  - ", "    ")
+    checked = [source.checked_on for source in licence.sources if source.checked_on]
+    if checked and age_in_days(datetime.now(UTC).date()) > _STALE_DAYS:
+        yield f"  The licence data was checked on {min(checked)}, more than a year ago: look at the texts."
+
+
+def _measurements(measurements: dict[str, Any]) -> Iterator[str]:
+    for name, value in measurements.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        text = (
+            bytes_text(value)
+            if name.endswith("bytes")
+            else f"{value:,}"
+            if isinstance(value, int)
+            else f"{value:.5g}"
+        )
+        yield f"  {name.replace('_', ' '):<26}{text:>12}"
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

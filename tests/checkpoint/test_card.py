@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.checkpoint.card import Card, Parent, plain, versions
+from attar.errors import CheckpointError
+
+ROOT = Parent(role="weights", name="org/base@main", stage="original", fingerprint="f0", licence={"ids": ["mit"]})
+TEACHER = Parent(role="signal", name="teacher", stage="original", licence={"ids": ["gemma"]})
+CARD = Card(
+    name="small",
+    stage="prune",
+    settings={"ratio": 0.25, "methods": ["heads"]},
+    seed=3,
+    key="k",
+    parents=(Parent(role="weights", name="mid", stage="distill", parents=(ROOT, TEACHER)),),
+    versions=versions(),
+    files={"model.safetensors": "00"},
+    details={"curve": [{"step": 1, "loss": 2.0}]},
+    licence={"status": "allow"},
+    command="attar prune mid -o small",
+)
+
+
+def test_a_card_comes_back_whole(tmp_path):
+    CARD.write(tmp_path)
+    assert Card.read(tmp_path) == CARD
+    assert json.loads((tmp_path / "attar.json").read_text())["attar"] == 1
+
+
+def test_no_card(tmp_path):
+    assert Card.read(tmp_path) is None
+
+
+def test_the_same_card_has_the_same_bytes(tmp_path):
+    CARD.write(tmp_path)
+    first = (tmp_path / "attar.json").read_bytes()
+    CARD.write(tmp_path)
+    assert (tmp_path / "attar.json").read_bytes() == first
+
+
+def test_unknown_fields_of_a_later_attar_are_passed_over(tmp_path):
+    (tmp_path / "attar.json").write_text(json.dumps({**CARD.to_dict(), "colour": "red"}))
+    assert Card.read(tmp_path) == CARD
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attar": 2}, "card version 2"),
+        ({"attar": None}, "card version None"),
+        ({"name": None}, "no name"),
+        ({"stage": 7}, "no stage"),
+        ({"settings": []}, "settings is not an object"),
+        ({"parents": {}}, "parents is not a list"),
+        ({"parents": [{"role": "uncle", "name": "x", "stage": "y"}]}, "a parent without a role"),
+        ({"parents": ["x"]}, "a parent without a role"),
+    ],
+)
+def test_damaged_cards(tmp_path, change, message):
+    (tmp_path / "attar.json").write_text(json.dumps({**CARD.to_dict(), **change}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Card.read(tmp_path)
+    assert "attar.json" in str(caught.value)
+
+
+def test_measurements_are_added():
+    once = CARD.with_measurements(perplexity=9.0, bytes=10)
+    twice = once.with_measurements(perplexity=8.0)
+    assert twice.measurements == {"perplexity": 8.0, "bytes": 10}
+    assert CARD.measurements == {}
+
+
+def test_a_parent_keeps_its_own_parents_and_a_root_its_licence():
+    assert CARD.as_parent("signal", "f").parents == CARD.parents
+    assert CARD.as_parent("signal", "f").licence == {}
+    root = Card(name="tiny", stage="train", licence={"ids": ["apache-2.0"]})
+    assert root.as_parent("weights").licence == {"ids": ["apache-2.0"]}
+
+
+def test_plain_values():
+    value = {"p": Path("/x"), 1: (1, 2), "t": torch.tensor([1.5]), "n": float("nan"), "d": torch.float16, "b": True}
+    assert plain(value) == {"p": "/x", "1": [1, 2], "t": [1.5], "n": None, "d": "torch.float16", "b": True}
+    assert plain(ROOT)["name"] == "org/base@main"
+
+
+def test_versions_name_what_decides_numbers():
+    assert list(versions()) == ["attar", "python", "torch", "transformers"]
+    assert versions()["torch"] == torch.__version__

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import CONFIG, llama_tensors
+
+from attar.checkpoint import open_checkpoint, produce, write_checkpoint_tensors
+from attar.checkpoint.output import Output, command_line, finished
+from attar.errors import DataError, OutputError
+
+SETTINGS = {"ratio": 0.25, "method": "heads", "names": ["a", "b"], "fast": True, "none": None}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def start(out: Path, model: Path | None = None, **changes: Any) -> Any:
+    parents = [(open_checkpoint(model), "weights")] if model else []
+    work = {"stage": "prune", "version": 1, "settings": SETTINGS, "seed": 5, "parents": parents}
+    return produce(out, **{**work, **changes})
+
+
+def fill(output: Output) -> None:
+    (output.folder / "config.json").write_text(json.dumps(CONFIG))
+    write_checkpoint_tensors(output.folder, llama_tensors())
+
+
+def test_a_finished_stage_is_a_checkpoint_with_a_card(make, tmp_path):
+    model = make()
+    with start(tmp_path / "runs" / "small", model) as output:
+        fill(output)
+        output.details["layers"] = [{"name": "x", "error": float("nan")}]
+        output.measurements["perplexity"] = 3.0
+        (output.work / "scratch").write_text("x")
+    checkpoint = open_checkpoint(tmp_path / "runs" / "small")
+    card = checkpoint.card
+    assert names(tmp_path / "runs") == ["small"]
+    assert (card.name, card.stage, card.seed, card.settings) == ("small", "prune", 5, SETTINGS)
+    assert card.details == {"layers": [{"name": "x", "error": None}]}
+    assert card.measurements == {"perplexity": 3.0}
+    assert card.key == output.key
+    assert card.parents[0].fingerprint == open_checkpoint(model).fingerprint()
+    assert card.parents[0].licence["ids"] == ["unknown"]
+    assert card.licence["status"] == "unknown"
+    assert sorted(card.files) == ["config.json", "model.safetensors"]
+    for name, digest in card.files.items():
+        assert hashlib.sha256((checkpoint.path / name).read_bytes()).hexdigest() == digest
+    assert card.command == (
+        f"attar prune {model} -o small --ratio 0.25 --method heads --names a --names b --fast --seed 5"
+    )
+
+
+def test_the_lineage_grows(make, tmp_path):
+    model = make()
+    for source, name in ((model, "one"), (tmp_path / "one", "two")):
+        with start(tmp_path / name, source) as output:
+            fill(output)
+    (parent,) = open_checkpoint(tmp_path / "two").card.parents
+    assert (parent.name, parent.stage, parent.settings["ratio"]) == ("one", "prune", 0.25)
+    assert [(root.name, root.stage) for root in parent.parents] == [("model", "original")]
+
+
+def test_the_same_work_gives_the_same_bytes(make, tmp_path):
+    model = make()
+    for place in ("a", "b"):
+        with start(tmp_path / place / "out", model) as output:
+            fill(output)
+    for name in names(tmp_path / "a" / "out"):
+        assert (tmp_path / "a" / "out" / name).read_bytes() == (tmp_path / "b" / "out" / name).read_bytes()
+
+
+def test_an_error_of_the_user_leaves_nothing(make, tmp_path):
+    with pytest.raises(DataError), start(tmp_path / "new" / "deep" / "out", make("in")) as output:
+        fill(output)
+        (output.work / "scratch").write_text("x")
+        raise DataError("the text is empty")
+    assert names(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), MemoryError()])
+def test_an_interruption_keeps_the_work_for_the_same_key(tmp_path, error):
+    out = tmp_path / "out"
+    with pytest.raises(type(error)), start(out) as output:
+        assert not output.resumed
+        (output.work / "done-1").write_text("x")
+        fill(output)
+        raise error
+    assert names(tmp_path) == [".out.work"]
+    with start(out) as output:
+        assert output.resumed
+        assert (output.work / "done-1").exists()
+        assert names(output.folder) == []
+        fill(output)
+    assert names(tmp_path) == ["out"]
+
+
+def test_an_interruption_before_any_work_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), start(tmp_path / "new" / "out") as output:
+        fill(output)
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"version": 2}, {"settings": {}}, {"key": "other"}])
+def test_other_work_starts_clean(tmp_path, change):
+    with pytest.raises(KeyboardInterrupt), start(tmp_path / "out") as output:
+        (output.work / "sub").mkdir()
+        (output.work / "done-1").write_text("x")
+        raise KeyboardInterrupt
+    with start(tmp_path / "out", **change) as output:
+        assert not output.resumed
+        assert not (output.work / "done-1").exists()
+        assert not (output.work / "sub").exists()
+
+
+def test_changed_input_starts_clean(make, tmp_path):
+    model = make()
+    with pytest.raises(KeyboardInterrupt), start(tmp_path / "out", model) as output:
+        (output.work / "done-1").write_text("x")
+        raise KeyboardInterrupt
+    (model / "tokenizer.json").write_text("{}")
+    with start(tmp_path / "out", model) as output:
+        assert not output.resumed
+
+
+def test_an_existing_output_needs_force_and_keeps_interrupted_work(tmp_path):
+    out = tmp_path / "out"
+    with start(out) as output:
+        fill(output)
+    with pytest.raises(OutputError, match="already exists"), start(out):
+        raise AssertionError("not reached")
+    with pytest.raises(KeyboardInterrupt), start(out, force=True) as output:
+        (output.work / "done-1").write_text("x")
+        raise KeyboardInterrupt
+    with pytest.raises(OutputError, match="already exists"), start(out):
+        raise AssertionError("not reached")
+    with start(out, force=True) as output:
+        assert output.resumed
+        fill(output)
+        (output.folder / "new").write_text("x")
+    assert (out / "new").exists()
+    assert names(tmp_path) == ["out"]
+
+
+def test_an_input_may_be_replaced_but_not_its_parent_folder(make, tmp_path):
+    model = make("outer/model")
+    (tmp_path / "outer" / "config.json").write_text("{}")
+    with pytest.raises(OutputError, match="contains the input model"), start(tmp_path / "outer", model, force=True):
+        raise AssertionError("not reached")
+    with start(model, model, force=True) as output:
+        fill(output)
+    assert open_checkpoint(model).card.parents[0].name == "model"
+
+
+def test_two_processes_cannot_write_the_same_output(tmp_path):
+    code = (
+        "import sys\n"
+        "from attar.checkpoint import produce\n"
+        "with produce(sys.argv[1], stage='s', version=1, settings={}, seed=0, parents=[]) as output:\n"
+        "    print('in', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "out"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        with pytest.raises(OutputError, match="being written by another process"), start(tmp_path / "out"):
+            raise AssertionError("not reached")
+        assert names(tmp_path) == [".out.partial", ".out.work"]
+        other.communicate()
+    assert names(tmp_path) == ["out"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from attar.checkpoint import ShardWriter, produce
+from attar.checkpoint.shards import slot
+sys.path.insert(0, sys.argv[3])
+from checkpoint_files import llama_tensors
+
+calls = int(sys.argv[2])
+def counted(function):
+    def call(*arguments, **options):
+        global calls
+        calls -= 1
+        if calls == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+    return call
+for name in ("pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+tensors = llama_tensors()
+with produce(Path(sys.argv[1]), stage="s", version=1, settings={}, seed=0, parents=[], force=True) as output:
+    layout = [slot(*item) for item in tensors.items()]
+    writer = ShardWriter(output.folder, layout, max_shard_bytes=700, work=output.work)
+    for name in writer.missing():
+        writer.add(name, tensors[name])
+    (output.folder / "config.json").write_text("{}")
+    writer.finish()
+print(calls)
+"""
+
+
+def killed(out: Path, calls: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", KILLED, out, str(calls), Path(__file__).parent]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_kill_9_anywhere_then_again_gives_the_undisturbed_bytes(tmp_path):
+    whole = killed(tmp_path / "whole" / "out", 10**6)
+    assert whole.returncode == 0, whole.stderr
+    calls = 10**6 - int(whole.stdout)
+    out = tmp_path / "broken" / "out"
+    kills = [2, calls // 3, calls // 3, calls // 4]
+    for kill in kills:
+        assert killed(out, kill).returncode == -signal.SIGKILL
+        assert not out.exists()  # never half a checkpoint
+    assert killed(out, 10**6).returncode == 0
+    assert names(out.parent) == ["out"]
+    for name in names(tmp_path / "whole" / "out"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / "out" / name).read_bytes()
+
+
+def test_finished_work_is_recognised_and_tidied(tmp_path):
+    out = tmp_path / "out"
+    assert not finished(out, "k")
+    with start(out, key="k") as output:
+        fill(output)
+    (tmp_path / ".out.work").mkdir()  # as a kill right after the last rename leaves it
+    assert not finished(out, "other")
+    assert finished(out, "k")
+    assert names(tmp_path) == ["out"]
+    (out / "attar.json").write_text("{")
+    assert not finished(out, "k")
+
+
+def mount(place: Path, size: str) -> None:
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+    if done.returncode:
+        pytest.skip("may not mount a tmpfs here")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    try:
+        with pytest.raises(OutputError, match="no space left"), start(disk / "runs" / "out") as output:
+            fill(output)
+            (output.work / "scratch").write_bytes(b"x" * 600_000)
+            (output.folder / "more").write_bytes(b"x" * 600_000)
+        assert names(disk) == []
+        with pytest.raises(OutputError, match=r"2\.00 MB needed"), start(disk / "out", needed=2_000_000):
+            raise AssertionError("not reached")
+        assert names(disk) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_read_only_disk_is_refused_before_any_work(tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "1m")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        for out in (disk / "out", disk / "new" / "out"):
+            with pytest.raises(OutputError, match="cannot be written: Read-only file system"), start(out):
+                raise AssertionError("not reached")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_parent_that_is_a_file(make, tmp_path):
+    model = make()
+    with pytest.raises(OutputError, match="cannot be written"), start(model / "config.json" / "out"):
+        raise AssertionError("not reached")
+
+
+def test_command_lines_name_teachers(make):
+    student, teacher = open_checkpoint(make("student")), open_checkpoint(make("teacher"))
+    line = command_line("recover", {"top_k": 3, "keep": False}, 1, [(student, "weights"), (teacher, "signal")], Path("o"))
+    assert line == f"attar recover {student.path} -o o --teacher {teacher.path} --top-k 3 --no-keep --seed 1"

@@ -1,0 +1,142 @@
+"""The verb quantize, from folder to folder: what transformers loads, what the card says, what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from attar.checkpoint import open_checkpoint
+from attar.errors import ModelError, NumericsError, SettingsError
+from attar.models.load import load_model
+from attar.quantization.settings import QuantizeSettings
+from attar.quantization.stage import quantize
+from tests import tiny_models
+
+LINEAR_FAMILIES = [family for family in tiny_models.DECODERS if family != "gpt2"]
+SMALL = {"samples": 8, "sequence_length": 32, "batch_size": 4, "group_size": 32}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(family, **changes):
+        return tiny_models.save(tiny_models.build(family, **changes), tmp_path / family, dtype=torch.bfloat16)
+
+    return save
+
+
+@torch.no_grad()
+def logits(model):
+    tokens = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(5))
+    return model.eval()(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("family", LINEAR_FAMILIES)
+def test_transformers_gives_the_logits_of_our_decoded_weights(saved, tmp_path, family):
+    out = tmp_path / "out"
+    quantize(saved(family), out, QuantizeSettings(method="rtn", **SMALL))
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    assert torch.equal(logits(theirs), logits(load_model(out)))
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("group_size", [64, 32, 0])
+def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_size):
+    settings = QuantizeSettings(scheme=scheme, method=method, **{**SMALL, "group_size": group_size})
+    folder = saved("smollm", intermediate_size=128)
+    made = quantize(folder, tmp_path / "out", settings)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    ours = load_model(made)
+    assert torch.equal(logits(theirs), logits(ours))
+    far = (logits(ours).float() - logits(load_model(folder)).float()).norm() / logits(load_model(folder)).float().norm()
+    assert far < (0.5 if scheme == "W4A16" else 0.06)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_embedding_loads_and_shrinks(saved, tmp_path, tied):
+    folder = saved("llama3", tie_word_embeddings=tied)
+    made = quantize(folder, tmp_path / "out", QuantizeSettings(method="rtn", embedding_bits=8, **SMALL))
+    theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
+    assert torch.equal(logits(theirs), logits(load_model(made)))
+    assert made.tensors["model.embed_tokens.weight"].dtype == "I8"
+    assert ("lm_head.weight" in made.tensors) != tied
+
+
+def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_path):
+    folder = saved("llama3")
+    close = {}
+    for method in ("rtn", "gptq"):
+        made = quantize(folder, tmp_path / method, QuantizeSettings(method=method, **{**SMALL, "samples": 64}))
+        close[method] = (logits(load_model(made)).float() - logits(load_model(folder)).float()).norm()
+    rows = made.card.details["layers"]
+    assert len(rows) == 7 * 3
+    assert all(row["error"] < row["rtn_error"] for row in rows)
+
+
+def test_conv1d_is_packed_for_attar_and_refused_by_name_elsewhere(saved, tmp_path):
+    folder = saved("gpt2")
+    made = quantize(folder, tmp_path / "out", QuantizeSettings(scheme="W8A16", method="gptq", **SMALL))
+    far = (logits(load_model(made)).float() - logits(load_model(folder)).float()).abs().max()
+    assert 0 < far < 0.2
+    assert made.nbytes < 0.8 * open_checkpoint(folder).nbytes
+    with pytest.raises(Exception, match="attar-transposed"):
+        AutoModelForCausalLM.from_pretrained(made.path)
+
+
+def test_the_same_call_gives_the_same_bytes_and_leaves_the_input_alone(saved, tmp_path):
+    folder = saved("llama3")
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for name in ("a", "b"):
+        quantize(folder, tmp_path / name, QuantizeSettings(method="gptq", **SMALL))
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "llama3"]
+
+
+def test_ignored_modules_stay_dense(saved, tmp_path):
+    made = quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL))
+    assert "model.layers.0.self_attn.q_proj.weight" in made.tensors
+    assert "model.layers.1.mlp.down_proj.weight" in made.tensors
+    assert "model.layers.1.mlp.up_proj.weight_packed" in made.tensors
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)), logits(load_model(made)))
+
+
+def test_group_size_that_does_not_divide_names_layer_and_mend(saved, tmp_path):
+    with pytest.raises(SettingsError, match=r"down_proj has 96 .* 32 or 16 fits") as raised:
+        quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", group_size=64))
+    assert raised.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantizing_twice_is_refused(saved, tmp_path):
+    quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+    with pytest.raises(ModelError, match="quantized already"):
+        quantize(tmp_path / "out", tmp_path / "again", QuantizeSettings(method="rtn", **SMALL))
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_nan_weights_are_named_and_nothing_is_left(saved, tmp_path, method):
+    folder = saved("llama3")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NumericsError, match=r"layers.1.mlp.up_proj.weight"):
+        quantize(folder, tmp_path / "out", QuantizeSettings(method=method, **SMALL))
+    assert [path.name for path in tmp_path.iterdir()] == ["llama3"]
+
+
+def test_config_is_what_the_format_says(saved, tmp_path):
+    made = quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+    config = json.loads((made.path / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized"
+    assert config["ignore"] == ["lm_head"]
+    assert config["config_groups"]["group_0"]["weights"] == {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
+    }  # fmt: skip
+    from compressed_tensors.quantization import QuantizationConfig
+
+    QuantizationConfig.model_validate(config)

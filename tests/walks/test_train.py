@@ -1,0 +1,182 @@
+"""The train walk: learns, resumes to the same bytes, stops early, and says what to try when it diverges."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from attar.data.batches import Batches
+from attar.errors import NumericsError
+from attar.walks import optimizers
+from attar.walks.settings import TrainSettings
+from attar.walks.train import train
+
+SETTINGS = TrainSettings(
+    steps=12, batch_size=2, sequence_length=8, learning_rate=1e-2, checkpoint_every=4, evaluate_every=3, precision="fp32"
+)
+ROWS = torch.randint(0, 16, (10, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Toy(nn.Module):
+    """An embedding, a hidden matrix with dropout, a head: one parameter of each kind the optimizers tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(16, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, tokens):
+        return self.head(self.drop(torch.tanh(self.hidden(self.embedding(tokens)))))
+
+
+def loss(model, tokens):
+    return nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Killed(BaseException):
+    """Stands for a process that dies between two steps."""
+
+
+def dying(step):
+    calls = 0
+
+    def deadly(model, tokens):
+        nonlocal calls
+        calls += 1
+        if calls > step:
+            raise Killed
+        return loss(model, tokens)
+
+    return deadly
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("died_at", [2, 5, 8, 11])
+def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, optimizer, died_at):
+    settings = replace(SETTINGS, optimizer=optimizer)
+    whole = Toy()
+    history = train(whole, loss, ROWS, settings, work=tmp_path / "whole", held_out=lambda m: float(loss(m, ROWS)))
+    with pytest.raises(Killed):
+        train(Toy(), dying(died_at), ROWS, settings, work=tmp_path / "cut", held_out=lambda m: float(loss(m, ROWS)))
+    torch.manual_seed(99)  # another process has another generator
+    resumed = Toy()
+    if died_at > SETTINGS.checkpoint_every:
+        nn.init.zeros_(resumed.hidden.weight)  # whatever is there must be replaced by the saved state
+    again = train(resumed, loss, ROWS, settings, work=tmp_path / "cut", held_out=lambda m: float(loss(m, ROWS)))
+    for name, value in state(whole).items():
+        assert torch.equal(value, state(resumed)[name]), name
+    assert again == history
+
+
+def test_learns_and_reports_a_curve(tmp_path):
+    model = Toy()
+    rows = (torch.arange(10)[:, None] + 3 * torch.arange(8)) % 16  # each token tells the next
+    before = float(loss(model, rows).detach())
+    history = train(model, loss, rows, replace(SETTINGS, steps=200), held_out=lambda m: float(loss(m, rows)))
+    assert float(loss(model.eval(), rows).detach()) < 0.5 * before
+    assert history.step == 200 and history.tokens == 200 * 16
+    assert [row["step"] for row in history.curve if "held_out" in row][-1] == 200
+    assert history.curve[-1]["step"] == 200
+
+
+def test_accumulation_equals_a_larger_batch():
+    plain, added = Toy().eval(), Toy().eval()
+    plain.drop.p = added.drop.p = 0.0
+    train(plain, loss, ROWS, replace(SETTINGS, batch_size=4, steps=3))
+    train(added, loss, ROWS, replace(SETTINGS, batch_size=2, accumulate=2, steps=3))
+    for a, b in zip(plain.parameters(), added.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_stops_early_and_keeps_the_best_weights(tmp_path):
+    losses = iter([3.0, 2.0, 2.5, 2.6, 2.7])
+    seen = []
+
+    def held_out(model):
+        seen.append(model.hidden.weight.detach().clone())
+        return next(losses)
+
+    model = Toy()
+    settings = replace(SETTINGS, steps=100, evaluate_every=3, patience=2)
+    history = train(model, loss, ROWS, settings, work=tmp_path, held_out=held_out)
+    assert history.stopped and history.step == 12 and history.best == 2.0
+    assert torch.equal(model.hidden.weight, seen[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_divergence_says_what_to_try(bad):
+    with pytest.raises(NumericsError, match="step 1") as raised:
+        train(Toy(), lambda m, t: loss(m, t) * bad, ROWS, SETTINGS)
+    assert "--learning-rate" in raised.value.hint
+
+
+def test_gradient_overflow_is_found_even_when_the_loss_is_finite():
+    class Cliff(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * float("inf")
+
+    with pytest.raises(NumericsError, match="gradient"):
+        train(Toy(), lambda m, t: Cliff.apply(loss(m, t)), ROWS, SETTINGS)
+
+
+def test_bf16_arithmetic_keeps_float32_weights():
+    model = Toy()
+    seen = []
+
+    def spy(m, tokens):
+        seen.append(m(tokens).dtype)
+        return loss(m, tokens)
+
+    train(model, spy, ROWS, replace(SETTINGS, precision="bf16", steps=2))
+    assert seen[0] == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_frozen_parameters_stay():
+    model = Toy()
+    model.embedding.weight.requires_grad_(False)
+    before = model.embedding.weight.clone()
+    train(model, loss, ROWS, replace(SETTINGS, steps=3))
+    assert torch.equal(before, model.embedding.weight)
+
+
+def test_every_parameter_has_one_optimizer():
+    model = Toy()
+    for name in ("adamw", "muon"):
+        built = optimizers.build(model, replace(SETTINGS, optimizer=name))
+        owned = [id(p) for optimizer in built for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(owned) == sorted(id(p) for p in model.parameters())
+    hidden, matrices, rest = optimizers.split(model)
+    assert [p.shape for p in hidden] == [(8, 8)] and len(matrices) == 2 and len(rest) == 1
+
+
+def test_schedule_warms_up_peaks_and_decays():
+    settings = TrainSettings(steps=100, warmup=0.1, final=0.1, learning_rate=1.0)
+    rates = [optimizers.rate(step, settings) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0 and rates[99] == pytest.approx(0.1)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert optimizers.rate(0, TrainSettings(steps=1, warmup=0.0)) == TrainSettings().learning_rate
+
+
+def test_batches_are_a_function_of_their_number():
+    batches = Batches(torch.arange(7)[:, None], 3, seed=1)
+    straight = torch.cat([batches[i].flatten() for i in range(14)])
+    assert all(sorted(straight[e * 7 : e * 7 + 7].tolist()) == list(range(7)) for e in range(6))
+    assert not torch.equal(straight[:7], straight[7:14])
+    assert torch.equal(batches[9], Batches(torch.arange(7)[:, None], 3, seed=1)[9])
