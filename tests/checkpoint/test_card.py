@@ -9,7 +9,9 @@ import torch
 from attar.checkpoint.card import Card, Parent, plain, versions
 from attar.errors import CheckpointError
 
-ROOT = Parent(role="weights", name="org/base@main", stage="original", fingerprint="f0", licence={"ids": ["mit"]})
+ROOT = Parent(
+    role="weights", name="org/base@main", stage="original", fingerprint="f0", licence={"ids": ["mit"]}
+)
 TEACHER = Parent(role="signal", name="teacher", stage="original", licence={"ids": ["gemma"]})
 CARD = Card(
     name="small",
@@ -83,7 +85,14 @@ def test_a_parent_keeps_its_own_parents_and_a_root_its_licence():
 
 
 def test_plain_values():
-    value = {"p": Path("/x"), 1: (1, 2), "t": torch.tensor([1.5]), "n": float("nan"), "d": torch.float16, "b": True}
+    value = {
+        "p": Path("/x"),
+        1: (1, 2),
+        "t": torch.tensor([1.5]),
+        "n": float("nan"),
+        "d": torch.float16,
+        "b": True,
+    }
     assert plain(value) == {"p": "/x", "1": [1, 2], "t": [1.5], "n": None, "d": "torch.float16", "b": True}
     assert plain(ROOT)["name"] == "org/base@main"
 

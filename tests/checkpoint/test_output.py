@@ -154,7 +154,10 @@ def test_an_existing_output_needs_force_and_keeps_interrupted_work(tmp_path):
 def test_an_input_may_be_replaced_but_not_its_parent_folder(make, tmp_path):
     model = make("outer/model")
     (tmp_path / "outer" / "config.json").write_text("{}")
-    with pytest.raises(OutputError, match="contains the input model"), start(tmp_path / "outer", model, force=True):
+    with (
+        pytest.raises(OutputError, match="contains the input model"),
+        start(tmp_path / "outer", model, force=True),
+    ):
         raise AssertionError("not reached")
     with start(model, model, force=True) as output:
         fill(output)
@@ -285,5 +288,7 @@ def test_a_parent_that_is_a_file(make, tmp_path):
 
 def test_command_lines_name_teachers(make):
     student, teacher = open_checkpoint(make("student")), open_checkpoint(make("teacher"))
-    line = command_line("recover", {"top_k": 3, "keep": False}, 1, [(student, "weights"), (teacher, "signal")], Path("o"))
+    line = command_line(
+        "recover", {"top_k": 3, "keep": False}, 1, [(student, "weights"), (teacher, "signal")], Path("o")
+    )
     assert line == f"attar recover {student.path} -o o --teacher {teacher.path} --top-k 3 --no-keep --seed 1"

@@ -69,8 +69,21 @@ def test_the_hub_is_asked_for_what_is_needed(make, monkeypatch):
 def test_patterns_leave_pickles_and_code_out():
     from huggingface_hub.utils import filter_repo_objects
 
-    names = ["model.safetensors", "config.json", "LICENSE", "README.md", "tokenizer.model", "chat_template.jinja"]
-    bad = ["pytorch_model.bin", "modeling_x.py", "onnx/model.onnx", "consolidated.safetensors", "original/x.json"]
+    names = [
+        "model.safetensors",
+        "config.json",
+        "LICENSE",
+        "README.md",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ]
+    bad = [
+        "pytorch_model.bin",
+        "modeling_x.py",
+        "onnx/model.onnx",
+        "consolidated.safetensors",
+        "original/x.json",
+    ]
     assert list(filter_repo_objects(names + bad, allow_patterns=WANTED, ignore_patterns=UNWANTED)) == names
 
 

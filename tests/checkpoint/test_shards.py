@@ -225,7 +225,9 @@ def test_kill_9_before_any_system_call(tmp_path):
     draw = random.Random(7)
     for kill in (draw.randint(2, 12), draw.randint(12, 40), draw.randint(5, 30), 10**9):
         run = subprocess.run(
-            [sys.executable, "-c", KILLED, tmp_path, str(kill), Path(__file__).parent], capture_output=True, text=True
+            [sys.executable, "-c", KILLED, tmp_path, str(kill), Path(__file__).parent],
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == (0 if kill == 10**9 else -signal.SIGKILL), run.stderr
     assert contents(tmp_path / "out") == contents(whole)

@@ -85,7 +85,7 @@ def count(checkpoint: Checkpoint) -> Count:
     quantization = checkpoint.config.get("quantization_config")
     codes = _code_counter(checkpoint, quantization) if isinstance(quantization, dict) else None
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    embedded = any(part_of(name) == "embedding" for name in checkpoint.tensors)
+    embeddings = [info.shape for name, info in checkpoint.tensors.items() if part_of(name) == "embedding"]
     sums = {part: [0, 0] for part in PARTS}
     packed = [0, 0, 0]
     for name, info in checkpoint.tensors.items():
@@ -95,7 +95,7 @@ def count(checkpoint: Checkpoint) -> Count:
         numbers = 0 if beside else math.prod(info.shape) if found is None else found
         if found is not None or (beside and not name.endswith("weight_shape")):
             packed = [packed[0] + (found is not None), packed[1] + numbers, packed[2] + info.nbytes]
-        if part == "head" and tied and embedded and name.endswith("weight"):
+        if part == "head" and tied and info.shape in embeddings:
             numbers = 0
         sums[part] = [sums[part][0] + numbers, sums[part][1] + info.nbytes]
     parts = tuple(Part(part, *sums[part]) for part in PARTS if sums[part][1])

@@ -158,8 +158,7 @@ def dense_tensor(checkpoint: Any, name: str) -> Tensor | None:
     if leaf in (SCALE, SHAPE, ZERO):
         return None
     if leaf == PACKED:
-        found = {part: f"{base}.{part}" for part in (TRANSPOSED = "attar-transposed"
-PACKED, SCALE, SHAPE, ZERO) if f"{base}.{part}" in checkpoint.tensors}
+        found = {part: f"{base}.{part}" for part in (PACKED, SCALE, SHAPE, ZERO) if f"{base}.{part}" in checkpoint.tensors}
         for part in (SCALE, SHAPE):
             if part not in found:
                 raise CheckpointError(f"{checkpoint.path}: {base}.{part} is missing", hint="the packed checkpoint is incomplete")

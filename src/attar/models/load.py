@@ -145,12 +145,12 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    cast: dict[int, torch.Tensor] = {}  # tied weights must stay one tensor, or both would be written
+    cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, to be written once
     state = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor = cast.setdefault(tensor.data_ptr(), tensor.to(dtype))
+            tensor = cast.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype))
         state[name] = tensor
     before = (model.config.dtype, model.config.architectures)
     with quiet():
