@@ -32,10 +32,10 @@ VOCABULARY = 2048
 CONTEXT = 2048
 SEED = 0
 LONG = TrainSettings(
-    steps=4400, batch_size=8, sequence_length=512, learning_rate=3e-3, optimizer="muon", warmup=0.02, final=0.05,
+    steps=3600, batch_size=8, sequence_length=512, learning_rate=3e-3, optimizer="muon", warmup=0.02, final=0.05,
     weight_decay=0.1, evaluate_every=400, checkpoint_every=100, seed=SEED,
 )  # fmt: skip
-WIDE = replace(LONG, steps=350, batch_size=2, sequence_length=CONTEXT, learning_rate=3e-4, evaluate_every=175, seed=SEED + 1)
+WIDE = replace(LONG, steps=300, batch_size=2, sequence_length=CONTEXT, learning_rate=3e-4, evaluate_every=150, seed=SEED + 1)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -1,5 +1,6 @@
 """Tiny models of every family, built from their configs with random weights, for the tests of all rooms.
 
+    from tests import tiny_models
     model = tiny_models.build("qwen2")                       seeded, float32, evaluation mode
     folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer beside it
     rows = tiny_models.tokens(model, batch=2, length=12)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_files import CONFIG, llama_tensors
 from safetensors.torch import save_file
+
+from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +22,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Path]:
-    """``make(name="model", config=..., tensors=..., **files)``: a model folder; a file is text or a JSON object."""
+    """``make(name, config=..., tensors=..., files=...)``: a model folder; a file is text or a JSON object."""
 
     def make(
         name: str = "model",

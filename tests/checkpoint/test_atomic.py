@@ -139,9 +139,15 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_the_root_is_no_output():
-    with pytest.raises(OutputError, match="cannot be an output"), atomic.folder(Path("/")):
-        raise AssertionError("not reached")
+def test_impossible_outputs(tmp_path):
+    (tmp_path / "file").write_text("words")
+    for out, message in (
+        (Path("/"), "cannot be an output"),
+        (tmp_path / ("x" * 250), "name is too long"),
+        (tmp_path / "file" / "deep" / "out", "file is a file"),
+    ):
+        with pytest.raises(OutputError, match=message), atomic.folder(out):
+            raise AssertionError("not reached")
 
 
 def test_a_symbolic_link_is_followed(tmp_path):
@@ -156,8 +162,8 @@ def test_a_symbolic_link_is_followed(tmp_path):
     ("error", "message"),
     [
         (OSError(errno.ENOSPC, "full"), "no space left"),
-        (OSError(errno.EROFS, "Read-only file system", "/ro/x"), "/ro/x: cannot be written: Read-only"),
-        (PermissionError(errno.EACCES, "Permission denied", "/no"), "/no: cannot be written: Permission"),
+        (OSError(errno.EROFS, "Read-only file system", "/ro/x"), "/ro/x: read-only file system"),
+        (PermissionError(errno.EACCES, "Permission denied", "/no"), "/no: permission denied"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0"), "no space left"),
         (ValueError("I/O error: No space left on device (os error 28)"), "no space left"),
         (ValueError("Read-only file system (os error 30)"), "read-only"),
@@ -169,7 +175,7 @@ def test_system_errors_are_explained(error, message):
 
 
 def test_other_errors_pass():
-    for error in (FileNotFoundError(errno.ENOENT, "x"), RuntimeError("x"), CheckpointError("No space left")):
+    for error in (FileExistsError(errno.EEXIST, "x"), RuntimeError("x"), CheckpointError("No space left")):
         with pytest.raises(type(error)) as caught, atomic.explain_os_errors(Path("/some/out")):
             raise error
         assert caught.value is error
@@ -207,6 +213,6 @@ def test_a_full_disk(small_disk):
 
 def test_a_read_only_disk(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    with pytest.raises(OutputError, match="cannot be written"), atomic.folder(small_disk / "out"):
+    with pytest.raises(OutputError, match="read-only file system"), atomic.folder(small_disk / "out"):
         raise AssertionError("not reached")
     assert names(small_disk) == []

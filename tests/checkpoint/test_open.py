@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import CONFIG, llama_tensors
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from attar.checkpoint import check_finite, open_checkpoint
 from attar.checkpoint.tensors import TORCH
 from attar.errors import CheckpointError, NumericsError
+from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
 
 
 def test_tensors_come_back_with_their_bits(make):
@@ -226,7 +228,10 @@ def test_a_pass_needs_the_memory_of_one_tensor(make):
 
 
 def test_opening_needs_no_torch(make):
-    code = "import sys; from attar.checkpoint import open_checkpoint as o; o(sys.argv[1]); print('torch' in sys.modules)"
+    code = (
+        "import sys; from attar.checkpoint import open_checkpoint as o; o(sys.argv[1]); "
+        "print('torch' in sys.modules)"
+    )
     run = subprocess.run([sys.executable, "-c", code, make()], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
 
@@ -278,3 +283,24 @@ def test_a_header_of_absurd_length(make):
     write_raw(folder / "model.safetensors", {}, length=2**62)
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         open_checkpoint(folder)
+
+
+def test_a_flipped_byte_in_the_header_is_refused_or_harmless(make):
+    """What we accept, the reference implementation accepts; the rest gets a CheckpointError."""
+    folder = make(tensors={"a": torch.ones(3), "b": torch.ones(2, 2).half()})
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header = 8 + struct.unpack("<Q", whole[:8])[0]
+    draw, refused = random.Random(0), 0
+    for _ in range(400):
+        damaged = bytearray(whole)
+        damaged[draw.randrange(header)] = draw.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            tensors = open_checkpoint(folder).tensors
+        except CheckpointError:
+            refused += 1
+            continue
+        with safe_open(path, "pt") as file:
+            assert sorted(file.keys()) == sorted(tensors)
+    assert 100 < refused < 400

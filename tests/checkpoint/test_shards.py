@@ -3,20 +3,19 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import llama_tensors
 from safetensors.torch import load_file
 
 from attar.checkpoint import ShardWriter, write_checkpoint_tensors
 from attar.checkpoint.headers import read_header
 from attar.checkpoint.shards import slot
 from attar.errors import OutputError
+from tests.checkpoint.checkpoint_files import llama_tensors
 
 
 def layout_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -184,55 +183,6 @@ def test_a_finished_shard_of_the_wrong_size_is_written_again(tmp_path):
     assert set(again.missing()) < set(tensors)
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import torch
-sys.path.insert(0, sys.argv[3])
-from checkpoint_files import llama_tensors
-from attar.checkpoint import ShardWriter
-from attar.checkpoint.shards import slot
-
-calls = int(sys.argv[2])
-def counted(function):
-    def call(*arguments, **options):
-        global calls
-        calls -= 1
-        if calls == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-    return call
-for name in ("pwrite", "fsync", "rename", "replace", "link", "unlink", "posix_fallocate"):
-    setattr(os, name, counted(getattr(os, name)))
-tensors = llama_tensors()
-folder = Path(sys.argv[1])
-layout = [slot(*item) for item in tensors.items()]
-writer = ShardWriter(folder / "out", layout, max_shard_bytes=700, work=folder / "work")
-for name in writer.missing():
-    writer.add(name, tensors[name])
-writer.finish()
-print("finished")
-"""
-
-
-def test_kill_9_before_any_system_call(tmp_path):
-    """Three kills at drawn places of the writing, then a run to the end: the bytes of an undisturbed run."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    write_checkpoint_tensors(whole, llama_tensors(), max_shard_bytes=700)
-    for name in ("out", "work"):
-        (tmp_path / name).mkdir()
-    draw = random.Random(7)
-    for kill in (draw.randint(2, 12), draw.randint(12, 40), draw.randint(5, 30), 10**9):
-        run = subprocess.run(
-            [sys.executable, "-c", KILLED, tmp_path, str(kill), Path(__file__).parent],
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == (0 if kill == 10**9 else -signal.SIGKILL), run.stderr
-    assert contents(tmp_path / "out") == contents(whole)
-
-
 MEMORY = """
 import resource, sys
 from pathlib import Path
@@ -241,7 +191,8 @@ from attar.checkpoint import ShardWriter
 torch.ones(2_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 names = [f"t{i}" for i in range(24)]
-writer = ShardWriter(Path(sys.argv[1]), [(name, "F32", (2_000_000,)) for name in names], max_shard_bytes=64_000_000)
+layout = [(name, "F32", (2_000_000,)) for name in names]
+writer = ShardWriter(Path(sys.argv[1]), layout, max_shard_bytes=64_000_000)
 for name in names:
     writer.add(name, torch.ones(2_000_000))
 writer.finish()

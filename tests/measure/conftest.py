@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_run import fake_run, write_fake_run
-from measure_models import llama, words
 
 from attar.measure.run_folder import Run, run_from_dict
 from attar.measure.subject import Subject
+from tests.measure.fake_run import fake_run, write_fake_run
+from tests.measure.measure_models import llama, words
 
 
 @pytest.fixture(scope="session")

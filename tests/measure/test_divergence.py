@@ -21,7 +21,8 @@ def brute_force(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
     """The definition, term by term in Python floats."""
     out = []
     for p_row, q_row in zip(p_logits.double().tolist(), q_logits.double().tolist(), strict=True):
-        p, q = ([math.exp(x - max(row)) for x in row] for row in (p_row, q_row))
+        most = max(p_row), max(q_row)
+        p, q = ([math.exp(x - top) for x in row] for row, top in zip((p_row, q_row), most, strict=True))
         P, Q = sum(p), sum(q)
         out.append(sum(a / P * math.log(a / P / (b / Q)) for a, b in zip(p, q, strict=True) if a > 0))
     return torch.tensor(out, dtype=torch.float64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from torch import nn
@@ -12,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
+from tests import tiny_models
 
 # blocks, embedding, positions, final norm, head; tied; (heads, KV heads, head width); neurons; gated
 LLAMA_LIKE = ("model.layers", "model.embed_tokens", None, "model.norm", "lm_head")
@@ -67,7 +67,8 @@ def test_parts_are_where_they_are(family, model):
     attention, mlp = anatomy.blocks[1].attention, anatomy.blocks[1].mlp
     found = (
         anatomy.blocks_name, anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head,
-        anatomy.tied, (attention.heads, attention.kv_heads, attention.head_dim), mlp.neurons, mlp.gate is not None,
+        anatomy.tied, (attention.heads, attention.kv_heads, attention.head_dim),
+        mlp.neurons, mlp.gate is not None,
     )  # fmt: skip
     assert found == WANTED[family]
     assert anatomy.causal == (family not in tiny_models.ENCODERS)
@@ -115,7 +116,7 @@ def weight_rows(model, part, rows):
 
 
 def test_groups_are_the_heads(family):
-    """Without its values a head adds nothing; behind silenced columns of o its q, k and v no longer matter."""
+    """A head without values adds nothing; behind silenced columns of o its q, k and v do not matter."""
     reference = tiny_models.build(family)
     rows, block = tiny_models.tokens(reference), 1
     whole = tiny_models.logits(reference, rows)
@@ -181,6 +182,27 @@ def test_bare_models_have_no_head():
     assert anatomy.head is None and not anatomy.tied and anatomy.blocks_name == "encoder.layer"
     anatomy = discover(transformers.LlamaModel(tiny_models.config("llama3")))
     assert anatomy.head is None and anatomy.final_norm == "norm" and anatomy.blocks_name == "layers"
+
+
+def test_text_part_of_a_multimodal_model():
+    """The vision tower has as many layers of the same kind of parts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.Gemma3Config(
+        text_config={**tiny_models.config("gemma3").to_dict()},
+        vision_config={**sizes, "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4,
+    )
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    anatomy = discover(empty_model(config))
+    assert anatomy.blocks_name == "model.language_model.layers"
+    assert anatomy.blocks[0].mlp.neurons == 96 and anatomy.family == "gemma3_text"
+
+
+@pytest.mark.parametrize(("family", "causal"), [("Bloom", True), ("DebertaV2", False), ("MPNet", False)])
+def test_direction_of_attention_where_modules_do_not_say_it(family, causal):
+    config = getattr(transformers, f"{family}Config")(vocab_size=64, num_hidden_layers=1)
+    config.architectures = [f"{family}{'ForCausalLM' if causal else 'ForMaskedLM'}"]
+    assert discover(empty_model(config)).causal is causal
 
 
 def rename(model, block, old, new):

@@ -6,7 +6,6 @@ import json
 import shutil
 
 import pytest
-import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import AttarError, CheckpointError, ModelError, NumericsError, SettingsError
 from attar.models.load import empty_model, load_model, load_tokenizer, quiet, save_model
+from tests import tiny_models
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +72,12 @@ def test_empty_models_lack_nothing_but_weights(family, tmp_path):
     empty.load_state_dict(model.state_dict(), assign=True)
     rows = tiny_models.tokens(model)
     assert torch.equal(tiny_models.logits(empty, rows), tiny_models.logits(model, rows))
+
+
+def test_empty_models_take_no_memory():
+    """Neither the embedding (300 GB) nor a layer is ever made."""
+    empty = empty_model(tiny_models.config("llama3", vocab_size=10_000_000, hidden_size=8192, head_dim=1024))
+    assert empty.model.embed_tokens.weight.shape == (10_000_000, 8192)
 
 
 def test_dtypes(saved, tmp_path, original):

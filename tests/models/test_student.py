@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
 
 from attar.errors import ModelError
 from attar.models.student import spread, student_by_depth
+from tests import tiny_models
 
 
 def test_student_has_the_teachers_layers():

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import recipe_fakes
+
 from attar.recipe import stages
 from attar.recipe.run import RunResult, run_recipe
 from attar.recipe.schema import Recipe, parse_recipe
+from tests.recipe import recipe_fakes
 
 
 @pytest.fixture
@@ -19,9 +20,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(stages, "STAGES", recipe_fakes.STAGES)
     for module in ("schema", "plan", "run"):
         monkeypatch.setattr(f"attar.recipe.{module}.STAGES", recipe_fakes.STAGES)
-    monkeypatch.setattr("attar.recipe.schema.EVALUATE_SETTINGS", "recipe_fakes:MeasureSettings")
-    monkeypatch.setattr("attar.recipe.plan.EVALUATE_VERSION", "recipe_fakes:VERSION")
+    monkeypatch.setattr("attar.recipe.schema.EVALUATE_SETTINGS", "tests.recipe.recipe_fakes:MeasureSettings")
+    monkeypatch.setattr("attar.recipe.plan.EVALUATE_VERSION", "tests.recipe.recipe_fakes:VERSION")
     monkeypatch.setattr("attar.recipe.plan.multiply_rate", lambda: 1e9)
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # nobody pulls the plug on a test
+    monkeypatch.setattr("gc.collect", lambda: 0)  # nothing here is large
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     recipe_fakes.CALLS.clear()
     recipe_fakes.FAULTS.clear()

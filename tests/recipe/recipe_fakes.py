@@ -1,6 +1,6 @@
 """Stand-ins for stages and measurements: real checkpoints, receipts and keys, work that takes no time.
 
-The stage functions write through :func:`attar.checkpoint.produce`, so work folders, cards and atomic renames are real.
+The stage functions write through :func:`attar.checkpoint.produce`: work folders, cards and renames are real.
 ``CALLS`` notes who was called; ``FAULTS`` makes the next call of a stage fail where it says.
 """
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
+
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.errors import SettingsError
 from attar.recipe.run import Tools
 from attar.recipe.stages import Stage
-from safetensors.numpy import load_file, save_file
 
 VERSION = 1
 CALLS: list[str] = []
@@ -60,9 +61,15 @@ class MeasureSettings:
 
 
 def add(
-    model: Any, out: Path, settings: AddSettings, *, progress: Any, force: bool = False, key: str | None = None,
+    model: Any,
+    out: Path,
+    settings: AddSettings,
+    *,
+    progress: Any,
+    force: bool = False,
+    key: str | None = None,
     teacher: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Add ``amount`` to every weight, in ``steps`` steps that can be resumed."""
     source = open_checkpoint(model)
     name = "learn" if teacher is not None else "add"
@@ -81,7 +88,9 @@ def add(
             if out.name in FAULTS:
                 raise FAULTS.pop(out.name)
         tensors = load_file(source.weight_files[0])
-        changed = {key: value + np.float32(settings.amount * settings.steps) for key, value in tensors.items()}
+        changed = {
+            key: value + np.float32(settings.amount * settings.steps) for key, value in tensors.items()
+        }
         save_file(changed, output.folder / "model.safetensors", metadata={"format": "pt"})
         (output.folder / "config.json").write_text(json.dumps(CONFIG))
         output.details["note"] = f"added {settings.amount}"
@@ -103,7 +112,13 @@ class FakeMeasurements:
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON values, with one number that is not finite."""
-        return {"perplexity": self.mean, "kl_mean": 0.5, "top1_agreement": 0.9, "bytes": 100.0, "kl_p99": float("inf")}
+        return {
+            "perplexity": self.mean,
+            "kl_mean": 0.5,
+            "top1_agreement": 0.9,
+            "bytes": 100.0,
+            "kl_p99": float("inf"),
+        }
 
 
 def make_reference(model: Any, settings: MeasureSettings, *, progress: Any) -> FakeReference:
@@ -112,7 +127,9 @@ def make_reference(model: Any, settings: MeasureSettings, *, progress: Any) -> F
     return FakeReference()
 
 
-def evaluate(model: Any, settings: MeasureSettings, *, reference: FakeReference, progress: Any) -> FakeMeasurements:
+def evaluate(
+    model: Any, settings: MeasureSettings, *, reference: FakeReference, progress: Any
+) -> FakeMeasurements:
     """The mean weight stands for the perplexity."""
     assert isinstance(reference, FakeReference)
     name = Path(model).name
@@ -136,16 +153,17 @@ def nothing() -> int:
     return 7
 
 
+HERE = "tests.recipe.recipe_fakes"
 TOOLS = Tools(
-    evaluate="recipe_fakes:evaluate",
-    make_reference="recipe_fakes:make_reference",
-    report="recipe_fakes:report",
-    reset_peak="recipe_fakes:nothing",
-    peak="recipe_fakes:nothing",
+    evaluate=f"{HERE}:evaluate",
+    make_reference=f"{HERE}:make_reference",
+    report=f"{HERE}:report",
+    reset_peak=f"{HERE}:nothing",
+    peak=f"{HERE}:nothing",
 )
 STAGES = {
-    "prune": Stage("prune", "Add.", "recipe_fakes:AddSettings", "recipe_fakes:add", "attar prune x -o y"),
-    "recover": Stage("recover", "Learn.", "recipe_fakes:AddSettings", "recipe_fakes:add", "...", teacher=True),
+    "prune": Stage("prune", "Add.", f"{HERE}:AddSettings", f"{HERE}:add", "attar prune x -o y"),
+    "recover": Stage("recover", "Learn.", f"{HERE}:AddSettings", f"{HERE}:add", "...", teacher=True),
 }
 
 
@@ -153,7 +171,9 @@ def make_model(folder: Path, value: float = 1.0) -> Path:
     """A checkpoint of a few hundred weights, all of them ``value``."""
     folder.mkdir(parents=True)
     names = ["model.embed_tokens.weight"]
-    names += [f"model.layers.{n}.{part}.weight" for n in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    names += [
+        f"model.layers.{n}.{part}.weight" for n in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")
+    ]
     tensors = {name: np.full((32 if "embed" in name else 8, 8), value, dtype=np.float32) for name in names}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG))

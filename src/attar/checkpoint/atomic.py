@@ -19,6 +19,7 @@ from attar.checkpoint.units import bytes_text
 from attar.errors import AttarError, OutputError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST_NAME = 240  # file systems allow 255 bytes, and .NAME.partial must fit
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # torch and the Rust libraries wrap the system's error into their own; the text is all that is left of it.
 _FULL_TEXTS = ("No space left on device", "os error 28", "PytorchStreamWriter failed", "unexpected pos")
@@ -84,11 +85,16 @@ def target(out: Path) -> Path:
     """The absolute path of an output folder, symbolic links followed.
 
     Raises:
-        OutputError: it is the root of the file system.
+        OutputError: no folder can have this path.
     """
     final = Path(os.path.realpath(os.path.expanduser(out)))  # noqa: PTH111 (never raises)
     if not final.name:
         raise OutputError(f"{out}: cannot be an output folder", hint="give the name of a new folder")
+    if len(os.fsencode(final.name)) > _LONGEST_NAME:
+        raise OutputError(f"{out}: the name is too long", hint=f"at most {_LONGEST_NAME} bytes")
+    parent = next(parent for parent in final.parents if parent.exists())
+    if not parent.is_dir():
+        raise OutputError(f"{out}: {parent} is a file", hint="choose another output folder")
     return final
 
 
@@ -140,15 +146,13 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
             raise _full(path, needed) from error
         if error.errno in _REFUSED:
             raise _refused(Path(error.filename or path), error.strerror or "refused") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG):
-            raise _refused(Path(error.filename or path), error.strerror or "refused") from error
         raise
     except Exception as error:
         text = str(error)
         if any(sign in text for sign in _FULL_TEXTS):
             raise _full(path, needed) from error
         if any(sign in text for sign in _REFUSED_TEXTS):
-            raise _refused(path, "read-only or not permitted") from error
+            raise _refused(path, "read-only, or not permitted") from error
         raise
 
 
@@ -233,4 +237,4 @@ def _full(path: Path, needed: int | None) -> OutputError:
 
 
 def _refused(path: Path, why: str) -> OutputError:
-    return OutputError(f"{path}: cannot be written: {why}", hint="choose a folder you may write to")
+    return OutputError(f"{path}: {why[:1].lower()}{why[1:]}", hint="choose a folder you may write to")

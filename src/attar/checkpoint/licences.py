@@ -85,13 +85,13 @@ def duties(lineage: Sequence[Parent]) -> Duties:
         lineage: the direct parents of a checkpoint, each with its own ancestors.
     """
     roots = list(_roots(lineage, "weights"))
-    family = [known for role, root in roots if role == "weights" for known in _ids(root)]
+    family = [known for role, root in roots if role == "weights" for known in licence_ids(root)]
     sources: list[Source] = []
     words: list[str] = []
     display: list[str] = []
     prefixes: list[str] = []
     for role, root in roots:
-        for known in _ids(root):
+        for known in licence_ids(root):
             entry = entries().get(known)
             status, asked = _effect(entry, role, family) if entry else (UNKNOWN, [_find_out(root.name)])
             sources.append(_source(known, entry or {}, role, root.name, status))
@@ -146,7 +146,7 @@ def _roots(lineage: Sequence[Parent], role: str) -> Iterator[tuple[str, Parent]]
             yield along, parent
 
 
-def _ids(root: Parent) -> list[str]:
+def licence_ids(root: Parent) -> list[str]:
     """Licence ids of a root; a card written by hand may hold a single ``id``."""
     ids = root.licence.get("ids") or [root.licence.get("id") or UNKNOWN]
     return [str(known) for known in ids]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attar.checkpoint.card import ROLES, Card, Parent
 from attar.checkpoint.identify import identify
-from attar.checkpoint.licences import Duties, duties
+from attar.checkpoint.licences import Duties, duties, licence_ids
 from attar.checkpoint.open import Checkpoint
 
 
@@ -34,3 +35,36 @@ def lineage_of(checkpoint: Checkpoint) -> tuple[Parent, ...]:
 def duties_of(checkpoint: Checkpoint) -> Duties:
     """The duties of an opened checkpoint, computed afresh with this version's data."""
     return duties(lineage_of(checkpoint))
+
+
+def compact(lineage: Sequence[Parent]) -> tuple[Parent, ...]:
+    """The same lineage, with each teacher that is told elsewhere in it told once.
+
+    A pruned model recovers by learning from the unpruned one, which is also its ancestor. Without this, every
+    such round would double the card. A repeated teacher keeps its name, stage and fingerprint, and in place
+    of its ancestors the licences of their roots: seen through a teacher they are all signal, so no duty
+    changes.
+    """
+    told = {parent.fingerprint for parent in _along_weights(lineage) if parent.fingerprint}
+    return tuple(_without_repeats(parent, told) for parent in lineage)
+
+
+def _along_weights(lineage: Sequence[Parent]) -> Iterator[Parent]:
+    for parent in lineage:
+        if parent.role == "weights":
+            yield parent
+            yield from _along_weights(parent.parents)
+
+
+def _without_repeats(parent: Parent, told: set[str]) -> Parent:
+    if parent.role == "signal" and parent.parents and parent.fingerprint in told:
+        ids = dict.fromkeys(known for root in _leaves(parent) for known in licence_ids(root))
+        return replace(parent, parents=(), licence={"ids": list(ids), "evidence": ["told above"]})
+    return replace(parent, parents=tuple(_without_repeats(item, told) for item in parent.parents))
+
+
+def _leaves(parent: Parent) -> Iterator[Parent]:
+    if not parent.parents:
+        yield parent
+    for item in parent.parents:
+        yield from _leaves(item)

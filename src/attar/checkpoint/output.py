@@ -26,7 +26,7 @@ from attar.checkpoint import atomic, hashing
 from attar.checkpoint.card import FILE, Card, Parent, plain, versions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
-from attar.checkpoint.lineage import as_parent
+from attar.checkpoint.lineage import as_parent, compact
 from attar.checkpoint.open import Checkpoint
 from attar.errors import AttarError, CheckpointError, OutputError
 
@@ -103,9 +103,8 @@ def produce(
             atomic.check_space(folder, needed)
         settings = plain(settings)
         prints = [checkpoint.fingerprint() for checkpoint, _ in parents]
-        lineage = tuple(
-            as_parent(item, role, mark) for (item, role), mark in zip(parents, prints, strict=True)
-        )
+        marked = zip(parents, prints, strict=True)
+        lineage = compact([as_parent(item, role, mark) for (item, role), mark in marked])
         key = key or stage_key(stage, version, settings, seed, lineage)
         resumed = _claim(work, stage, key)
         command = command_line(stage, settings, seed, parents, final)
@@ -134,8 +133,9 @@ def finished(out: Path | str, key: str) -> bool:
         return False
     if card is None or card.key != key:
         return False
-    for suffix in ("work", "partial", "old"):
-        shutil.rmtree(atomic.beside(final, suffix), ignore_errors=True)
+    with suppress(OutputError), _work_folder(final):  # unless another process is replacing it just now
+        for suffix in ("partial", "old"):
+            shutil.rmtree(atomic.beside(final, suffix), ignore_errors=True)
     return True
 
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.card import Parent
-from attar.checkpoint.licences import Duties, age_in_days
+from attar.checkpoint.licences import UNKNOWN, Duties, age_in_days
 from attar.checkpoint.parts import Part
 from attar.checkpoint.units import bytes_text, count_text
 
@@ -135,7 +135,8 @@ def _shortened(line: str) -> str:
 
 def _licence(licence: Duties) -> Iterator[str]:
     yield f"Licence duties: {licence.status.replace('_', ' ')}  (help, not legal advice)"
-    for source in dict.fromkeys((source.title, source.role, source.model) for source in licence.sources):
+    known = [source for source in licence.sources if source.id != UNKNOWN]
+    for source in dict.fromkeys((source.title, source.role, source.model) for source in known):
         yield from _wrapped(f"{source[0]}, by the {source[1]} of {source[2]}", "  ", "    ")
     for duty in licence.duties:
         yield from _wrapped(duty, "  - ", "    ")

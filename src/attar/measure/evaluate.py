@@ -25,7 +25,7 @@ from attar.measure.reference import Reference, check_same_text, check_same_token
 from attar.measure.settings import EvaluateSettings
 from attar.measure.size import measure_size
 from attar.measure.speed import Speed, measure_speed
-from attar.measure.subject import Subject, load_subject
+from attar.measure.subject import Subject, check_device, load_subject
 from attar.progress import SILENT, Progress
 
 
@@ -107,12 +107,14 @@ def evaluate(
     Raises:
         UsageError: model and reference have different tokenizers.
         DataError: the text is missing, empty or too short.
+        SettingsError: no such device, or sequences longer than the model's context.
         NumericsError: the model's logits are NaN.
         AttarError: the model cannot be loaded.
     """
     settings = settings or EvaluateSettings()
     if isinstance(reference, Reference):
         check_same_text(reference, settings)
+    check_device(settings.device)
     start = time.monotonic()
     reset_peak(settings.device)
     subject = load_subject(model, dtype=settings.dtype, device=settings.device)

@@ -31,7 +31,9 @@ class EvaluateSettings:
     decode_tokens: int = field(
         default=32, metadata={"help": "tokens decoded in a round of the speed measurement"}
     )
-    sample: str = field(default="def __init__(self", metadata={"help": "prompt of the greedy sample; empty: no sample"})
+    sample: str = field(
+        default="def __init__(self", metadata={"help": "prompt of the greedy sample; empty: no sample"}
+    )
     sample_tokens: int = field(default=48, metadata={"help": "length of the greedy sample"})
     seed: int = field(default=0, metadata={"help": "seed of the choice of text"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from attar.errors import ModelError
-from attar.models.blocks import HINT, agree, is_linear, is_norm, read_block
+from attar.models.blocks import HINT, agree, common_parent, is_linear, is_norm, read_block
 from attar.models.parts import Anatomy, Attention, Block, Group, Linear, Mlp
 
 __all__ = [
@@ -91,7 +92,10 @@ def _find_blocks(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
             hint=HINT,
         )
     layers = getattr(config, "num_hidden_layers", None)
-    name, stack = max(outer, key=lambda item: (len(item[1]) == layers, len(item[1])))
+    embedding = _path_of(model, model.get_input_embeddings())
+    name, stack = max(  # the blocks of the text stand by its embedding, those of a vision tower do not
+        outer, key=lambda item: (len(item[1]) == layers, len(common_parent(item[0], embedding)), len(item[1]))
+    )
     agree(config, "num_hidden_layers", len(stack), f"{name} has {{}} blocks")
     return name, stack
 
@@ -101,13 +105,15 @@ def _path_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def _is_causal(config: Any, block: Block) -> bool:
-    """Attention modules say it themselves; the config where they do not."""
+    """Attention modules say it themselves; where they do not, what the family is made for."""
     said = [
         module.is_causal
         for module in block.module.modules()
         if isinstance(getattr(module, "is_causal", None), bool)
     ]
-    return bool(said[0]) if said else bool(getattr(config, "is_decoder", True))
+    if said:
+        return bool(said[0])
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def _find_positions(model: nn.Module, embedding: nn.Module) -> str | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -98,7 +99,7 @@ def empty_model(config: Mapping[str, Any] | Any) -> Any:
     """
     config = parse_config(config) if isinstance(config, Mapping) else copy.deepcopy(config)
     kind = model_class(config)
-    with quiet(), init_empty_weights(include_buffers=False), no_init_weights():
+    with quiet(), init_empty_weights(include_buffers=False), no_init_weights(), _WeightsOnMeta():
         try:
             model = kind._from_config(config)
         except Exception as error:
@@ -197,6 +198,16 @@ def model_class(config: Any) -> Any:
             hint=OWN_CODE_HINT if getattr(config, "auto_map", None) else "check config.json's architectures",
         )
     return kind
+
+
+class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
+    """Makes ``torch.empty``, where every large weight begins, take no memory; buffers are made otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.models.anatomy import text_config
-from attar.models.load import empty_model, parse_config
+from attar.models.load import empty_model, parse_config, quiet
 
 # Llama's config wants hidden_size to be a multiple of the number of heads although head_dim is free.
 # Mistral's does not, and without a sliding window it is the same network with the same tensor names.
@@ -47,7 +47,8 @@ def fitting_model(model: Any, state: Mapping[str, Tensor], changes: dict[str, An
             continue
         wrong = _misfit(new.state_dict(), state)
         if wrong is None:
-            new.set_attn_implementation(model.config._attn_implementation)
+            with quiet():
+                new.set_attn_implementation(model.config._attn_implementation)
             return new
         refusal = refusal or f"it builds {wrong}"
     wish = ", ".join(f"{key} {value}" for key, value in changes.items() if isinstance(value, int))
@@ -58,7 +59,10 @@ def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:
     """The changed config of the model's own family, then that of a sibling family."""
     config = named_config(model)
     for key, value in changes.items():
-        setattr(config.get_text_config(), key, value)
+        try:
+            setattr(config.get_text_config(), key, value)
+        except Exception as error:  # a property without a setter, or a validator of the config class
+            raise ModelError(f"{config.model_type}: its config's {key} cannot be {value}: {error}") from error
     own = config.to_dict()
     if config.model_type not in SIBLINGS:
         return [own]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 # Endings of module paths. The longest that fits wins, so "output.dense" is tried before "dense".
 ATTENTION_ROLES = {
-    "q": ("q_proj", "query", "q_lin", "wq"),
-    "k": ("k_proj", "key", "k_lin", "wk"),
-    "v": ("v_proj", "value", "v_lin", "wv"),
+    "q": ("q_proj", "query", "q_lin", "wq", "query_proj", "q"),
+    "k": ("k_proj", "key", "k_lin", "wk", "key_proj", "k"),
+    "v": ("v_proj", "value", "v_lin", "wv", "value_proj", "v"),
     "qkv": ("qkv_proj", "c_attn", "query_key_value", "Wqkv", "qkv"),
-    "o": ("o_proj", "out_proj", "out_lin", "c_proj", "dense", "wo", "Wo"),
+    "o": ("o_proj", "out_proj", "out_lin", "c_proj", "dense", "wo", "Wo", "o"),
 }
 MLP_ROLES = {
     "gate": ("gate_proj", "w1"),

@@ -193,9 +193,8 @@ def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) ->
     if counts == [attention.kv_heads]:
         heads = attention.heads // attention.kv_heads * count
         return ModelError(
-            f"{anatomy.family}: heads cannot be removed: transformers derives their width from hidden_size / "
-            f"num_attention_heads, so the config cannot express {heads} heads of {attention.head_dim} in a "
-            f"width of {anatomy.hidden_size}",
+            f"{anatomy.family}: heads cannot be removed: no transformers config of this family means {heads} "
+            f"heads of {attention.head_dim} in a width of {anatomy.hidden_size}",
             hint="use method neurons",
         )
     return ModelError(
@@ -205,12 +204,11 @@ def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) ->
 
 def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
     """What the config must say for ``count`` KV groups; the head width too, which by default follows them."""
-    attention = anatomy.blocks[0].attention
-    changes = {
-        "num_attention_heads": attention.heads // attention.kv_heads * count,
-        "head_dim": attention.head_dim,
-    }
-    if hasattr(text_config(model), "num_key_value_heads"):
+    attention, config = anatomy.blocks[0].attention, text_config(model)
+    changes = {"num_attention_heads": attention.heads // attention.kv_heads * count}
+    if getattr(config, "head_dim", None) != attention.head_dim:
+        changes["head_dim"] = attention.head_dim
+    if hasattr(config, "num_key_value_heads"):
         changes["num_key_value_heads"] = count
     return changes
 

@@ -25,7 +25,7 @@ class PruneSettings:
     )
     ratio: float = field(default=0.25, metadata={"help": "fraction removed, 0 to below 1"})
     multiple_of: int = field(
-        default=0, metadata={"help": "keep a multiple of so many neurons (0: the largest power of two up to 64 that fits)"}
+        default=0, metadata={"help": "keep a multiple of so many neurons; 0: the largest power of two up to 64 that hits the ratio"}
     )
     samples: int = field(default=64, metadata={"help": "calibration sequences whose gradients are averaged"})
     sequence_length: int = field(default=256, metadata={"help": "tokens in a calibration sequence"})

@@ -74,7 +74,7 @@ def units(model: nn.Module, anatomy: Anatomy, method: str) -> tuple[list[nn.Modu
     if method == "heads":
         modules = [model.get_submodule(block.attention.o.name) for block in anatomy.blocks]
         owners = [
-            units_of([group.o for group in block.attention.groups()], block.attention.o.in_features)
+            units_of([group.o_columns for group in block.attention.groups()], block.attention.o.in_features)
             for block in anatomy.blocks
         ]
     else:
@@ -92,7 +92,7 @@ def kept_units(total: int, settings: PruneSettings) -> int:
     wanted = total * (1.0 - settings.ratio)
     if settings.method == "heads":
         return max(round(wanted), 1)
-    multiple = settings.multiple_of or next(m for m in (64, 32, 16, 8, 4, 2, 1) if total % m == 0 and wanted >= m)
+    multiple = settings.multiple_of or next(m for m in (64, 32, 16, 8, 4, 2, 1) if m == 1 or (total % m == 0 and wanted >= 8 * m))
     if multiple > total:
         raise SettingsError("multiple_of", multiple, f"at most the {total} neurons of a layer")
     return min(max(round(wanted / multiple), 1) * multiple, total)

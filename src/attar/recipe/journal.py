@@ -8,7 +8,7 @@ from typing import Any
 from attar.checkpoint.atomic import write_json
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
-from attar.recipe.machine import machine, versions
+from attar.recipe.machine import machine
 from attar.recipe.plan import Plan, Step
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.runfolder import RUN, own_folders
@@ -16,18 +16,26 @@ from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
 
 
-def write_run(plan: Plan, entries: list[dict[str, Any]], *, finished: bool) -> dict[str, Any]:
+def write_run(
+    plan: Plan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
+) -> dict[str, Any]:
     """Write ``run.json``, whole; ``folders`` are those that the run may replace or remove.
+
+    Args:
+        plan: the plan.
+        versions: of what the run runs on.
+        entries: the rows so far, the original's first.
+        finished: whether these are all rows.
 
     Returns:
         what was written.
     """
     announced = [step.folder.name for step in plan.steps]
     content = {
-        "attar": versions()["attar"],
+        "attar": versions["attar"],
         "recipe": plan.recipe.to_dict(),
         "machine": machine(),
-        "versions": versions(),
+        "versions": versions,
         "stages": entries,
         "finished": finished,
         "folders": list(dict.fromkeys([*own_folders(plan.out), *announced])),

@@ -27,7 +27,12 @@ def locked(run: Path) -> Iterator[None]:
     """
     path = run / FILE
     with explain_os_errors(path):
-        run.mkdir(parents=True, exist_ok=True)
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise OutputError(
+                f"{error.filename}: a file is in the way", hint="choose another folder"
+            ) from None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _take(descriptor, run)

@@ -27,6 +27,7 @@ from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
 from attar.recipe.lock import locked
+from attar.recipe.machine import versions
 from attar.recipe.plan import DONE, HALF, Plan, Step, make_plan
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
 from attar.recipe.runfolder import (
@@ -155,9 +156,9 @@ class _Run:
     reference: Any = None
 
     def run(self) -> RunResult:
-        plan = self.plan
+        plan, on = self.plan, versions()
         entries: list[dict[str, Any]] = []
-        write_run(plan, entries, finished=False)
+        write_run(plan, on, entries, finished=False)
         write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
         self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)
         entries.append(original_entry(plan))
@@ -165,8 +166,8 @@ class _Run:
             self.make(step)
             self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
             entries.append(stage_entry(plan, step))
-            write_run(plan, entries, finished=False)
-        content = write_run(plan, entries, finished=True)
+            write_run(plan, on, entries, finished=False)
+        content = write_run(plan, on, entries, finished=True)
         load(self.tools.report)(plan.out)
         return RunResult(plan.out, content)
 

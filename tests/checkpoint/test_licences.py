@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import re
+from datetime import date
+
+import pytest
+
+from attar.checkpoint.card import Parent
+from attar.checkpoint.licences import STATUSES, age_in_days, data, duties, entries
+
+
+def root(licence: str, role: str = "weights") -> Parent:
+    return Parent(role=role, name=f"org/{licence}", stage="original", licence={"ids": [licence]})
+
+
+def child(*parents: Parent, role: str = "weights") -> Parent:
+    return Parent(role=role, name="made", stage="distill", parents=parents)
+
+
+def test_every_entry_is_complete():
+    words = """
+        id title kind released revised clause says source confidence tags names phrases like weights signal
+        display name_prefix
+    """
+    keys = set(words.split())
+    assert data()["version"] == 1
+    assert len(data()["licences"]) == len(entries())
+    for name, entry in entries().items():
+        assert set(entry) <= keys, name
+        assert {"title", "clause", "says", "source", "signal"} <= set(entry), name
+        assert entry["confidence"] in ("primary", "quoted", "summary"), name
+        assert re.fullmatch(r"20\d\d(-\d\d){0,2}|1988", entry.get("released", "2000")), name
+        assert ("weights" in entry) != (entry.get("kind") == "provider"), name
+        for role in ("weights", "signal"):
+            effect = entry.get(role, {"status": "allow"})
+            assert effect["status"] in STATUSES, name
+            students = effect.get("students", {"family": []})
+            assert set(students["family"]) | set(students.get("review", [])) <= set(entries()), name
+        for pattern in entry.get("names", []):
+            re.compile(pattern)
+
+
+def test_every_row_of_the_survey_is_there():
+    survey = """
+        llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 gemma gemma4 qwen-apache qwen qwen-research
+        tongyi-qianwen mistral-apache mrl-0.1 mnpl-0.1 deepseek-mit deepseek-1.0 phi gpt-oss nvidia-open-model
+        cc-by-nc tencent-hunyuan openai-api anthropic-api gemini-api deepseek-api mistral-api bedrock
+        alibaba-model-studio xai-api ai21-api
+    """
+    assert set(entries()) == {*survey.split(), "apache-2.0", "mit"}
+
+
+def test_the_age_of_the_data_is_known():
+    assert age_in_days(date(2027, 9, 20)) == 365
+
+
+def test_permissive_weights():
+    found = duties([root("apache-2.0")])
+    assert found.status == "allow_with_duties"
+    assert "Apache-2.0" in found.duties[0]
+    assert found.name_prefix is None
+    assert duties([root("mit", "signal"), root("apache-2.0", "signal")]).status == "allow"
+
+
+def test_unknown_stays_unknown():
+    for lineage in (
+        [root("unknown")],
+        [root("no-such-licence")],
+        [Parent(role="weights", name="x", stage="original")],
+    ):
+        found = duties(lineage)
+        assert found.status == "unknown"
+        assert "find out" in found.duties[0]
+    assert duties([]).status == "unknown"
+    assert duties([root("apache-2.0"), root("unknown", "signal")]).status == "unknown"
+
+
+def test_union_of_duties_and_meet_of_permissions():
+    found = duties([root("apache-2.0"), root("mrl-0.1")])
+    assert found.status == "research_only"
+    assert len(found.duties) == 3
+    assert [source.id for source in found.sources] == ["apache-2.0", "mrl-0.1"]
+    assert duties([root("cc-by-nc"), root("unknown")]).status == "unknown"
+
+
+@pytest.mark.parametrize("version", ["llama3.1", "llama3.2", "llama3.3", "llama4"])
+def test_llama_gives_its_name_to_students_too(version):
+    by_weights, by_signal = duties([root(version)]), duties([root("apache-2.0"), root(version, "signal")])
+    assert by_weights.name_prefix == by_signal.name_prefix == "Llama"
+    assert by_weights.display == ("Built with Llama",)
+    assert by_signal.display == ()  # asked for only where the materials themselves are inside
+    assert by_signal.status == "allow_with_duties"
+    assert any("'Llama'" in duty for duty in by_signal.duties)
+
+
+@pytest.mark.parametrize("teacher", ["llama2", "llama3", "tongyi-qianwen"])
+def test_teachers_that_allow_only_their_own_family(teacher):
+    blocked = duties([root("apache-2.0"), root(teacher, "signal")])
+    assert blocked.status == "block"
+    assert any("allows only students" in duty for duty in blocked.duties)
+    assert duties([root(teacher), root(teacher, "signal")]).status == "allow_with_duties"
+
+
+def test_llama_3_teaching_llama_3_1_needs_a_person():
+    found = duties([root("llama3.1"), root("llama3", "signal")])
+    assert found.status == "unknown"
+    assert any("have it reviewed" in duty for duty in found.duties)
+    assert found.name_prefix == "Llama 3"
+
+
+@pytest.mark.parametrize("teacher", ["gemma", "deepseek-1.0", "tencent-hunyuan"])
+def test_students_that_become_derivatives(teacher):
+    found = duties([root("mit"), root(teacher, "signal")])
+    assert found.status == "allow_with_duties"
+    assert any("derivative" in duty for duty in found.duties)
+
+
+def test_qwen_wants_to_be_named():
+    assert "Built with Qwen" in duties([root("mit"), root("qwen", "signal")]).display[0]
+    assert duties([root("mit"), root("qwen-research", "signal")]).status == "research_only"
+
+
+@pytest.mark.parametrize(
+    ("provider", "status"),
+    [
+        ("openai-api", "block"),
+        ("anthropic-api", "block"),
+        ("gemini-api", "block"),
+        ("deepseek-api", "allow_with_duties"),
+        ("mistral-api", "unknown"),
+        ("bedrock", "unknown"),
+        ("alibaba-model-studio", "block"),
+        ("xai-api", "block"),
+        ("ai21-api", "block"),
+    ],
+)
+def test_answers_of_a_service(provider, status):
+    assert duties([root("mit"), root(provider, "signal")]).status == status
+
+
+def test_one_signal_on_the_way_makes_the_root_a_signal():
+    taught = child(root("mit"), child(root("llama2"), role="signal"))
+    found = duties([taught])
+    assert [(source.id, source.role) for source in found.sources] == [
+        ("mit", "weights"),
+        ("llama2", "signal"),
+    ]
+    assert found.status == "block"
+    onward = duties([root("apache-2.0"), child(root("gemma"), role="signal")])
+    assert any("Gemma derivative" in duty for duty in onward.duties)
+
+
+def test_each_thing_is_said_once():
+    found = duties([child(root("llama3.1")), root("llama3.1"), root("llama3.1", "signal")])
+    assert len(found.duties) == len(set(found.duties)) == 4
+    assert [source.role for source in found.sources] == ["weights", "signal"]
+    content = found.to_dict()
+    assert content["sources"][0]["clause"] == "1.b.i, 2"
+    assert content["sources"][0]["checked_on"] == "2026-09-20"

@@ -1,0 +1,173 @@
+"""Bad input: one or two lines on stderr, the right exit code, nothing on stdout, nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.cli import guard
+from attar.cli.main import call
+from attar.errors import CheckpointError
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> list[str]:
+    """The lines on stderr of a command that fails with this exit code."""
+    assert call(list(arguments)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    lines = captured.err.splitlines()
+    assert 1 <= len(lines) <= 2 and lines[0].startswith("error: ")
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quantise"], "no verb 'quantise'; did you mean 'quantize'?"),
+        (["quantize"], "Missing argument 'MODEL'."),
+        (["quantize", "m"], "Missing option"),
+        (
+            ["prune", "m", "-o", "x", "--ration", "1"],
+            "no option '--ration' in attar prune; did you mean '--ratio'?",
+        ),
+        (["prune", "m", "-o", "x", "--ratio", "1.5"], "--ratio is 1.5, but must be the fraction removed"),
+        (["prune", "m", "-o", "x", "--ratio", "much"], "--ratio is 'much', but must be a number"),
+        (["prune", "m", "-o", "x", "--method", "head"], "--method is 'head', but must be heads or neurons"),
+        (
+            ["quantize", "m", "-o", "x", "--group-size", "1.5"],
+            "--group-size is '1.5', but must be a whole number",
+        ),
+        (
+            ["quantize", "m", "-o", "x", "--scheme", "w4a16"],
+            "--scheme is 'w4a16', but must be W4A16 or W8A16",
+        ),
+        (["recover", "m", "-o", "x"], "Missing option '--teacher'"),
+        (["evaluate", "m", "--tokens", "0"], "--tokens is 0, but must be at least 2"),
+        (["generate", "m"], "Missing option '--prompt'"),
+        (["generate", "m", "-p", "a", "--max-tokens", "0"], "--max-tokens is 0, but must be at least 1"),
+        (
+            ["generate", "m", "-p", "a", "--temperature", "-1"],
+            "--temperature is -1.0, but must be 0 (greedy) or more",
+        ),
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),
+        (["inspect", "a", "b"], "Got unexpected extra argument"),
+        (["prune", "m", "-o"], "Option '-o' requires an argument."),
+    ],
+)
+def test_wrong_use(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert message in error_of(capsys, *arguments, code=2)[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["inspect", "quantize", "prune", "distill", "export", "evaluate"])
+def test_a_missing_model(
+    verb: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = [] if verb in ("inspect", "evaluate") else ["-o", "a/b"]
+    lines = error_of(capsys, verb, "./nowhere", *out, code=1)
+    assert "nowhere" in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_with_a_misspelt_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: attar:tiny\nstages:\n  - stage: prune\n    ration: 0.5\n")
+    lines = error_of(capsys, "run", str(recipe), "-o", str(tmp_path / "run"), code=2)
+    assert lines == [f"error: {recipe}:4: unknown key 'ration' in stage 'prune'; did you mean 'ratio'?"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_override_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("{model: m, stages: [{stage: prune}]}")
+    lines = error_of(capsys, "run", str(recipe), "--set", "stages.1.ratio=2", code=2)
+    assert lines[0].startswith("error: --set stages.1.ratio=2: ratio is 2.0, but must be")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make ``attar inspect`` raise."""
+
+    def install(error: BaseException) -> None:
+        def fail(model: str) -> None:
+            raise error
+
+        monkeypatch.setattr("attar.verbs.inspect", fail)
+
+    return install
+
+
+def test_a_bug_says_so_in_one_line(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(KeyError("x"))
+    lines = error_of(capsys, "inspect", "m", code=1)
+    assert lines[0].startswith("error: this is a bug of attar: KeyError: 'x' (test_errors.py:")
+    assert "--debug" in lines[1]
+
+
+def test_debug_shows_the_traceback(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(CheckpointError("a: damaged", hint="copy it again"))
+    assert call(["inspect", "m", "--debug"]) == 1
+    text = capsys.readouterr().err
+    assert "Traceback" in text and text.endswith("error: a: damaged\nhint: copy it again\n")
+
+
+def test_a_message_of_several_lines_becomes_one(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(RuntimeError("first\n  second"))
+    assert "RuntimeError: first second" in error_of(capsys, "inspect", "m", code=1)[0]
+
+
+def test_faults_of_the_system(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(PermissionError(13, "Permission denied", "/x"))
+    assert error_of(capsys, "inspect", "m", code=1) == ["error: /x: Permission denied"]
+    broken(MemoryError())
+    assert error_of(capsys, "inspect", "m", code=1)[0].startswith("error: out of memory")
+
+
+def test_an_interruption(broken: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    broken(KeyboardInterrupt())
+    assert call(["inspect", "m"]) == 130
+    assert capsys.readouterr().err == "stopped\n"
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    recipe = tmp_path / "my recipe.yaml"
+    recipe.write_text("{model: m, stages: [{stage: prune}]}")
+
+    def interrupted(*arguments: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attar.recipe.run.run_recipe", interrupted)
+    monkeypatch.setattr(sys, "argv", ["attar", "run", str(recipe), "--fresh"])
+    assert call(["run", str(recipe), "--fresh"]) == 130
+    assert capsys.readouterr().err == f"stopped; to go on: attar run '{recipe}'\n"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    program = (
+        "import sys\nimport attar.verbs\nfrom attar.cli.main import call\n"
+        "class Found:\n    def render(self): return 'x' * 10**7\n    def to_dict(self): return {}\n"
+        "attar.verbs.inspect = lambda model: Found()\nsys.exit(call(['inspect', 'm']))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 1
+
+
+def test_explain_keeps_hints() -> None:
+    assert guard.explain(CheckpointError("a\nb", hint="c\nd")) == ["error: a b", "hint: c d"]

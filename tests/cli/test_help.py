@@ -1,0 +1,108 @@
+"""Help: quick, complete, without heavy imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+import attar
+from attar.cli.main import call
+from attar.cli.verbs import VERBS
+from attar.recipe.settings import settings_of, short
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
+from attar.verbs import GenerateSettings
+
+SETTINGS = {verb: stage.settings_class() for verb, stage in STAGES.items()}
+SETTINGS |= {"evaluate": load(EVALUATE_SETTINGS), "generate": GenerateSettings}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "attar.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, check=False)
+
+
+def test_help_lists_every_verb_at_once() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = run("--help")
+        seconds.append(time.perf_counter() - start)
+    assert done.returncode == 0 and done.stderr == ""
+    for verb, (summary, _) in VERBS.items():
+        assert re.search(rf"^  {verb} +{re.escape(summary)}$", done.stdout, re.MULTILINE)
+    assert min(seconds) < 0.5
+
+
+def test_no_help_imports_anything_heavy() -> None:
+    program = (
+        "import sys\nfrom attar.cli.main import call\n"
+        f"lines = [[verb, '--help'] for verb in {list(VERBS)!r}] + [['--help'], ['--version']]\n"
+        "codes = [call(line) for line in lines]\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)\n"
+        "print(codes, heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{[0] * (len(VERBS) + 2)} set()"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["--version"]) == 0
+    assert capsys.readouterr().out == f"attar {attar.__version__}\n"
+
+
+def test_without_a_verb_there_is_help_and_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([]) == 2
+    assert "quantize" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", list(VERBS))
+def test_help_of_a_verb_ends_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([verb, "--help"]) == 0
+    lines = capsys.readouterr().out.rstrip().splitlines()
+    assert lines[-2].strip() == "Example:"
+    assert lines[-1].strip().startswith(f"attar {verb}")
+
+
+@pytest.mark.parametrize("verb", list(SETTINGS))
+def test_help_shows_every_setting_with_its_default_and_choices(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert call([verb, "-h"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for setting in settings_of(SETTINGS[verb]):
+        option = "--" + setting.name.replace("_", "-")
+        assert option in text
+        first = setting.help.split(";")[0]
+        assert first in text
+        if setting.flag:
+            assert f"{option} / --no-{option[2:]}" in text
+        else:
+            assert f"[default: {short(setting.default)}]" in text
+        if setting.choices:
+            assert "|".join(str(choice) for choice in setting.choices) in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("attar qu", ["quantize"]),
+        ("attar quantize m --method ", ["rtn", "gptq"]),
+        ("attar prune m --rat", ["--ratio"]),
+    ],
+)
+def test_shell_completion(words: str, expected: list[str]) -> None:
+    count = str(len(words.split()) - (0 if words.endswith(" ") else 1))
+    done = run(_ATTAR_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=count)
+    assert done.stdout.split() == expected
+
+
+def test_completion_can_be_shown() -> None:
+    done = run(_ATTAR_COMPLETE="source_bash")
+    assert "_ATTAR_COMPLETE=complete_bash" in done.stdout

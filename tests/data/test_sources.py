@@ -1,0 +1,79 @@
+"""Text sources: splits, fields, order, and what is refused."""
+
+import json
+
+import pytest
+
+from attar.data import stdlib
+from attar.data.sources import documents, fingerprint
+from attar.errors import DataError
+
+
+def test_stdlib_splits_are_disjoint_and_whole_files():
+    names = {split: {name for name, _ in stdlib.files(split)} for split in stdlib.SPLITS}
+    assert not names["train"] & names["evaluation"] and not names["train"] & names["calibration"]
+    total = sum(len(group) for group in names.values())
+    assert 0.85 < len(names["train"]) / total < 0.95
+    assert all(len(group) > 10 for group in names.values())
+
+
+def test_stdlib_split_depends_on_the_path_alone():
+    assert stdlib.split_of("json/decoder.py") == stdlib.split_of("json/decoder.py")
+    # pinned: another hash or another rule would move files between the splits of shipped models
+    pinned = {"abc.py": "train", "asyncio/tasks.py": "calibration", "collections/__init__.py": "evaluation"}
+    assert {name: stdlib.split_of(name) for name in pinned} == pinned
+
+
+def test_order_is_the_seeds():
+    first, again, other = (list(documents("python-stdlib", "calibration", seed)) for seed in (1, 1, 2))
+    assert first == again and first != other and sorted(first) == sorted(other)
+
+
+def test_files_folders_and_jsonl(tmp_path):
+    (tmp_path / "a.txt").write_text("alpha")
+    (tmp_path / "b.md").write_text("beta")
+    (tmp_path / "skip.bin").write_bytes(b"\xff\x00")
+    (tmp_path / "c.jsonl").write_text(json.dumps({"text": "gamma", "answer": "delta"}) + "\n\n")
+    assert sorted(documents(str(tmp_path), "train")) == ["alpha", "beta", "gamma"]
+    assert list(documents(str(tmp_path / "a.txt"), "evaluation")) == ["alpha"]
+    assert list(documents(f"{tmp_path}/c.jsonl:answer", "calibration")) == ["delta"]
+
+
+def test_large_sources_are_split_by_content(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(400)))
+    parts = {split: list(documents(str(file), split)) for split in stdlib.SPLITS}
+    assert sum(map(len, parts.values())) == 400 and not set(parts["train"]) & set(parts["evaluation"])
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(reversed(lines)))
+    assert set(documents(str(file), "evaluation")) == set(parts["evaluation"])
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "match"),
+    [
+        ('{"question": "x"}\n', "a.jsonl", "no text in field 'text'; fields: question"),
+        ("{broken\n", "a.jsonl", "a.jsonl:1: not JSON"),
+        ("   \n", "a.txt", "no text in it"),
+        (b"\xff\xfe\x00", "a.txt", "not UTF-8"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, content, name, match):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=match):
+        list(documents(str(file), "train"))
+
+
+def test_a_missing_file_is_not_taken_for_a_hub_data_set(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        list(documents(str(tmp_path / "nothing.txt"), "train"))
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    before = fingerprint(str(file))
+    file.write_text("two")
+    assert fingerprint(str(file)) != before
+    assert fingerprint("python-stdlib") == fingerprint("python-stdlib")

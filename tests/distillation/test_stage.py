@@ -1,0 +1,75 @@
+"""The verbs distill and recover on tiny models: they learn, they save what loads, they refuse what cannot be compared."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.distillation.stage import distill, recover, soft_loss
+from attar.errors import ModelError, SettingsError
+from attar.walks.objectives import next_token_loss
+from tests import tiny_models
+
+SMALL = {"steps": 12, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "precision": "fp32", "checkpoint_every": 6}
+
+
+def save(family, tmp_path, name=None, **changes):
+    return tiny_models.save(tiny_models.build(family, **changes), tmp_path / (name or family))
+
+
+def test_student_has_the_layers_and_comes_closer_to_its_teacher(tmp_path):
+    folder = save("llama3", tmp_path)
+    made = distill(folder, tmp_path / "out", DistillSettings(layers=2, **{**SMALL, "steps": 60}))
+    assert made.config["num_hidden_layers"] == 2
+    AutoModelForCausalLM.from_pretrained(made.path)
+    curve = [row["loss"] for row in made.card.details["curve"] if "loss" in row]
+    assert curve[-1] < 0.8 * curve[0]
+    assert made.card.details["layer_map"] == [0, 2]
+    assert {parent.role for parent in made.card.parents} == {"weights", "signal"}
+
+
+def test_recover_keeps_the_shape_and_comes_closer(tmp_path):
+    teacher = save("smollm", tmp_path, "teacher")
+    pruned = save("smollm", tmp_path, "pruned", intermediate_size=64)
+    made = recover(pruned, tmp_path / "out", RecoverSettings(**{**SMALL, "steps": 60}), teacher=teacher)
+    assert made.config["intermediate_size"] == 64
+    curve = [row["loss"] for row in made.card.details["curve"] if "loss" in row]
+    assert curve[-1] < 0.8 * curve[0]
+
+
+def test_alpha_weighs_the_soft_loss():
+    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
+    tokens = tiny_models.tokens(teacher)
+    hard = next_token_loss(student(input_ids=tokens).logits, tokens).item()
+    soft = soft_loss(teacher, 1.0, 1.0)(student, tokens).item()
+    mixed = soft_loss(teacher, 1.0, 0.3)(student, tokens).item()
+    assert soft_loss(teacher, 1.0, 0.0)(student, tokens).item() == pytest.approx(hard)
+    assert mixed == pytest.approx(0.3 * soft + 0.7 * hard, rel=1e-5)
+    assert soft_loss(teacher, 1.0, 1.0)(teacher, tokens).item() == pytest.approx(0.0, abs=1e-5)
+
+
+def test_padded_vocabularies_compare_over_the_common_part():
+    teacher, student = tiny_models.build("llama3", vocab_size=384), tiny_models.build("llama3")
+    tokens = tiny_models.tokens(student)
+    assert torch.isfinite(soft_loss(teacher, 1.0, 1.0)(student, tokens))
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    pruned, teacher = save("smollm", tmp_path, "pruned"), save("smollm", tmp_path, "teacher")
+    content = json.loads((teacher / "tokenizer.json").read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (teacher / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="2 of 320 tokens differ"):
+        recover(pruned, tmp_path / "out", RecoverSettings(**SMALL), teacher=teacher)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_layers_and_encoders_are_refused(tmp_path):
+    with pytest.raises(SettingsError, match="between 1 and the teacher's 3"):
+        distill(save("llama3", tmp_path), tmp_path / "out", DistillSettings(layers=9, **SMALL))
+    with pytest.raises(ModelError, match="not a causal"):
+        distill(save("bert", tmp_path), tmp_path / "out", DistillSettings(layers=2, **SMALL))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]

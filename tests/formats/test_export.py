@@ -1,0 +1,85 @@
+"""The verb export: dense files equal what the codes say, packed ones are checked."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from attar.errors import ModelError, NumericsError
+from attar.formats.export import export
+from attar.formats.settings import ExportSettings
+from attar.models.load import load_model
+from attar.quantization.settings import QuantizeSettings
+from attar.quantization.stage import quantize
+from tests import tiny_models
+
+
+@pytest.fixture
+def packed(tmp_path):
+    def make(family="smollm", **settings):
+        folder = tiny_models.save(tiny_models.build(family), tmp_path / "dense", dtype=torch.bfloat16)
+        return quantize(folder, tmp_path / "packed", QuantizeSettings(method="rtn", group_size=32, **settings))
+
+    return make
+
+
+def logits(model):
+    return tiny_models.logits(model.eval(), tiny_models.tokens(model))
+
+
+@pytest.mark.parametrize("family", ["smollm", "gpt2", "phi3"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
+    source = packed(family, embedding_bits=8 if family == "smollm" else 0)
+    made = export(source, tmp_path / "out", ExportSettings(format="dense", dtype=dtype))
+    wanted = load_model(source, dtype=torch.float32)
+    got = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.float32)
+    assert torch.equal(logits(got), logits(wanted))
+    assert "quantization_config" not in made.config
+    kinds = {info.dtype for info in made.tensors.values()}
+    assert kinds == ({"BF16"} if dtype == "auto" else {"F32"})
+
+
+def test_packed_export_is_the_same_bytes(packed, tmp_path):
+    source = packed()
+    made = export(source, tmp_path / "out", ExportSettings())
+    ours, theirs = load_file(source.path / "model.safetensors"), load_file(made.path / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any("read back equal" in line for line in made.card.details["checks"])
+
+
+def damage(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "match"),
+    [("weight_scale", 0.0, "zero, negative or infinite"), ("weight_scale", float("inf"), "zero, negative|does not fit"),
+     ("weight_packed", 0x88888888 - 2**32, "same")],
+)  # fmt: skip
+def test_degenerate_layers_are_refused(packed, tmp_path, leaf, value, match):
+    source = packed()
+    damage(source.path, lambda tensors: tensors[f"model.layers.0.mlp.up_proj.{leaf}"].fill_(value))
+    with pytest.raises(NumericsError, match=match):
+        export(source.path, tmp_path / "out", ExportSettings())
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_do_not_fit_the_type_are_refused(tmp_path):
+    model = tiny_models.build("smollm")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
+    folder = tiny_models.save(model, tmp_path / "dense")
+    with pytest.raises(NumericsError, match="does not fit float16") as raised:
+        export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float16"))
+    assert "bfloat16" in raised.value.hint
+
+
+def test_what_a_format_cannot_hold_is_refused(packed, tmp_path):
+    source = packed("gpt2")
+    with pytest.raises(ModelError, match="transposed"):
+        export(source, tmp_path / "out", ExportSettings())
+    with pytest.raises(ModelError, match="not quantized"):
+        export(tmp_path / "dense", tmp_path / "out", ExportSettings())

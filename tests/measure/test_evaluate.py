@@ -1,0 +1,169 @@
+"""Evaluation: against transformers' own loss, against itself, over padded vocabularies, end to end."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attar.errors import ModelError, NumericsError, SettingsError, UsageError
+from attar.measure.evaluate import evaluate, measure_quality
+from attar.measure.forward import PADDING
+from attar.measure.reference import make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import Subject
+from tests import tiny_models
+from tests.measure.measure_models import llama, words
+
+SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2)
+KEYS = (
+    "perplexity", "kl_mean", "kl_p99", "top1_agreement", "bytes", "bits_per_weight", "prefill_tokens_per_s",
+    "decode_tokens_per_s", "peak_rss_bytes",
+)  # fmt: skip
+
+
+def text(seed: int = 0, vocabulary: int = 64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (2, 16), generator=generator) for _ in range(3)]
+
+
+def test_loss_is_transformers_loss(subject: Subject) -> None:
+    batches = text()
+    with torch.no_grad():
+        expected = torch.stack([subject.model(batch, labels=batch).loss for batch in batches]).mean()
+    quality = measure_quality(subject, SETTINGS, batches=batches)
+    assert quality.tokens == 3 * 2 * 15
+    assert quality.loss == pytest.approx(float(expected), rel=1e-5)
+    assert quality.perplexity == pytest.approx(math.exp(float(expected)), rel=1e-4)
+    assert quality.kl_mean is None
+
+
+def test_a_model_equals_itself(subject: Subject) -> None:
+    made = make_reference(subject, SETTINGS, batches=text())
+    quality = measure_quality(subject, SETTINGS, made)
+    assert (quality.kl_mean, quality.kl_p99, quality.top1_agreement) == (0.0, 0.0, 1.0)
+
+
+def test_divergence_is_that_of_the_distributions(subject: Subject) -> None:
+    """Mean, 99th percentile and agreement against plain float64 softmaxes of the whole text."""
+    batches, other = text(), Subject(llama(5), words())
+    tokens = torch.cat(batches)
+    with torch.no_grad():
+        p, q = (each.model(tokens).logits[:, :-1].double().log_softmax(-1) for each in (subject, other))
+    distances = (p.exp() * (p - q)).sum(-1).flatten()
+    quality = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
+    assert quality.kl_mean == pytest.approx(float(distances.mean()), rel=1e-5)
+    assert quality.kl_p99 == pytest.approx(float(distances.quantile(0.99)), rel=1e-5)
+    assert quality.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+
+
+def test_padding_counts_for_nothing(subject: Subject) -> None:
+    batches = text()
+    padded = [torch.cat([batch, torch.full((2, 5), PADDING)], dim=1) for batch in batches]
+    other = Subject(llama(5), words())
+    plain = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
+    same = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=padded))
+    assert same.tokens == plain.tokens
+    assert same.loss == pytest.approx(plain.loss, rel=1e-4)
+    assert same.kl_mean == pytest.approx(plain.kl_mean, rel=1e-4)
+
+
+def test_padded_vocabulary_changes_nothing(subject: Subject) -> None:
+    """The same weights with 16 more rows in embedding and head that stand for no token."""
+    wide = llama(0, vocabulary=80)
+    state = subject.model.state_dict()
+    with torch.no_grad():
+        for name, value in wide.state_dict().items():
+            value[:64].copy_(state[name]) if value.shape != state[name].shape else value.copy_(state[name])
+    padded = Subject(wide, words(size=64), None, "padded")
+    for reference, model in ((subject, padded), (padded, subject)):
+        quality = measure_quality(model, SETTINGS, make_reference(reference, SETTINGS, batches=text()))
+        assert quality.kl_mean == pytest.approx(0.0, abs=1e-9)
+        assert quality.top1_agreement == 1.0
+    own = measure_quality(subject, SETTINGS, batches=text())
+    assert measure_quality(padded, SETTINGS, batches=text()).loss == pytest.approx(own.loss, rel=1e-6)
+
+
+def test_nan_is_an_error_that_counts() -> None:
+    model = llama(1)
+    model.model.norm.weight.data[0] = math.nan
+    with pytest.raises(NumericsError, match="broken gives NaN logits for 90 of 90 tokens"):
+        measure_quality(Subject(model, words(), None, "broken"), SETTINGS, batches=text())
+
+
+def test_measurements_are_flat_json(subject: Subject) -> None:
+    made = make_reference(subject, SETTINGS, batches=text())
+    settings = EvaluateSettings(
+        tokens=96, sequence_length=16, sample="w1 w2", sample_tokens=4, prompt_tokens=8, decode_tokens=4
+    )
+    found = json.loads(
+        json.dumps(evaluate(Subject(llama(5), words(), None, "other"), settings, reference=made).to_dict())
+    )
+    assert set(KEYS) <= set(found)
+    assert not any(isinstance(value, (dict, list)) for value in found.values())
+    assert (found["model"], found["reference"], found["dtype"]) == ("other", "tiny", "float32")
+    assert found["bytes"] == 4 * found["parameters"]
+    assert found["bits_per_weight"] == 32.0
+    assert len(found["sample"].split()) == 4
+    assert found["peak_rss_bytes"] > 10**7
+    assert found["prefill_tokens_per_s"] > 0 < found["decode_tokens_per_s"]
+
+
+def test_what_is_not_asked_for_is_none(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.measure.evaluate.held_out", lambda *_: text())
+    found = evaluate(subject, EvaluateSettings(speed=False, sample="")).to_dict()
+    for name in (
+        "kl_mean",
+        "kl_p99",
+        "top1_agreement",
+        "reference",
+        "decode_tokens_per_s",
+        "sample",
+        "prompt",
+    ):
+        assert found[name] is None
+
+
+def test_other_tokenizer_fails_before_any_work(subject: Subject) -> None:
+    made = make_reference(subject, SETTINGS, batches=text())
+    with pytest.raises(UsageError, match="different tokenizers"):
+        evaluate(Subject(llama(5), words(size=63), None, "other"), SETTINGS, reference=made)
+
+
+def test_folders_from_end_to_end(tmp_path: Path) -> None:
+    """Two checkpoints and a text file, as ``attar evaluate MODEL --reference BASE --data FILE``."""
+    base = tiny_models.save(tiny_models.build("llama3"), tmp_path / "base")
+    other = tiny_models.save(tiny_models.build("llama3", seed=1), tmp_path / "other")
+    file = tmp_path / "text.txt"
+    file.write_text("def add(a, b):\n    return a + b\n" * 200)
+    settings = EvaluateSettings(data=str(file), tokens=128, sequence_length=32, sample="def", sample_tokens=4,
+                                prompt_tokens=8, decode_tokens=2)  # fmt: skip
+    found = evaluate(other, settings, reference=base)
+    assert found.tokens == 4 * 31
+    assert found.kl_mean is not None and found.kl_mean > 0.01
+    assert (found.model, found.reference) == ("other", "base")
+    same = evaluate(base, settings, reference=base)
+    assert (same.kl_mean, same.top1_agreement) == (0.0, 1.0)
+
+
+def test_encoder_is_refused(tmp_path: Path) -> None:
+    folder = tiny_models.save(tiny_models.build("bert"), tmp_path / "bert")
+    with pytest.raises(ModelError, match="does not predict next tokens"):
+        evaluate(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_missing_device_is_one_line(tmp_path: Path, device: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        evaluate(tmp_path, EvaluateSettings(device=device))
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_default(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.measure.evaluate.held_out", lambda *_: text())
+    found: Any = evaluate(Subject(subject.model, words("def", *[f"w{n}" for n in range(1, 64)])))
+    assert found.prompt == "def __init__(self"

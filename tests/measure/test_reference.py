@@ -1,0 +1,92 @@
+"""One reference for several evaluations: kept or computed again, same tokens, same tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attar.errors import SettingsError, UsageError
+from attar.measure import reference
+from attar.measure.evaluate import measure_quality
+from attar.measure.reference import check_same_text, check_same_tokens, held_out, make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import Subject
+from tests.measure.measure_models import llama, words
+
+SETTINGS = EvaluateSettings(tokens=96, sequence_length=16, batch_size=2)
+
+
+def text(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(64, (2, 16), generator=generator) for _ in range(3)]
+
+
+def test_kept_and_computed_again_agree(subject: Subject) -> None:
+    kept = make_reference(subject, SETTINGS, batches=text())
+    again = make_reference(subject, SETTINGS, batches=text(), memory_limit=0)
+    assert (kept.kept, again.kept) == (True, False)
+    assert kept.nbytes == 3 * 2 * 15 * 64 * 4
+    assert again.nbytes == 0
+    assert kept.subject.model is None, "the weights are let go"
+    other = Subject(llama(1), words(), None, "other")
+    assert measure_quality(other, SETTINGS, kept) == measure_quality(other, SETTINGS, again)
+
+
+def test_limit_is_the_size_of_the_logits(subject: Subject) -> None:
+    size = 3 * 2 * 15 * 64 * 4
+    assert make_reference(subject, SETTINGS, batches=text(), memory_limit=size).kept
+    assert not make_reference(subject, SETTINGS, batches=text(), memory_limit=size - 1).kept
+
+
+def test_same_tokenizers_pass(subject: Subject) -> None:
+    check_same_tokens(subject, Subject(None, words()))
+    check_same_tokens(subject, Subject(None, None))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "said"),
+    [
+        (["a", "b", "d"], "token 'c' is 2 in one, 'missing' in the other"),
+        (["b", "a", "c"], "token 'a' is 0 in one, 1 in the other"),
+    ],
+)
+def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
+    ours, theirs = (
+        Subject(None, words("a", "b", "c"), None, "ours"),
+        Subject(None, words(*vocabulary), None, "theirs"),
+    )
+    with pytest.raises(UsageError) as caught:
+        check_same_tokens(ours, theirs)
+    assert caught.value.message.startswith("ours and theirs have different tokenizers")
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens": 128}, {"sequence_length": 8}, {"data": "text.txt"}, {"seed": 1}]
+)
+def test_other_text_is_refused(subject: Subject, change: dict[str, Any]) -> None:
+    made = make_reference(subject, SETTINGS, batches=text())
+    check_same_text(made, replace(SETTINGS, batch_size=1, speed=False))
+    with pytest.raises(UsageError, match=next(iter(change))):
+        check_same_text(made, replace(SETTINGS, **change))
+
+
+def test_sequences_longer_than_the_context(subject: Subject) -> None:
+    with pytest.raises(SettingsError, match="at most 64, the context of tiny"):
+        held_out(subject, replace(SETTINGS, sequence_length=65))
+
+
+def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def batches(tokenizer: Any, data: str, **more: Any) -> list[torch.Tensor]:
+        asked.update(more, data=data)
+        return text()
+
+    monkeypatch.setattr(reference, "evaluation_batches", batches)
+    assert len(make_reference(subject, SETTINGS).batches) == 3
+    assert asked == {"data": "python-stdlib", "tokens": 96, "sequence_length": 16, "batch_size": 2, "seed": 0}

@@ -1,0 +1,120 @@
+"""Sentences and tables say what the numbers say."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from attar.measure import numbers
+from attar.measure.run_folder import Run, run_from_dict
+from attar.measure.table import plain_table, print_table
+from attar.measure.verdict import findings, verdict
+from tests.measure.fake_run import fake_run
+
+
+def changed(**measurements: dict[str, Any]) -> Run:
+    """The fake run with other measurements for some stages."""
+    data = fake_run()
+    for entry in data["stages"]:
+        entry["measurements"].update(measurements.get(entry["name"], {}))
+    return run_from_dict(data)
+
+
+def test_verdict(run: Run) -> None:
+    assert verdict(run) == "8.0x smaller, keeps 75 % of top-1 choices, KL 0.30 nats"
+    assert verdict(run, run.stages[1]) == "1.7x smaller, keeps 78 % of top-1 choices, KL 0.24 nats"
+
+
+def test_verdict_without_reference_or_measurements() -> None:
+    stages: list[dict[str, Any]] = [{"name": "a", "measurements": {"bytes": 800, "perplexity": 20.0}}]
+    assert verdict(run_from_dict({"stages": stages})) == "1.0x smaller, perplexity 20.0"
+    assert verdict(run_from_dict({"stages": [{"name": "a"}]})) == "nothing was measured"
+
+
+def test_findings(run: Run) -> None:
+    recovered, rounded = findings(run)
+    assert (
+        recovered
+        == "recover won back 89 % of what pruning lost: KL 0.24 before, 0.70 pruned, 0.29 recovered."
+    )
+    assert rounded == (
+        "At the same bits, quantize costs 67 % less KL than rtn: 0.014 against 0.042 nats on top of recover."
+    )
+
+
+def test_findings_do_not_flatter() -> None:
+    run = changed(recover={"kl_mean": 0.8}, rtn={"kl_mean": 0.9}, quantize={"kl_mean": 1.0})
+    assert findings(run) == [
+        "recover lost more: KL went from 0.70 to 0.80 nats.",
+        "At the same bits, quantize costs 100 % more KL than rtn: 0.20 against 0.10 nats on top of recover.",
+    ]
+
+
+def test_findings_compare_equal_bits_only() -> None:
+    data = fake_run()
+    data["stages"][5]["settings"]["group_size"] = 32
+    assert len(findings(run_from_dict(data))) == 1
+
+
+def test_plain_table_is_aligned(run: Run) -> None:
+    lines = plain_table(run).splitlines()
+    assert len(lines) == 9
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split("  ")[0] == "stage"
+    assert lines[-1].split() == ["quantize", "1.83", "8.0x", "4.56", "12.80", "0.301", "74.9", "215"]
+
+
+def test_table_of_unmeasured_stages() -> None:
+    assert plain_table(run_from_dict({"stages": [{"name": "a"}]})).splitlines()[-1].split() == ["a", *"–" * 7]
+
+
+class Terminal(io.StringIO):
+    """Says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_pipe_gets_plain_text_and_a_terminal_gets_colours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, terminal = io.StringIO(), Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    print_table(run, pipe)
+    print_table(run, terminal)
+    assert pipe.getvalue() == plain_table(run) + "\n"
+    assert "\x1b[" in terminal.getvalue()
+    for stage in run.stages:
+        assert stage.name in terminal.getvalue()
+    assert "…" not in terminal.getvalue(), "80 columns hold the table"
+
+
+def test_names_are_no_markup_in_a_terminal() -> None:
+    terminal = Terminal()
+    print_table(run_from_dict({"stages": [{"name": "[red]x[/red]"}]}), terminal)
+    assert "[red]x[/red]" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0, "0"), (0.30149, "0.301"), (16.666, "16.7"), (1234.5, "1,234"), (4.2e-6, "4.20e-06"),
+     (float("inf"), "∞"), (0.00024, "0.000240"), (9.999, "10.00")],
+)  # fmt: skip
+def test_significant(value: float | None, text: str) -> None:
+    assert numbers.significant(value) == text
+
+
+def test_units() -> None:
+    assert [numbers.size(value) for value in (999, 2048, 13_640_192, 2_150_000_000, None)] == [
+        "999 B", "2.05 kB", "13.6 MB", "2.15 GB", "–",
+    ]  # fmt: skip
+    assert [numbers.duration(value) for value in (8.23, 200, 7500, None)] == [
+        "8.2 s",
+        "3 min 20 s",
+        "2 h 05 min",
+        "–",
+    ]
+    assert [numbers.times(value) for value in (8.06, 12.4, None)] == ["8.1x", "12x", "–"]
+    assert [numbers.count(value) for value in (6_820_096, 1.1e9, 950)] == ["6.82 M", "1.10 B", "950"]
+    assert [numbers.percent(value, 1) for value in (0.7491, 1.0, None)] == ["74.9", "100.0", "–"]

@@ -1,0 +1,86 @@
+"""The verb prune, from folder to folder."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from attar.errors import ModelError, SettingsError
+from attar.models.load import load_model
+from attar.pruning.settings import PruneSettings
+from attar.pruning.stage import kept_units, prune
+from tests import tiny_models
+
+SMALL = {"samples": 4, "sequence_length": 32, "batch_size": 2}
+
+
+def save(family, tmp_path):
+    return tiny_models.save(tiny_models.build(family), tmp_path / family)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
+def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
+    folder = save(family, tmp_path)
+    made = prune(folder, tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
+    model = AutoModelForCausalLM.from_pretrained(made.path)
+    before = load_model(folder)
+    assert model.num_parameters() < before.num_parameters()
+    ours = load_model(made)
+    tokens = tiny_models.tokens(before)
+    assert torch.equal(tiny_models.logits(model.eval(), tokens), tiny_models.logits(ours, tokens))
+    rows = made.card.details["layers"]
+    assert len(rows) == 3 and all(0 < row["importance_removed"] < 0.5 for row in rows)
+
+
+def test_heads_are_gone(tmp_path):
+    made = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(method="heads", ratio=0.25, **SMALL))
+    assert made.config["num_attention_heads"] == 6 and made.config["num_key_value_heads"] == 3
+    assert made.config["head_dim"] == 8
+    AutoModelForCausalLM.from_pretrained(made.path)
+
+
+def test_the_least_important_go(tmp_path):
+    """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
+    from attar.models.anatomy import discover
+    from attar.models.surgery import keep_neurons
+    from attar.pruning.importance import gradient_importance, keep_most_important
+    from attar.pruning.stage import units
+    from attar.walks.objectives import next_token_loss
+
+    model = load_model(save("llama3", tmp_path))
+    anatomy = discover(model)
+    tokens = tiny_models.tokens(model, batch=8, length=16)
+    modules, owners = units(model, anatomy, "neurons")
+    scores = gradient_importance(model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens])
+    whole = tiny_models.logits(model, tokens)
+    far = [
+        (tiny_models.logits(keep_neurons(model, keep_most_important(sign * scores, 64)), tokens) - whole).norm()
+        for sign in (1, -1)
+    ]
+    assert far[0] < 0.7 * far[1]
+
+
+@pytest.mark.parametrize(
+    ("total", "ratio", "multiple", "kept"),
+    [(768, 0.25, 0, 576), (768, 0.33, 128, 512), (768, 0.0, 0, 768), (96, 0.9, 0, 10), (11008, 0.3, 0, 7680), (5, 0.5, 0, 2)],
+)
+def test_how_many_neurons_stay(total, ratio, multiple, kept):
+    assert kept_units(total, PruneSettings(method="neurons", ratio=ratio, multiple_of=multiple)) == kept
+
+
+def test_one_head_always_stays_and_impossible_settings_are_refused(tmp_path):
+    assert kept_units(4, PruneSettings(method="heads", ratio=0.99)) == 1
+    with pytest.raises(SettingsError, match=r"ratio is 1.5, but must be"):
+        PruneSettings(ratio=1.5)
+    with pytest.raises(SettingsError, match="multiple_of"):
+        kept_units(96, PruneSettings(multiple_of=128))
+
+
+def test_families_whose_config_cannot_say_it_are_refused_before_any_work(tmp_path):
+    with pytest.raises(ModelError, match="heads"):
+        prune(save("gpt2", tmp_path), tmp_path / "out", PruneSettings(method="heads", **SMALL))
+    assert not (tmp_path / "out").exists()
+
+
+def test_encoders_are_judged_by_masked_tokens(tmp_path):
+    made = prune(save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
+    assert made.config["intermediate_size"] == 48

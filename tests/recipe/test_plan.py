@@ -1,0 +1,124 @@
+"""The plan: keys, states, estimates, and that showing it imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.checkpoint.open import open_checkpoint
+from attar.recipe.plan import CHANGED, DONE, HALF, NEW, Plan, make_plan
+from attar.recipe.schema import Recipe
+from attar.recipe.show import plan_dict, plan_text
+
+
+@pytest.fixture
+def plan(recipe: Callable[..., Recipe], model: Path, tmp_path: Path) -> Callable[..., Plan]:
+    """The plan of the recipe in ``tmp_path / "run"``."""
+
+    def make(*overrides: str, fresh: bool = False) -> Plan:
+        return make_plan(recipe(*overrides), tmp_path / "run", open_checkpoint(model), fresh=fresh)
+
+    return make
+
+
+def states(plan: Plan) -> list[str]:
+    """State of every step."""
+    return [step.state for step in plan.steps]
+
+
+def keys(plan: Plan) -> list[str]:
+    """Key of every step."""
+    return [step.key for step in plan.steps]
+
+
+def test_nothing_is_written(plan: Callable[..., Plan], tmp_path: Path) -> None:
+    assert states(plan()) == [NEW] * 4
+    assert not (tmp_path / "run").exists()
+
+
+def test_keys_follow_the_chain(
+    plan: Callable[..., Plan], fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = keys(plan())
+    assert keys(plan()) == base and len(set(base)) == 4
+
+    def changed(*overrides: str) -> list[bool]:
+        return [here != there for here, there in zip(keys(plan(*overrides)), base, strict=True)]
+
+    assert changed("stages.1.amount=9") == [True, True, True, True]
+    assert changed("stages.2.amount=9") == [False, True, True, False]
+    assert changed("stages.4.amount=9") == [False, False, False, True]
+    assert changed("stages.3.teacher=prune") == [False, False, True, False]
+    assert changed("seed=1") == [True] * 4
+    assert changed("evaluate=false") == [False] * 4
+    assert changed("stages.side.name=other") == [False] * 4  # a name is no part of the work
+    monkeypatch.setattr(fakes, "VERSION", 2)
+    assert changed() == [True] * 4
+
+
+def test_states(plan: Callable[..., Plan], run: Callable[..., Any], fakes: Any) -> None:
+    fakes.FAULTS["03-recover"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert states(plan()) == [DONE, DONE, HALF, NEW]
+    assert states(plan("stages.3.amount=9")) == [DONE, DONE, NEW, NEW]  # other work does not go on with this
+    run()
+    assert states(plan()) == [DONE] * 4
+    assert states(plan("stages.2.amount=9")) == [DONE, CHANGED, CHANGED, DONE]
+    assert states(plan(fresh=True)) == [NEW] * 4
+
+
+def test_the_text_and_the_dict(plan: Callable[..., Plan], run: Callable[..., Any]) -> None:
+    before = plan()
+    text = plan_text(before)
+    lines = text.splitlines()
+    assert lines[2].startswith("0  original")
+    assert "prune amount 2, steps 2" in lines[4] and "new" in lines[4]
+    assert "prune-2, taught by original" in lines[5]
+    assert lines[-1].startswith("About ")
+    content = plan_dict(before)
+    json.dumps(content)
+    assert [entry["state"] for entry in content["stages"]] == [NEW] * 4
+    assert content["seconds"] > 0 and content["stages"][0]["disk_bytes"] > 0
+    run()
+    assert plan_text(plan()).splitlines()[-1].startswith("Everything is done in ")
+
+
+def test_a_full_disk_is_foreseen(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.recipe.show._free", lambda path: 10)
+    assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
+
+
+def test_earlier_work_tells_the_speed(
+    plan: Callable[..., Plan], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    run()
+    before = plan("stages.2.amount=5", "stages.1.amount=5")
+    path = tmp_path / "run" / "receipts" / "01-prune.json"
+    for name in ("01-prune", "02-prune-2", "04-side"):
+        path = tmp_path / "run" / "receipts" / f"{name}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"work": 1000.0, "seconds": 1000.0}))
+    after = plan("stages.2.amount=5", "stages.1.amount=5")
+    # one operation a second: every operation that the step is estimated at counts now
+    gained = after.steps[0].estimate.seconds - before.steps[0].estimate.seconds
+    assert gained == pytest.approx(before.steps[0].estimate.work, rel=0.01, abs=1e-3)
+
+
+def test_planning_imports_no_torch(tmp_path: Path, model: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: {model}\nstages: [{{stage: prune}}, {{stage: quantize}}]\n")
+    program = (
+        "import sys\nfrom attar.cli.main import call\n"
+        f"code = call(['run', {str(recipe)!r}, '--dry-run', '-o', {str(tmp_path / 'out')!r}])\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "print(code, heavy)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 set()"
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,155 @@
+"""Settings from mappings: conversion without guessing, errors in the words of whoever wrote the value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attar.errors import RecipeError, SettingsError, UsageError
+from attar.recipe.origin import CommandOrigin, Origin, PythonOrigin, RecipeOrigin
+from attar.recipe.settings import describe, document, parse, plain, settings_of, title
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
+from attar.verbs import GenerateSettings
+from tests.recipe.recipe_fakes import AddSettings
+
+PYTHON = PythonOrigin("add")
+COMMAND = CommandOrigin("add")
+EVERY = [*(stage.settings_class() for stage in STAGES.values()), load(EVALUATE_SETTINGS), GenerateSettings]
+
+
+def recipe_origin(given: Mapping[str, Any]) -> Origin:
+    """Each key on a line of its own, from line 5."""
+    places = {name: f"r.yaml:{line}" for line, name in enumerate(given, 5)}
+    return RecipeOrigin("stage 'add'", "r.yaml:4", places, ("stage", "from"))
+
+
+def test_defaults() -> None:
+    assert parse(AddSettings, {}, PYTHON) == AddSettings()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"amount": 2}, 2.0),
+        ({"amount": np.float32(0.5)}, 0.5),
+        ({"steps": 3.0}, 3),
+        ({"steps": np.int64(3)}, 3),
+        ({"names": ["a", "b"]}, ("a", "b")),
+        ({"names": ()}, ()),
+        ({"limit": None}, None),
+        ({"limit": 4}, 4),
+        ({"loud": True}, True),
+    ],
+)
+def test_values_take_the_type_of_their_field(given: dict[str, Any], expected: object) -> None:
+    value = getattr(parse(AddSettings, given, PYTHON), next(iter(given)))
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ({"amount": "2"}, "a number"),
+        ({"amount": True}, "a number"),
+        ({"amount": None}, "a number"),
+        ({"amount": 10**400}, "a number"),
+        ({"steps": 2.5}, "a whole number"),
+        ({"steps": math.inf}, "a whole number"),
+        ({"steps": True}, "a whole number"),
+        ({"loud": 1}, "true or false"),
+        ({"loud": "yes"}, "true or false"),
+        ({"names": "a"}, "a list (text each)"),
+        ({"names": ["a", 1]}, "a list (text each)"),
+        ({"limit": "x"}, "a whole number or null"),
+        ({"data": 3}, "text"),
+        ({"amount": [1]}, "a number"),
+        ({"amount": {"x": 1}}, "a number"),
+    ],
+)
+def test_wrong_types_say_what_was_expected(given: dict[str, Any], allowed: str) -> None:
+    name, value = next(iter(given.items()))
+    with pytest.raises(SettingsError) as caught:
+        parse(AddSettings, given, PYTHON)
+    assert caught.value.message == f"{name} is {value!r}, but must be {allowed}"
+
+
+def test_errors_of_a_recipe_name_line_key_and_nearest() -> None:
+    given = {"amount": 1, "stps": 2}
+    with pytest.raises(RecipeError) as caught:
+        parse(AddSettings, given, recipe_origin(given))
+    assert caught.value.message == "r.yaml:6: unknown key 'stps' in stage 'add'; did you mean 'steps'?"
+    with pytest.raises(RecipeError, match="did you mean 'from'"):
+        parse(AddSettings, {"form": 1}, recipe_origin({"form": 1}))
+    with pytest.raises(RecipeError, match=r"^r.yaml:5: mode is 'nosy', but must be plain or noisy") as caught:
+        parse(AddSettings, {"mode": "nosy"}, recipe_origin({"mode": 1}))
+    assert caught.value.hint == "did you mean 'noisy'?"
+    with pytest.raises(RecipeError, match=r"^r.yaml:5: amount is -1.0, but must be 0 or more"):
+        parse(AddSettings, {"amount": -1}, recipe_origin({"amount": 1}))
+
+
+def test_errors_of_the_command_line_name_the_option() -> None:
+    with pytest.raises(SettingsError, match=r"^--amount is 'many', but must be a number") as caught:
+        parse(AddSettings, {"amount": "many"}, COMMAND)
+    assert caught.value.exit_code == 2
+    with pytest.raises(SettingsError, match=r"^--amount is -1\.0, but must be 0 or more"):
+        parse(AddSettings, {"amount": "-1"}, COMMAND)
+    with pytest.raises(UsageError, match="did you mean '--steps'"):
+        parse(AddSettings, {"stps": "1"}, COMMAND)
+
+
+def test_text_of_the_command_line_is_read_by_the_type_of_the_field() -> None:
+    given = {"amount": "1e-2", "steps": "1_000", "names": ("1", "re:a,b"), "limit": "none", "data": "1"}
+    made = parse(AddSettings, given, COMMAND)
+    assert made == AddSettings(amount=0.01, steps=1000, names=("1", "re:a,b"), limit=None, data="1")
+
+
+def test_errors_of_python_name_the_keyword() -> None:
+    with pytest.raises(UsageError, match="unknown setting 'stps' of add; did you mean 'steps'"):
+        parse(AddSettings, {"stps": 1}, PYTHON)
+    with pytest.raises(UsageError, match="known: amount, steps"):
+        parse(AddSettings, {"zzzzz": 1}, PYTHON)
+
+
+def test_a_required_setting() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Required:
+        size: int = dataclasses.field(metadata={"help": "how many"})
+
+    Required.__annotations__ = {"size": int}
+    with pytest.raises(SettingsError, match="size is None, but must be given: a whole number"):
+        parse(Required, {}, PYTHON)
+    assert "required" in document(Required)
+
+
+def test_describe() -> None:
+    assert describe(int | None) == "a whole number or null"
+    assert describe(tuple[float, ...]) == "a list (a number each)"
+
+
+def test_title_tells_what_differs() -> None:
+    assert title(AddSettings()) == "steps 2"
+    assert (
+        title(AddSettings(amount=0.5, seed=3, data="x", names=("a", "b")))
+        == "amount 0.5, steps 2, names a, b"
+    )
+
+
+@pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
+def test_every_settings_class_of_attar(cls: type) -> None:
+    """Each has help on every field, defaults among its choices and a table, and survives JSON."""
+    made = cls()
+    for setting in settings_of(cls):
+        assert setting.help, f"{cls.__name__}.{setting.name} has no help"
+        assert describe(setting.kind)
+        if setting.choices and not setting.many:
+            assert setting.default in setting.choices
+    assert parse(cls, plain(made), PYTHON) == made
+    table = document(cls)
+    assert table.count("\n") == 2 + len(settings_of(cls))
+    assert all(f"| `{setting.name}` |" in table for setting in settings_of(cls))
+    assert dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]

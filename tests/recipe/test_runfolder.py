@@ -1,0 +1,78 @@
+"""What belongs to a run, and what a fresh start leaves alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attar.recipe.runfolder import default_folder, missing_folders, own_folders, remove_own, undo
+from attar.recipe.table import number, seconds_text, table
+
+
+def make(run: Path, folders: list[str]) -> None:
+    """A run folder that announces these stages."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"attar": "0", "folders": folders}))
+    (run / "receipts").mkdir()
+
+
+def test_a_manipulated_run_json_reaches_nothing_outside(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    run = tmp_path / "run"
+    make(run, ["../precious", "..", ".", ".git", "a/b", "01-prune", str(precious)])
+    (run / ".git").mkdir()
+    (run / "01-prune").mkdir()
+    (run / ".01-prune.work").mkdir()
+    (run / "02-link").symlink_to(precious)
+    assert own_folders(run) == ["01-prune"]
+    remove_own(run)
+    assert precious.is_dir() and (run / ".git").is_dir() and (run / "02-link").exists()
+    assert not (run / "01-prune").exists() and not (run / ".01-prune.work").exists()
+    assert not (run / "run.json").exists() and not (run / "receipts").exists()
+
+
+def test_a_link_in_the_place_of_a_stage_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    make(tmp_path / "run", ["01-prune"])
+    (tmp_path / "run" / "01-prune").symlink_to(target)
+    remove_own(tmp_path / "run")
+    assert target.is_dir()
+
+
+def test_undo_removes_the_folders_that_were_made(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "b" / "run"
+    created = missing_folders(run)
+    assert created == [run, run.parent, run.parent.parent]
+    make(run, [])
+    undo(run, created)
+    assert not (tmp_path / "a").exists()
+
+
+def test_undo_keeps_what_can_be_gone_on_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    created = missing_folders(run)
+    make(run, ["01-prune"])
+    (run / ".01-prune.work").mkdir()
+    undo(run, created)
+    assert (run / "run.json").exists()
+    undo(run, [])
+    assert (run / "run.json").exists()
+
+
+def test_default_folder() -> None:
+    assert default_folder("some/where/mine.yaml") == Path("runs/mine")
+
+
+def test_tables() -> None:
+    text = table(("name", "n"), [("a", "1"), ("bcdef", "100")])
+    assert text.splitlines() == ["name     n", "-----  ---", "a        1", "bcdef  100"]
+    assert number(None, ".2f") == "-" and number(1.239, ".2f") == "1.24"
+    assert [seconds_text(s) for s in (0.2, 42.4, 75, 1800, 7260)] == [
+        "under 1 s",
+        "42 s",
+        "1 min 15 s",
+        "30 min",
+        "2 h 01 min",
+    ]

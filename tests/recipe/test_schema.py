@@ -1,0 +1,175 @@
+"""Recipes: defaults, names, references, and errors that name file, line and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attar.errors import RecipeError
+from attar.recipe.schema import load_recipe, parse_recipe
+from attar.verbs import quickstart
+
+TEXT = """\
+model: attar:tiny
+data: corpus
+seed: 3
+evaluate: {tokens: 4096}
+stages:
+  - {stage: distill, layers: 4, steps: 200}
+  - {stage: prune, method: heads, ratio: 0.25}
+  - {stage: prune, method: neurons, ratio: 0.3, seed: 9}
+  - {stage: recover, steps: 100}
+  - {stage: quantize, name: rtn, scheme: W4A16, method: rtn, from: recover}
+  - {stage: quantize, scheme: W4A16, method: gptq, from: recover}
+"""
+
+
+def test_a_recipe() -> None:
+    recipe = parse_recipe(TEXT)
+    assert (recipe.model, recipe.data, recipe.seed) == ("attar:tiny", "corpus", 3)
+    assert [entry.name for entry in recipe.stages] == [
+        "distill",
+        "prune",
+        "prune-2",
+        "recover",
+        "rtn",
+        "quantize",
+    ]
+    assert [entry.folder for entry in recipe.stages][:3] == ["01-distill", "02-prune", "03-prune-2"]
+    assert [entry.source for entry in recipe.stages] == [
+        "original", "distill", "prune", "prune-2", "recover", "recover",
+    ]  # fmt: skip
+    assert recipe.stages[0].settings.layers == 4
+    assert recipe.stages[4].where == "recipe:10"
+
+
+def test_data_and_seed_reach_the_stages_and_the_evaluation() -> None:
+    recipe = parse_recipe(TEXT)
+    assert recipe.evaluate is not None
+    assert (recipe.evaluate.tokens, recipe.evaluate.data, recipe.evaluate.seed) == (4096, "corpus", 3)
+    assert [entry.settings.seed for entry in recipe.stages] == [3, 3, 9, 3, 3, 3]
+    assert {entry.settings.data for entry in recipe.stages} == {"corpus"}
+
+
+def test_a_stage_without_data_gets_none() -> None:
+    recipe = parse_recipe("{model: a, data: corpus, stages: [{stage: export}]}")
+    assert not hasattr(recipe.stages[0].settings, "data")
+
+
+@pytest.mark.parametrize(
+    ("stages", "teacher"),
+    [
+        ("[{stage: distill}, {stage: prune}, {stage: prune}, {stage: recover}]", "distill"),
+        ("[{stage: prune}, {stage: recover}]", "original"),
+        ("[{stage: distill}, {stage: recover}]", "original"),
+        ("[{stage: distill}, {stage: prune}, {stage: recover, teacher: original}]", "original"),
+        ("[{stage: distill}, {stage: prune}, {stage: recover, from: distill, teacher: prune}]", "prune"),
+        ("[{stage: prune}, {stage: distill, from: original}, {stage: recover, from: prune}]", "original"),
+    ],
+)
+def test_the_teacher_of_a_recovery(stages: str, teacher: str) -> None:
+    recipe = parse_recipe(f"{{model: a, stages: {stages}}}")
+    assert recipe.entry("recover").teacher == teacher
+
+
+def test_names_given_first_are_avoided() -> None:
+    recipe = parse_recipe("{model: a, stages: [{stage: prune}, {stage: prune}, {stage: prune, name: prune}]}")
+    assert [entry.name for entry in recipe.stages] == ["prune-2", "prune-3", "prune"]
+
+
+def test_evaluation_on_off_and_default() -> None:
+    stages = "stages: [{stage: export}]"
+    assert parse_recipe(f"{{model: a, {stages}, evaluate: false}}").evaluate is None
+    default = parse_recipe(f"{{model: a, {stages}}}").evaluate
+    assert default == parse_recipe(f"{{model: a, {stages}, evaluate: true}}").evaluate is not None
+
+
+def test_the_resolved_recipe_reads_back() -> None:
+    recipe = parse_recipe(TEXT)
+    again = parse_recipe(recipe.to_yaml())
+    assert again.to_dict() == recipe.to_dict()
+    assert [entry.settings for entry in again.stages] == [entry.settings for entry in recipe.stages]
+    assert parse_recipe(again.to_yaml(), overrides=["evaluate=false"]).to_dict()["evaluate"] is False
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "ratio: 0.3",
+            "ration: 0.3",
+            "r.yaml:8: unknown key 'ration' in stage 'prune-2'; did you mean 'ratio'?",
+        ),
+        ("ratio: 0.3", "ratio: 1.5", "r.yaml:8: ratio is 1.5, but must be the fraction removed"),
+        ("ratio: 0.3", "ratio: lots", "r.yaml:8: ratio is 'lots', but must be a number"),
+        ("method: rtn", "method: rnt", "r.yaml:10: method is 'rnt', but must be rtn or gptq"),
+        ("stage: recover", "stage: recovr", "r.yaml:9: unknown stage 'recovr'; did you mean 'recover'?"),
+        ("stage: recover", "stage: evaluate", "r.yaml:9: 'evaluate' is not a stage"),
+        ("stage: recover", "stage: [a]", "r.yaml:9: unknown stage ['a']"),
+        ("{stage: recover, steps: 100}", "{steps: 100}", "r.yaml:9: the key 'stage' is missing"),
+        ("{stage: recover, steps: 100}", "recover", "r.yaml:9: a stage is a mapping"),
+        (
+            "from: recover}\n  - {",
+            "from: recovery}\n  - {",
+            "r.yaml:10: from names 'recovery', which is no earlier",
+        ),
+        (
+            "stage: distill",
+            "stage: distill, from: recover",
+            "r.yaml:6: from names 'recover', which is no earlier",
+        ),
+        (
+            "stage: recover",
+            "stage: recover, teacher: rtn",
+            "r.yaml:9: teacher names 'rtn', which is no earlier",
+        ),
+        ("name: rtn", "name: recover, method: rtn", "r.yaml:10: key 'method' is given twice"),
+        ("name: rtn", "name: a/b", "r.yaml:10: name is 'a/b', but must be letters"),
+        ("name: rtn", "name: original", "r.yaml:10: name is 'original', but must be letters"),
+        ("name: rtn", "name: 5", "r.yaml:10: name is 5, but must be letters"),
+        ("method: gptq", "name: rtn", "r.yaml:11: two stages are named 'rtn'"),
+        ("tokens", "token", "r.yaml:4: unknown key 'token' in evaluate; did you mean 'tokens'?"),
+        ("{tokens: 4096}", "3", "r.yaml:4: evaluate is 3, but must be false or a mapping"),
+        ("seed: 3", "sead: 3", "r.yaml:3: unknown key 'sead' in the recipe; did you mean 'seed'?"),
+        ("seed: 3", "seed: -1", "r.yaml:3: seed is -1, but must be a whole number, 0 or more"),
+        ("seed: 3", "seed: true", "r.yaml:3: seed is True, but must be a whole number"),
+        ("data: corpus", "data: 7", "r.yaml:2: data is 7, but must be text"),
+        ("model: attar:tiny\n", "", "r.yaml:1: the key 'model' is missing"),
+        ("model: attar:tiny", "model:", "r.yaml:1: model is None, but must be text"),
+        ("stages:", "stage:", "r.yaml:5: unknown key 'stage' in the recipe; did you mean 'stages'?"),
+        (TEXT, "- a", "r.yaml:1: a recipe is a mapping"),
+        (TEXT, "", "r.yaml:1: a recipe is a mapping"),
+        (TEXT, "model: a", "r.yaml:1: the key 'stages' is missing"),
+        (TEXT, "model: a\nstages: []", "r.yaml:2: stages must be a list with at least one stage"),
+        (TEXT, "model: a\nstages: {stage: prune}", "r.yaml:2: stages must be a list with at least one stage"),
+    ],
+)
+def test_errors(old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(TEXT.replace(old, new), "r.yaml")
+    assert caught.value.message.startswith(message)
+    assert "\n" not in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+def test_the_quickstart() -> None:
+    recipe = load_recipe(quickstart())
+    assert recipe.model == "attar:tiny"
+    assert [entry.stage for entry in recipe.stages] == [
+        "distill",
+        "prune",
+        "prune",
+        "recover",
+        "quantize",
+        "quantize",
+    ]
+    rtn, gptq = recipe.stages[-2:]
+    assert (rtn.settings.method, gptq.settings.method) == ("rtn", "gptq")
+    assert rtn.settings.scheme == gptq.settings.scheme and rtn.settings.group_size == gptq.settings.group_size
+    assert recipe.entry("recover").teacher == "distill"
+
+
+def test_the_quickstart_is_the_file_in_the_repository() -> None:
+    assert quickstart().resolve() == Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
