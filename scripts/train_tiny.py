@@ -2,8 +2,8 @@
 
     python scripts/train_tiny.py WORK [--minutes-hint]     writes src/attar/embedded/tiny
 
-Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows of 2,048, which is the
-model's context. The card tells what came out.
+Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows
+of 2,048, which is the model's context. The card tells what came out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,27 @@ VOCABULARY = 2048
 CONTEXT = 2048
 SEED = 0
 LONG = TrainSettings(
-    steps=3600, batch_size=8, sequence_length=512, learning_rate=3e-3, optimizer="muon", warmup=0.02, final=0.05,
-    weight_decay=0.1, evaluate_every=400, checkpoint_every=100, seed=SEED,
-)  # fmt: skip
-WIDE = replace(LONG, steps=300, batch_size=2, sequence_length=CONTEXT, learning_rate=3e-4, evaluate_every=150, seed=SEED + 1)
+    steps=3600,
+    batch_size=8,
+    sequence_length=512,
+    learning_rate=3e-3,
+    optimizer="muon",
+    warmup=0.02,
+    final=0.05,
+    weight_decay=0.1,
+    evaluate_every=400,
+    checkpoint_every=100,
+    seed=SEED,
+)
+WIDE = replace(
+    LONG,
+    steps=300,
+    batch_size=2,
+    sequence_length=CONTEXT,
+    learning_rate=3e-4,
+    evaluate_every=150,
+    seed=SEED + 1,
+)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -66,10 +83,20 @@ def build_model() -> LlamaForCausalLM:
     """A Llama of 6.8 M parameters: 8 layers, width 256, 8 query heads on 4 KV heads, SwiGLU of 768."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     return LlamaForCausalLM(config)
 
@@ -80,18 +107,26 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def phase(model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str) -> History:
+def phase(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str
+) -> History:
     """One phase of training, with its held-out loss on rows of the same length."""
-    rows = pack(tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed)
+    rows = pack(
+        tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed
+    )
     kept = pack(tokenizer, "python-stdlib", "evaluation", length=settings.sequence_length, rows=None, seed=0)
     evaluation = kept.tokens[: 65_536 // settings.sequence_length]
     print(f"{what}: {rows.tokens.numel():,} training tokens in a pass over the data", file=sys.stderr)
 
     def held_out(model: nn.Module) -> float:
         with torch.autocast("cpu", torch.bfloat16):
-            return sum(float(loss(model, batch)) * len(batch) for batch in evaluation.split(8)) / len(evaluation)
+            return sum(float(loss(model, batch)) * len(batch) for batch in evaluation.split(8)) / len(
+                evaluation
+            )
 
-    return train(model, loss, rows.tokens, settings, work=work, held_out=held_out, progress=Terminal(), what=what)
+    return train(
+        model, loss, rows.tokens, settings, work=work, held_out=held_out, progress=Terminal(), what=what
+    )
 
 
 def main() -> None:
@@ -113,7 +148,7 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     report = {
         "script": "scripts/train_tiny.py",
-        "data": "python-stdlib, train split: SHA-256 of the relative path, first 32 bits, modulo 100 below 90",
+        "data": "python-stdlib, files whose path's SHA-256 (first 32 bits, modulo 100) is below 90",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "seed": SEED,

@@ -7,8 +7,8 @@ Long work takes a ``progress`` argument and opens a task on it::
             ...
             task.advance(loss=loss)
 
-Two kinds exist: :class:`Silent`, and :class:`Terminal`, which draws a bar on a terminal and prints a line now and then
-where there is none. Everything goes to stderr: stdout is for data.
+Two kinds exist: :class:`Silent`, and :class:`Terminal`, which draws a bar on a terminal and prints a line now
+and then where there is none. Everything goes to stderr: stdout is for data.
 """
 
 from __future__ import annotations
@@ -107,7 +107,12 @@ class Terminal:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description:<22}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Bar(*columns, TextColumn("{task.fields[numbers]}"), console=Console(stderr=True)) as bar:
             yield _BarTask(bar, bar.add_task(what, total=total, completed=done, numbers=""))
 

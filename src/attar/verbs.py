@@ -1,8 +1,8 @@
 """The verbs as Python functions: ``attar.quantize("attar:tiny", "out/w4", scheme="W4A16", method="gptq")``.
 
-Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest.
-Work is silent unless a ``progress`` is given. Importing this file imports nothing heavy; the first call of
-a verb does.
+Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest. Work
+is silent unless a ``progress`` is given. Importing this file imports nothing heavy; the first call of a verb
+does.
 """
 
 from __future__ import annotations

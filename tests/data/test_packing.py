@@ -46,13 +46,21 @@ def test_rows_limit_stops_reading():
 
 def test_calibration_and_evaluation_do_not_share_rows():
     tokenizer = tiny_models.tokenizer()
-    kept = calibration_batches(tokenizer, "python-stdlib", samples=6, sequence_length=64, batch_size=4, seed=3)
-    again = calibration_batches(tokenizer, "python-stdlib", samples=6, sequence_length=64, batch_size=4, seed=3)
+    kept = calibration_batches(
+        tokenizer, "python-stdlib", samples=6, sequence_length=64, batch_size=4, seed=3
+    )
+    again = calibration_batches(
+        tokenizer, "python-stdlib", samples=6, sequence_length=64, batch_size=4, seed=3
+    )
     assert [tuple(batch.shape) for batch in kept] == [(4, 64), (2, 64)]
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
-    held = evaluation_batches(tokenizer, "python-stdlib", tokens=640, sequence_length=64, batch_size=4, seed=3)
+    held = evaluation_batches(
+        tokenizer, "python-stdlib", tokens=640, sequence_length=64, batch_size=4, seed=3
+    )
     rows = {tuple(row.tolist()) for batch in kept for row in batch}
-    assert sum(map(len, held)) == 10 and not any(tuple(row.tolist()) in rows for batch in held for row in batch)
+    assert sum(map(len, held)) == 10 and not any(
+        tuple(row.tolist()) in rows for batch in held for row in batch
+    )
 
 
 def test_too_little_text_is_an_error_with_the_mend(tmp_path):

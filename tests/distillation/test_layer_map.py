@@ -25,7 +25,7 @@ def test_every_map_is_ascending_and_distinct(kind):
     for teacher in range(1, 20):
         for student in range(1, teacher + 1):
             got = layer_map(kind, teacher, student)
-            assert got == sorted(set(got)) and len(got) == student and 0 <= got[0] and got[-1] < teacher
+            assert got == sorted(set(got)) and len(got) == student and got[0] >= 0 and got[-1] < teacher
 
 
 @pytest.mark.parametrize("layers", [0, 9])

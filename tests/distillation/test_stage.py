@@ -1,4 +1,5 @@
-"""The verbs distill and recover on tiny models: they learn, they save what loads, they refuse what cannot be compared."""
+"""The verbs distill and recover on tiny models: they learn, they save what loads, they refuse what cannot be
+compared."""
 
 import json
 
@@ -12,7 +13,14 @@ from attar.errors import ModelError, SettingsError
 from attar.walks.objectives import next_token_loss
 from tests import tiny_models
 
-SMALL = {"steps": 12, "batch_size": 4, "sequence_length": 32, "learning_rate": 3e-3, "precision": "fp32", "checkpoint_every": 6}
+SMALL = {
+    "steps": 12,
+    "batch_size": 4,
+    "sequence_length": 32,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "checkpoint_every": 6,
+}
 
 
 def save(family, tmp_path, name=None, **changes):

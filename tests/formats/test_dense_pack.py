@@ -11,7 +11,9 @@ from attar.formats.dense_pack import dense_pack, dense_unpack
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("length", [1, 7, 31, 32, 33, 96])
 def test_is_the_little_endian_bit_string(bits, length):
-    codes = torch.randint(0, 2**bits, (3, length), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8)
+    codes = torch.randint(
+        0, 2**bits, (3, length), generator=torch.Generator().manual_seed(bits), dtype=torch.uint8
+    )
     packed = dense_pack(codes, bits)
     assert packed.dtype == torch.int32 and packed.shape == (3, -(-length * bits // 32))
     for row in range(3):

@@ -18,7 +18,9 @@ from tests import tiny_models
 def packed(tmp_path):
     def make(family="smollm", **settings):
         folder = tiny_models.save(tiny_models.build(family), tmp_path / "dense", dtype=torch.bfloat16)
-        return quantize(folder, tmp_path / "packed", QuantizeSettings(method="rtn", group_size=32, **settings))
+        return quantize(
+            folder, tmp_path / "packed", QuantizeSettings(method="rtn", group_size=32, **settings)
+        )
 
     return make
 
@@ -56,9 +58,12 @@ def damage(folder, change):
 
 @pytest.mark.parametrize(
     ("leaf", "value", "match"),
-    [("weight_scale", 0.0, "zero, negative or infinite"), ("weight_scale", float("inf"), "zero, negative|does not fit"),
-     ("weight_packed", 0x88888888 - 2**32, "same")],
-)  # fmt: skip
+    [
+        ("weight_scale", 0.0, "zero, negative or infinite"),
+        ("weight_scale", float("inf"), "zero, negative|does not fit"),
+        ("weight_packed", 0x88888888 - 2**32, "same"),
+    ],
+)
 def test_degenerate_layers_are_refused(packed, tmp_path, leaf, value, match):
     source = packed()
     damage(source.path, lambda tensors: tensors[f"model.layers.0.mlp.up_proj.{leaf}"].fill_(value))

@@ -32,7 +32,9 @@ def test_neurons_are_gone_and_transformers_loads_the_rest(tmp_path, family):
 
 
 def test_heads_are_gone(tmp_path):
-    made = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(method="heads", ratio=0.25, **SMALL))
+    made = prune(
+        save("llama3", tmp_path), tmp_path / "out", PruneSettings(method="heads", ratio=0.25, **SMALL)
+    )
     assert made.config["num_attention_heads"] == 6 and made.config["num_key_value_heads"] == 3
     assert made.config["head_dim"] == 8
     AutoModelForCausalLM.from_pretrained(made.path)
@@ -50,10 +52,14 @@ def test_the_least_important_go(tmp_path):
     anatomy = discover(model)
     tokens = tiny_models.tokens(model, batch=8, length=16)
     modules, owners = units(model, anatomy, "neurons")
-    scores = gradient_importance(model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens])
+    scores = gradient_importance(
+        model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens]
+    )
     whole = tiny_models.logits(model, tokens)
     far = [
-        (tiny_models.logits(keep_neurons(model, keep_most_important(sign * scores, 64)), tokens) - whole).norm()
+        (
+            tiny_models.logits(keep_neurons(model, keep_most_important(sign * scores, 64)), tokens) - whole
+        ).norm()
         for sign in (1, -1)
     ]
     assert far[0] < 0.7 * far[1]
@@ -61,7 +67,14 @@ def test_the_least_important_go(tmp_path):
 
 @pytest.mark.parametrize(
     ("total", "ratio", "multiple", "kept"),
-    [(768, 0.25, 0, 576), (768, 0.33, 128, 512), (768, 0.0, 0, 768), (96, 0.9, 0, 10), (11008, 0.3, 0, 7680), (5, 0.5, 0, 2)],
+    [
+        (768, 0.25, 0, 576),
+        (768, 0.33, 128, 512),
+        (768, 0.0, 0, 768),
+        (96, 0.9, 0, 10),
+        (11008, 0.3, 0, 7680),
+        (5, 0.5, 0, 2),
+    ],
 )
 def test_how_many_neurons_stay(total, ratio, multiple, kept):
     assert kept_units(total, PruneSettings(method="neurons", ratio=ratio, multiple_of=multiple)) == kept
@@ -82,5 +95,7 @@ def test_families_whose_config_cannot_say_it_are_refused_before_any_work(tmp_pat
 
 
 def test_encoders_are_judged_by_masked_tokens(tmp_path):
-    made = prune(save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL))
+    made = prune(
+        save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL)
+    )
     assert made.config["intermediate_size"] == 48

@@ -26,7 +26,8 @@ def hessian(X):
 
 
 def obs_by_hand(W, H, scale, group, order, low, high, damp):
-    """The optimal-brain-surgeon update, one column at a time, with the inverse of the remaining block taken afresh each time.
+    """The optimal-brain-surgeon update, one column at a time, with the inverse of the remaining block taken
+    afresh each time.
 
     Fix column i, give the remaining weights the best answer: w_R -= e * [H_R^-1]_{i, R} / [H_R^-1]_ii.
     """
@@ -104,7 +105,9 @@ def test_damping_is_raised_and_reported_when_the_hessian_is_singular():
     H = hessian(X[:5])  # rank 5
     result = gptq(W, H, IntGrid(4, 16), damp=0.0)
     assert result.damp > 0.0
-    assert output_error(W, result.quantized.dequantize(), H) <= output_error(W, rtn(W, IntGrid(4, 16)).dequantize(), H)
+    assert output_error(W, result.quantized.dequantize(), H) <= output_error(
+        W, rtn(W, IntGrid(4, 16)).dequantize(), H
+    )
 
 
 def test_inverse_factor_is_the_inverse():

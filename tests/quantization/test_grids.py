@@ -53,7 +53,9 @@ def test_symmetric_scale_is_the_range_over_the_steps():
     weight = torch.tensor([[0.75, -0.1, 0.2, 0.0]])
     quantized = rtn(weight, IntGrid(4, 0))
     assert quantized.parameters.scale.item() == pytest.approx(0.75 * 2 / 15)
-    assert quantized.codes.tolist() == [[7, -1, 2, 0]]  # 0.75 / 0.1 = 7.5 rounds to even 8 and is clipped to 7
+    assert quantized.codes.tolist() == [
+        [7, -1, 2, 0]
+    ]  # 0.75 / 0.1 = 7.5 rounds to even 8 and is clipped to 7
 
 
 def test_asymmetric_range_reaches_both_ends():

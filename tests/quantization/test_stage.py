@@ -50,7 +50,9 @@ def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_si
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     ours = load_model(made)
     assert torch.equal(logits(theirs), logits(ours))
-    far = (logits(ours).float() - logits(load_model(folder)).float()).norm() / logits(load_model(folder)).float().norm()
+    far = (logits(ours).float() - logits(load_model(folder)).float()).norm() / logits(
+        load_model(folder)
+    ).float().norm()
     assert far < (0.5 if scheme == "W4A16" else 0.06)
 
 
@@ -68,7 +70,9 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
     folder = saved("llama3")
     close = {}
     for method in ("rtn", "gptq"):
-        made = quantize(folder, tmp_path / method, QuantizeSettings(method=method, **{**SMALL, "samples": 64}))
+        made = quantize(
+            folder, tmp_path / method, QuantizeSettings(method=method, **{**SMALL, "samples": 64})
+        )
         close[method] = (logits(load_model(made)).float() - logits(load_model(folder)).float()).norm()
     rows = made.card.details["layers"]
     assert len(rows) == 7 * 3
@@ -96,11 +100,18 @@ def test_the_same_call_gives_the_same_bytes_and_leaves_the_input_alone(saved, tm
 
 
 def test_ignored_modules_stay_dense(saved, tmp_path):
-    made = quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL))
+    made = quantize(
+        saved("llama3"),
+        tmp_path / "out",
+        QuantizeSettings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL),
+    )
     assert "model.layers.0.self_attn.q_proj.weight" in made.tensors
     assert "model.layers.1.mlp.down_proj.weight" in made.tensors
     assert "model.layers.1.mlp.up_proj.weight_packed" in made.tensors
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)), logits(load_model(made)))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)),
+        logits(load_model(made)),
+    )
 
 
 def test_group_size_that_does_not_divide_names_layer_and_mend(saved, tmp_path):
@@ -135,8 +146,13 @@ def test_config_is_what_the_format_says(saved, tmp_path):
     assert config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized"
     assert config["ignore"] == ["lm_head"]
     assert config["config_groups"]["group_0"]["weights"] == {
-        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
-    }  # fmt: skip
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+    }
     from compressed_tensors.quantization import QuantizationConfig
 
     QuantizationConfig.model_validate(config)

@@ -1,8 +1,6 @@
-"""The stream walk: bytes, resuming, and memory measured in a process of its own."""
+"""The stream walk: bytes, resuming, and memory (measured by benchmarks/memory.py in a process of its own)."""
 
-import subprocess
-import sys
-import textwrap
+import json
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.shards import Slot
 from attar.walks.stream import stream
+from benchmarks import memory
 
 
 def make(folder, tensors, shards=1):
@@ -20,8 +19,6 @@ def make(folder, tensors, shards=1):
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
     else:
-        import json
-
         index = {}
         for number in range(shards):
             part = {name: tensors[name] for name in names[number::shards]}
@@ -104,27 +101,5 @@ def test_a_killed_stream_goes_on_and_gives_the_same_bytes(tmp_path, tensors, die
 
 @pytest.mark.slow
 def test_memory_over_a_2_gb_checkpoint_stays_under_700_mb(tmp_path):
-    """Peak RSS of a W8A16 pass over 2 GB, less that of an interpreter with torch imported."""
-    script = textwrap.dedent("""
-        import resource, sys, torch
-        from pathlib import Path
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        bare = peak()
-        from attar.checkpoint import open_checkpoint
-        from attar.checkpoint.shards import Slot
-        from attar.quantization.grids import IntGrid
-        from attar.quantization.rtn import rtn
-        from attar.walks.stream import stream
-        checkpoint = open_checkpoint(sys.argv[1])
-        out = Path(sys.argv[2]); out.mkdir()
-        stream(checkpoint, lambda info: [Slot(info.name, "I8", info.shape)],
-               lambda name, load: {name: rtn(load(), IntGrid(8, 128)).codes}, out)
-        print(peak() - bare)
-    """)
-    g = torch.Generator().manual_seed(0)
-    block = (torch.randn(4096, 4096, generator=g) * 0.02).bfloat16()  # 32 MiB
-    folder = tmp_path / "in"
-    make(folder, {f"layer.{i:02d}.weight": block + i * 1e-3 for i in range(64)}, shards=4)
-    run = [sys.executable, "-c", script, str(folder), str(tmp_path / "out")]
-    used = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    assert used < 700, f"{used:.0f} MB above the bare interpreter"
+    used, size = memory.stream_peak(tmp_path)
+    assert size > 2e9 and used < 700e6, f"{used / 1e6:.0f} MB above the bare interpreter"

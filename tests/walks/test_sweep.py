@@ -1,9 +1,5 @@
 """The sweep walk against a plain forward pass with everything in memory."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 
@@ -11,6 +7,7 @@ from attar.checkpoint import open_checkpoint
 from attar.models.load import load_model
 from attar.quantization.hessian import Hessian
 from attar.walks.sweep import Solution, sweep
+from benchmarks import memory
 from tests import tiny_models
 
 
@@ -44,9 +41,16 @@ def batches(vocabulary, count=3, size=2, length=12):
 
 def hessians_by_hooks(model, names, tokens):
     """The Hessians of a whole model run in one piece."""
-    found = {name: Hessian((m := model.get_submodule(name)).weight.shape[1 if isinstance(m, torch.nn.Linear) else 0]) for name in names}
+    found = {
+        name: Hessian(
+            (m := model.get_submodule(name)).weight.shape[1 if isinstance(m, torch.nn.Linear) else 0]
+        )
+        for name in names
+    }
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: found[name].add(args[0])
+        )
         for name in names
     ]
     with torch.no_grad():
@@ -125,38 +129,8 @@ def test_spilled_activations_give_the_same_bytes(tmp_path):
 
 @pytest.mark.slow
 def test_peak_memory_does_not_grow_with_depth(tmp_path):
-    """Peak RSS above the imports stays under 1.5 x (block + activations + accumulators), for 3 and for 12 blocks."""
-    script = textwrap.dedent("""
-        import resource, sys, torch
-        from pathlib import Path
-        from transformers import LlamaForCausalLM
-        import attar.walks.sweep, attar.models.load, attar.models.anatomy
-        from attar.checkpoint import open_checkpoint
-        from attar.quantization.hessian import Hessian
-        from attar.walks.sweep import Solution, sweep
-        torch.set_num_threads(2)
-        torch.randn(512, 512) @ torch.randn(512, 512)
-        class Solver:
-            def accumulator(self, inputs): return Hessian(inputs)
-            def solve(self, name, weight, seen): return Solution(weight, {"codes": weight.to(torch.int8)})
-            def restore(self, name, tensors): raise AssertionError
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        tokens = [torch.randint(0, 512, (4, 128)) for _ in range(4)]
-        checkpoint = open_checkpoint(sys.argv[1])
-        before = peak()
-        sweep(checkpoint, tokens, Solver(), work=Path(sys.argv[2]))
-        print(peak() - before)
-    """)
-    used = {}
-    for depth in (3, 12):
-        folder = save_family("llama3", tmp_path / f"d{depth}", hidden_size=1024, intermediate_size=4096, num_hidden_layers=depth,
-                             num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=512)  # fmt: skip
-        run = [sys.executable, "-c", script, str(folder), str(tmp_path / f"w{depth}")]
-        used[depth] = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
-    block = 4 * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)
-    activations = 4 * 4 * 4 * 128 * 1024
-    running = 4 * 4 * 128 * 4096 * 4  # one batch inside the MLP
-    accumulators = 4 * 4096 * 4096 * 2
-    bound = 1.5 * (block + activations + running + accumulators)
-    assert used[12] < bound and used[3] < bound, (used, bound)
+    """Peak RSS above the imports stays under 1.5 x (block + activations + accumulators), for 3 and for 12
+    blocks."""
+    used = {depth: memory.sweep_peak(tmp_path, depth) for depth in (3, 12)}
+    assert max(used.values()) < memory.sweep_bound(), (used, memory.sweep_bound())
     assert used[12] < 1.2 * used[3] + 20e6, used

@@ -13,13 +13,20 @@ from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 
 SETTINGS = TrainSettings(
-    steps=12, batch_size=2, sequence_length=8, learning_rate=1e-2, checkpoint_every=4, evaluate_every=3, precision="fp32"
+    steps=12,
+    batch_size=2,
+    sequence_length=8,
+    learning_rate=1e-2,
+    checkpoint_every=4,
+    evaluate_every=3,
+    precision="fp32",
 )
 ROWS = torch.randint(0, 16, (10, 8), generator=torch.Generator().manual_seed(0))
 
 
 class Toy(nn.Module):
-    """An embedding, a hidden matrix with dropout, a head: one parameter of each kind the optimizers tell apart."""
+    """An embedding, a hidden matrix with dropout, a head: one parameter of each kind the optimizers tell
+    apart."""
 
     def __init__(self):
         super().__init__()
@@ -66,14 +73,25 @@ def dying(step):
 def test_a_killed_run_ends_with_the_bytes_of_an_undisturbed_one(tmp_path, optimizer, died_at):
     settings = replace(SETTINGS, optimizer=optimizer)
     whole = Toy()
-    history = train(whole, loss, ROWS, settings, work=tmp_path / "whole", held_out=lambda m: float(loss(m, ROWS)))
+    history = train(
+        whole, loss, ROWS, settings, work=tmp_path / "whole", held_out=lambda m: float(loss(m, ROWS))
+    )
     with pytest.raises(Killed):
-        train(Toy(), dying(died_at), ROWS, settings, work=tmp_path / "cut", held_out=lambda m: float(loss(m, ROWS)))
+        train(
+            Toy(),
+            dying(died_at),
+            ROWS,
+            settings,
+            work=tmp_path / "cut",
+            held_out=lambda m: float(loss(m, ROWS)),
+        )
     torch.manual_seed(99)  # another process has another generator
     resumed = Toy()
     if died_at > SETTINGS.checkpoint_every:
         nn.init.zeros_(resumed.hidden.weight)  # whatever is there must be replaced by the saved state
-    again = train(resumed, loss, ROWS, settings, work=tmp_path / "cut", held_out=lambda m: float(loss(m, ROWS)))
+    again = train(
+        resumed, loss, ROWS, settings, work=tmp_path / "cut", held_out=lambda m: float(loss(m, ROWS))
+    )
     for name, value in state(whole).items():
         assert torch.equal(value, state(resumed)[name]), name
     assert again == history

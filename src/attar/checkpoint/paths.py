@@ -12,9 +12,19 @@ EMBEDDED = ("tiny",)
 """Models that travel inside the package, as folders of ``attar/embedded``."""
 
 WANTED = [
-    "*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md",
-    "LICENSE*", "LICENCE*", "NOTICE*", "Notice*", "USE_POLICY*",
-]  # fmt: skip
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "README.md",
+    "LICENSE*",
+    "LICENCE*",
+    "NOTICE*",
+    "Notice*",
+    "USE_POLICY*",
+]
 """What is fetched of a hub repository: safetensors, config, tokenizer, licence. No pickles, no code."""
 
 UNWANTED = ["*/*", "consolidated*.safetensors"]

@@ -32,9 +32,14 @@ def build(verb: str) -> Any:
         settings = read_settings(cls, verb, values)
         start = time.monotonic()
         made = run_stage(
-            verb, values["model"], values["out"], settings,
-            teacher=values.get("teacher"), force=values["force"], progress=progress,
-        )  # fmt: skip
+            verb,
+            values["model"],
+            values["out"],
+            settings,
+            teacher=values.get("teacher"),
+            force=values["force"],
+            progress=progress,
+        )
         return _answer(made, values["out"], time.monotonic() - start)
 
     return build_command(verb, stage.summary, stage.example, parameters, act, resumes=True)

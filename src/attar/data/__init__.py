@@ -1,1 +1,1 @@
-"""."""
+"""Text: where it comes from, how it becomes rows of tokens."""

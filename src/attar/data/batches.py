@@ -1,4 +1,5 @@
-"""Training batches by number: batch i is a function of (rows, seed, i), so a resumed run sees the same order."""
+"""Training batches by number: batch i is a function of (rows, seed, i), so a resumed run sees the same
+order."""
 
 from __future__ import annotations
 

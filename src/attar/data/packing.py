@@ -2,9 +2,11 @@
 
 Two ways of packing into rows of S tokens:
 
-- ``stream``: documents joined by the end-of-text token and cut every S tokens. Nothing is padded, nothing dropped but the tail; a row
+- ``stream``: documents joined by the end-of-text token and cut every S tokens. Nothing is padded, nothing
+dropped but the tail; a row
   may hold the end of one document and the start of the next (what pre-training does).
-- ``separate``: no row holds two documents; a document is cut into rows of its own and what is shorter than S is padded. Nothing
+- ``separate``: no row holds two documents; a document is cut into rows of its own and what is shorter than S
+is padded. Nothing
   leaks across documents, at the price of padding.
 
 Letters: N rows, S tokens a row, B rows a batch.
@@ -80,7 +82,9 @@ def pack_stream(ids: Iterable[list[int]], length: int, end: list[int], rows: int
     return torch.tensor(flat[: count * length], dtype=torch.int64).reshape(count, length)
 
 
-def pack_separate(ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, pad: int = 0) -> Rows:
+def pack_separate(
+    ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, pad: int = 0
+) -> Rows:
     """Cut each document into rows of its own, padded on the right."""
     cut: list[list[int]] = []
     for document in ids:
@@ -128,6 +132,11 @@ def evaluation_batches(
 ) -> list[Tensor]:
     """Held-out rows as a list of int64 (B, S) batches, about ``tokens`` tokens in all."""
     rows = pack(
-        tokenizer, data, "evaluation", length=sequence_length, rows=max(tokens // sequence_length, 1), seed=seed
+        tokenizer,
+        data,
+        "evaluation",
+        length=sequence_length,
+        rows=max(tokens // sequence_length, 1),
+        seed=seed,
     )
     return list(rows.tokens.split(batch_size))

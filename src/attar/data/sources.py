@@ -4,12 +4,15 @@ A source is named by one string:
 
     python-stdlib            the running Python's standard library (see stdlib.py)
     notes.txt                one document
-    corpus/                  every .txt, .md, .py and .jsonl file below it, one document each (a JSONL line each)
+    corpus/                  every .txt, .md, .py and .jsonl file below it, one document each (a JSONL line
+    each)
     chats.jsonl              one document a line, field ``text`` (or ``messages``: see chat.py)
     chats.jsonl:answer       the same with the field ``answer``
-    org/name[:field]         a hub data set, through ``datasets`` (split train; validation or test for evaluation)
+    org/name[:field]         a hub data set, through ``datasets`` (split train; validation or test for
+    evaluation)
 
-Apart from ``python-stdlib`` and hub data sets with splits of their own, documents are split by a hash of their content.
+Apart from ``python-stdlib`` and hub data sets with splits of their own, documents are split by a hash of
+their content.
 """
 
 from __future__ import annotations
@@ -48,14 +51,17 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
     else:
         every = list(_read(data))
         if not every:
-            raise DataError(f"{data}: no text in it", hint="the source must hold at least one non-empty document")
+            raise DataError(
+                f"{data}: no text in it", hint="the source must hold at least one non-empty document"
+            )
         found = _split(every, split)
     random.Random(seed).shuffle(found)
     yield from found
 
 
 def _split(every: list[Document], split: str) -> list[Document]:
-    """The documents whose content hash falls in the split; a source too small to be split serves every split."""
+    """The documents whose content hash falls in the split; a source too small to be split serves every
+    split."""
     if len(every) < 100:
         return every
     return [document for document in every if stdlib.split_of(_content(document)) == split]
@@ -106,7 +112,9 @@ def _read(data: str) -> Iterator[Document]:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.suffix:
         yield from _read_hub(name, field)
     else:
-        raise DataError(f"{name}: no such file or folder", hint="--data takes python-stdlib, a file, a folder or org/name")
+        raise DataError(
+            f"{name}: no such file or folder", hint="--data takes python-stdlib, a file, a folder or org/name"
+        )
 
 
 def _read_file(file: Path, field: str | None) -> Iterator[Document]:
@@ -136,7 +144,9 @@ def _document(where: str, row: dict[str, Any], field: str | None) -> Iterator[Do
     value = row.get(wanted)
     if not isinstance(value, str | list):
         known = ", ".join(row) or "nothing"
-        raise DataError(f"{where}: no text in field {wanted!r}; fields: {known}", hint="name the field: FILE.jsonl:FIELD")
+        raise DataError(
+            f"{where}: no text in field {wanted!r}; fields: {known}", hint="name the field: FILE.jsonl:FIELD"
+        )
     if value:
         yield value
 

@@ -1,7 +1,8 @@
 """``python-stdlib``: the running Python's own standard-library source as a text data set.
 
-Every machine that runs attar has it, so the demo and the tests need no network. Whole files go to one split, chosen by a
-hash of their path inside the library: a file is in the same split on every machine and in every Python version.
+Every machine that runs attar has it, so the demo and the tests need no network. Whole files go to one split,
+chosen by a hash of their path inside the library: a file is in the same split on every machine and in every
+Python version.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-SPLITS = {"train": range(0, 90), "calibration": range(90, 95), "evaluation": range(95, 100)}
+SPLITS = {"train": range(90), "calibration": range(90, 95), "evaluation": range(95, 100)}
 """Which per cent of the hash belongs to which split."""
 
 SKIP = ("site-packages", "dist-packages", "__pycache__", "lib2to3/tests/data", "config-")

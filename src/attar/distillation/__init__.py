@@ -1,1 +1,1 @@
-"""."""
+"""Distillation and recovery: a student learns a teacher's distribution."""

@@ -1,13 +1,14 @@
-"""Forward KL: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531, section 2.
+"""Forward KL: Hinton, Vinyals, Dean 2015, "Distilling the Knowledge in a Neural Network", arXiv 1503.02531,
+section 2.
 
     L = T^2 * mean over tokens of KL(p || q),   p = softmax(z_teacher / T),  q = softmax(z_student / T)
     dL / dz_student = T (q - p) / tokens
 
-T^2 keeps the gradient's size comparable across temperatures and belongs to the soft term only. KL(p || p) = 0: this is the divergence, not the
-cross-entropy that some libraries return under its name.
+T^2 keeps the gradient's size comparable across temperatures and belongs to the soft term only. KL(p || p) =
+0: this is the divergence, not the cross-entropy that some libraries return under its name.
 
-Letters: z (..., V) logits over a vocabulary of V; T temperature. The gradient is written down in the forward pass, chunk by chunk, so that beside the
-two logit tensors only one more of their size ever exists.
+Letters: z (..., V) logits over a vocabulary of V; T temperature. The gradient is written down in the forward
+pass, chunk by chunk, so that beside the two logit tensors only one more of their size ever exists.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 CHUNK = 1024  # tokens whose float32 probabilities exist at once
 
 
-class _ForwardKL(torch.autograd.Function):
+class _ForwardKL(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         z, t = student.reshape(-1, student.shape[-1]), teacher.reshape(-1, teacher.shape[-1])

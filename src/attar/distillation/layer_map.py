@@ -1,7 +1,9 @@
 """Layer maps: which teacher layers a shallower student starts from.
 
-    uniform   evenly spread, the first and the last among them: round(i (L - 1) / (l - 1))      (DistilBERT, arXiv 1910.01108, takes every other one)
-    ends      the first and the last layers, the middle left out: where block influence is smallest (ShortGPT, arXiv 2403.03853, figure 2)
+    uniform   evenly spread, the first and the last among them: round(i (L - 1) / (l - 1))      (DistilBERT,
+        arXiv 1910.01108, takes every other one)
+    ends      the first and the last layers, the middle left out: where block influence is smallest (ShortGPT,
+        arXiv 2403.03853, figure 2)
     last      the last ones
 
 Letters: L teacher layers, l student layers.

@@ -18,7 +18,9 @@ class RecoverSettings(TrainSettings):
     """
 
     temperature: float = field(default=1.0, metadata={"help": "T: softens both distributions in the KL term"})
-    alpha: float = field(default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"})
+    alpha: float = field(
+        default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,7 +36,7 @@ class DistillSettings(RecoverSettings):
     layer_map: str = field(
         default="uniform",
         metadata={
-            "help": "which teacher layers the student starts from: evenly spread, the first and last, or the last",
+            "help": "teacher layers the student starts from: evenly spread, the first and last, or the last",
             "choices": ("uniform", "ends", "last"),
         },
     )

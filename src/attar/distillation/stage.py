@@ -1,7 +1,8 @@
-"""The verbs ``distill`` (a shallower student) and ``recover`` (a damaged model learns from the one it was made from).
+"""The verbs ``distill`` (a shallower student) and ``recover`` (a damaged model learns from the one it was
+made from).
 
-Both are the train walk with one loss: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, the teacher run beside the student.
-``alpha`` is the weight of the soft loss.
+Both are the train walk with one loss: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, the
+teacher run beside the student. ``alpha`` is the weight of the soft loss.
 """
 
 from __future__ import annotations
@@ -57,8 +58,16 @@ def distill(
     model = _causal(source)
     depth = len(discover(model).blocks)
     kept = layer_map(settings.layer_map, depth, settings.layers or max(depth // 2, 1))
-    with produce(out, stage="distill", version=VERSION, settings=asdict(settings), seed=settings.seed,
-                 parents=[(source, "weights"), (source, "signal")], force=force, key=key) as output:  # fmt: skip
+    with produce(
+        out,
+        stage="distill",
+        version=VERSION,
+        settings=asdict(settings),
+        seed=settings.seed,
+        parents=[(source, "weights"), (source, "signal")],
+        force=force,
+        key=key,
+    ) as output:
         student = student_by_depth(model, kept)
         history = _learn(student, model, source, settings, output.work / "train", progress, "distill")
         _save(student, source, output, history)
@@ -89,15 +98,24 @@ def recover(
     source, signal = open_checkpoint(model), open_checkpoint(teacher)
     student, guide = _causal(source), _causal(signal)
     _same_tokens(source, signal)
-    with produce(out, stage="recover", version=VERSION, settings=asdict(settings), seed=settings.seed,
-                 parents=[(source, "weights"), (signal, "signal")], force=force, key=key) as output:  # fmt: skip
+    with produce(
+        out,
+        stage="recover",
+        version=VERSION,
+        settings=asdict(settings),
+        seed=settings.seed,
+        parents=[(source, "weights"), (signal, "signal")],
+        force=force,
+        key=key,
+    ) as output:
         history = _learn(student, guide, source, settings, output.work / "train", progress, "recover")
         _save(student, source, output, history)
     return open_checkpoint(out)
 
 
 def soft_loss(teacher: nn.Module, temperature: float, alpha: float) -> Loss:
-    """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted tokens.
+    """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted
+    tokens.
 
     Vocabularies padded to different widths are compared over the common part.
     """
@@ -107,23 +125,39 @@ def soft_loss(teacher: nn.Module, temperature: float, alpha: float) -> Loss:
             guide = teacher(input_ids=tokens).logits
         logits = student(input_ids=tokens).logits
         width = min(guide.shape[-1], logits.shape[-1])
-        soft = forward_kl(logits[:, :-1, :width], guide[:, :-1, :width], temperature) if alpha else logits.new_zeros(())
+        soft = (
+            forward_kl(logits[:, :-1, :width], guide[:, :-1, :width], temperature)
+            if alpha
+            else logits.new_zeros(())
+        )
         return alpha * soft + (1.0 - alpha) * next_token_loss(logits, tokens) if alpha < 1.0 else soft
 
     return loss
 
 
 def _learn(
-    student: Any, teacher: Any, source: Checkpoint, settings: RecoverSettings, work: Path, progress: Progress, what: str
+    student: Any,
+    teacher: Any,
+    source: Checkpoint,
+    settings: RecoverSettings,
+    work: Path,
+    progress: Progress,
+    what: str,
 ) -> History:
     """Run the train walk; the student's weights change."""
     tokenizer = load_tokenizer(source)
     wanted = settings.steps * settings.batch_size * settings.accumulate
-    rows = pack(tokenizer, settings.data, "train", length=settings.sequence_length, rows=wanted, seed=settings.seed)
+    rows = pack(
+        tokenizer, settings.data, "train", length=settings.sequence_length, rows=wanted, seed=settings.seed
+    )
     kept = pack(
-        tokenizer, settings.data, "calibration", length=settings.sequence_length,
-        rows=max(HELD_OUT_TOKENS // settings.sequence_length, 1), seed=0,
-    ).tokens  # fmt: skip
+        tokenizer,
+        settings.data,
+        "calibration",
+        length=settings.sequence_length,
+        rows=max(HELD_OUT_TOKENS // settings.sequence_length, 1),
+        seed=0,
+    ).tokens
     teacher.requires_grad_(False)
     loss = soft_loss(teacher, settings.temperature, settings.alpha)
 
@@ -131,10 +165,14 @@ def _learn(
         """The training loss on rows never trained on."""
         device = next(model.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            parts = [float(loss(model, batch.to(device))) * len(batch) for batch in kept.split(settings.batch_size)]
+            parts = [
+                float(loss(model, batch.to(device))) * len(batch) for batch in kept.split(settings.batch_size)
+            ]
         return sum(parts) / len(kept)
 
-    return train(student, loss, rows.tokens, settings, work=work, held_out=held_out, progress=progress, what=what)
+    return train(
+        student, loss, rows.tokens, settings, work=work, held_out=held_out, progress=progress, what=what
+    )
 
 
 def _causal(checkpoint: Checkpoint) -> Any:
@@ -154,7 +192,7 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
     if ours != theirs:
         differing = sum(theirs.get(token) != number for token, number in ours.items())
         raise ModelError(
-            f"{teacher.path}: the teacher's tokenizer is another one ({differing} of {len(ours)} tokens differ)",
+            f"{teacher.path}: not the student's tokenizer ({differing} of {len(ours)} tokens differ)",
             hint="teacher and student need the same vocabulary",
         )
 
@@ -162,5 +200,6 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
 def _save(student: Any, source: Checkpoint, output: Any, history: History) -> None:
     save_model(student, output.folder, dtype=stored_precision(source))
     copy_companions(source.path, output.folder)
-    output.details.update(curve=history.curve, tokens=history.tokens, steps=history.step, stopped_early=history.stopped)
-
+    output.details.update(
+        curve=history.curve, tokens=history.tokens, steps=history.step, stopped_early=history.stopped
+    )

@@ -1,1 +1,1 @@
-"""."""
+"""File layouts of compressed checkpoints: bytes in, bytes out."""

@@ -5,14 +5,17 @@
     weight_packed      int32 (N, ceil(K b / 32))     signed code + 2^(b-1), dense_pack along K
     weight_scale       float (N, K / g), (N, 1) for whole rows
     weight_shape       int64 (2,) = N, K
-    weight_zero_point  int32 (ceil(N b / 32), K / g)  asymmetric only: signed zero + 2^(b-1), dense_pack along N
+    weight_zero_point  int32 (ceil(N b / 32), K / g)  asymmetric only: signed zero + 2^(b-1), dense_pack along
+    N
 
-``naive-quantized``, for an int8 embedding (and the head tied to it): ``weight`` int8 (V, D) and ``weight_scale`` (V, 1). A tied head stores a scale of its
-own and no weight: transformers ties the int8 weight and then decodes embedding and head each with its scale.
-A decoded weight is the code times the scale, rounded once to the type of the scale.
+``naive-quantized``, for an int8 embedding (and the head tied to it): ``weight`` int8 (V, D) and
+``weight_scale`` (V, 1). A tied head stores a scale of its own and no weight: transformers ties the int8
+weight and then decodes embedding and head each with its scale. A decoded weight is the code times the scale,
+rounded once to the type of the scale.
 
-A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format passes Conv1D by, leaving random weights. Such a checkpoint is
-written with ``format: attar-transposed``, which that reader refuses by name; attar itself reads it, and exports it dense.
+A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format passes Conv1D by,
+leaving random weights. Such a checkpoint is written with ``format: attar-transposed``, which that reader
+refuses by name; attar itself reads it, and exports it dense.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ def encode(weight: Integers, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def encoded_layout(shape: Sequence[int], groups: int, bits: int, dtype: str, zero: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
+def encoded_layout(
+    shape: Sequence[int], groups: int, bits: int, dtype: str, zero: bool = False
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of the tensors that :func:`encode` makes, known before any weight is."""
     rows, columns = shape
     layout = {
@@ -101,9 +106,15 @@ def weights_config(bits: int, group_size: int, symmetric: bool = True) -> dict[s
 
 
 def quantization_config(
-    *, bits: int, group_size: int, ignore: Sequence[str], symmetric: bool = True,
-    embedding: bool = False, tied_head: str | None = None, transposed: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    bits: int,
+    group_size: int,
+    ignore: Sequence[str],
+    symmetric: bool = True,
+    embedding: bool = False,
+    tied_head: str | None = None,
+    transposed: bool = False,
+) -> dict[str, Any]:
     """The ``quantization_config`` of config.json.
 
     Args:
@@ -114,7 +125,11 @@ def quantization_config(
     """
     packed = TRANSPOSED if transposed else "pack-quantized"
     groups: dict[str, Any] = {
-        "group_0": {"targets": ["Linear"], "format": packed, "weights": weights_config(bits, group_size, symmetric)}
+        "group_0": {
+            "targets": ["Linear"],
+            "format": packed,
+            "weights": weights_config(bits, group_size, symmetric),
+        }
     }
     if embedding:
         targets = ["Embedding"] + ([f"re:.*{re.escape(tied_head)}$"] if tied_head else [])
@@ -152,16 +167,23 @@ def _dense_name(name: str) -> str:
 
 
 def dense_tensor(checkpoint: Any, name: str) -> Tensor | None:
-    """What a stored tensor stands for: a decoded weight for a code tensor, None for scales and shapes, itself otherwise."""
+    """What a stored tensor stands for: a decoded weight for a code tensor, None for scales and shapes, itself
+    otherwise."""
     config = checkpoint.config.get("quantization_config") or {}
     base, _, leaf = name.rpartition(".")
     if leaf in (SCALE, SHAPE, ZERO):
         return None
     if leaf == PACKED:
-        found = {part: f"{base}.{part}" for part in (PACKED, SCALE, SHAPE, ZERO) if f"{base}.{part}" in checkpoint.tensors}
+        found = {
+            part: f"{base}.{part}"
+            for part in (PACKED, SCALE, SHAPE, ZERO)
+            if f"{base}.{part}" in checkpoint.tensors
+        }
         for part in (SCALE, SHAPE):
             if part not in found:
-                raise CheckpointError(f"{checkpoint.path}: {base}.{part} is missing", hint="the packed checkpoint is incomplete")
+                raise CheckpointError(
+                    f"{checkpoint.path}: {base}.{part} is missing", hint="the packed checkpoint is incomplete"
+                )
         bits = int(config["config_groups"]["group_0"]["weights"]["num_bits"])
         weight = decode({part: checkpoint.load(full) for part, full in found.items()}, bits)
         return weight.T.contiguous() if config.get("format") == TRANSPOSED else weight

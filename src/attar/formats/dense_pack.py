@@ -1,6 +1,8 @@
-"""dense_pack: codes of b bits laid end to end in little-endian 32-bit words. The primitive under GPTQ, compressed-tensors and EXL2.
+"""dense_pack: codes of b bits laid end to end in little-endian 32-bit words. The primitive under GPTQ,
+compressed-tensors and EXL2.
 
-Element i occupies bits [i b, i b + b) of a bit string cut into 32-bit words, bit 0 the lowest of word 0; a code may straddle two words.
+Element i occupies bits [i b, i b + b) of a bit string cut into 32-bit words, bit 0 the lowest of word 0; a
+code may straddle two words.
 """
 
 from __future__ import annotations

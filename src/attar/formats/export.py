@@ -1,10 +1,12 @@
 """The verb ``export``: a checkpoint as other engines want it, checked before it is handed over.
 
-``dense``                ordinary safetensors in one number type, decoded from whatever it was: loads everywhere, saves nothing.
+``dense``                ordinary safetensors in one number type, decoded from whatever it was: loads
+everywhere, saves nothing.
 ``compressed-tensors``   the packed layout as it is, re-read with an independent look at every tensor.
 
-What is checked is what has broken for people elsewhere: scales that are zero, infinite or out of the range of their type; layers whose codes are all
-the same; a config that names no architecture; a vocabulary larger than the embedding; a written file that does not decode to what went in.
+What is checked is what has broken for people elsewhere: scales that are zero, infinite or out of the range of
+their type; layers whose codes are all the same; a config that names no architecture; a vocabulary larger than
+the embedding; a written file that does not decode to what went in.
 """
 
 from __future__ import annotations
@@ -58,13 +60,24 @@ def export(
     packed = is_packed(source.config)
     if settings.format == "compressed-tensors" and not packed:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
-    if settings.format == "compressed-tensors" and source.config["quantization_config"]["format"] == TRANSPOSED:
+    if (
+        settings.format == "compressed-tensors"
+        and source.config["quantization_config"]["format"] == TRANSPOSED
+    ):
         raise ModelError(
-            f"{source.path}: compressed-tensors cannot hold the transposed Linears of {source.config['model_type']}",
+            f"{source.path}: compressed-tensors has no transposed Linears ({source.config['model_type']})",
             hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
         )
-    with produce(out, stage="export", version=VERSION, settings=asdict(settings), seed=0, parents=[(source, "weights")],
-                 force=force, key=key) as output:  # fmt: skip
+    with produce(
+        out,
+        stage="export",
+        version=VERSION,
+        settings=asdict(settings),
+        seed=0,
+        parents=[(source, "weights")],
+        force=force,
+        key=key,
+    ) as output:
         if settings.format == "dense":
             _write_dense(source, output.folder, output.work, settings, progress)
         else:
@@ -74,7 +87,9 @@ def export(
     return open_checkpoint(out)
 
 
-def _write_dense(source: Checkpoint, folder: Path, work: Path, settings: ExportSettings, progress: Progress) -> None:
+def _write_dense(
+    source: Checkpoint, folder: Path, work: Path, settings: ExportSettings, progress: Progress
+) -> None:
     dtype = _target(source, settings)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     if dtype is not None:
@@ -93,13 +108,15 @@ def _write_dense(source: Checkpoint, folder: Path, work: Path, settings: ExportS
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         tensor = dense_tensor(source, name)
         assert tensor is not None, "scales have no slot"
-        return {name.removesuffix("_packed"): tensor.to(dtype) if dtype is not None and _casts(tensor) else tensor}
+        return {
+            name.removesuffix("_packed"): tensor.to(dtype) if dtype is not None and _casts(tensor) else tensor
+        }
 
     stream(source, layout, transform, folder, work=work / "shards", progress=progress, what="export dense")
 
 
 def _casts(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
+    return bool(tensor.is_floating_point())
 
 
 def _target(source: Checkpoint, settings: ExportSettings) -> torch.dtype | None:
@@ -113,7 +130,11 @@ def _dense_shape(source: Checkpoint, info: Any) -> tuple[int, ...] | None:
         return None
     if leaf == PACKED:
         rows, columns = (int(size) for size in source.load(f"{base}.{SHAPE}"))
-        return (columns, rows) if source.config["quantization_config"]["format"] == TRANSPOSED else (rows, columns)
+        return (
+            (columns, rows)
+            if source.config["quantization_config"]["format"] == TRANSPOSED
+            else (rows, columns)
+        )
     shape: tuple[int, ...] = info.shape
     return shape
 
@@ -128,16 +149,23 @@ def _decoded_dtype(source: Checkpoint, info: Any) -> str:
 def _write_packed(source: Checkpoint, folder: Path, work: Path, progress: Progress) -> None:
     _write_config(folder, source.config)
     stream(
-        source, lambda info: [Slot(info.name, info.dtype, info.shape)], lambda name, load: {name: load()}, folder,
-        work=work / "shards", progress=progress, what="export",
-    )  # fmt: skip
+        source,
+        lambda info: [Slot(info.name, info.dtype, info.shape)],
+        lambda name, load: {name: load()},
+        folder,
+        work=work / "shards",
+        progress=progress,
+        what="export",
+    )
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def verify(source: Checkpoint, written: Checkpoint, settings: ExportSettings, progress: Progress = SILENT) -> list[str]:
+def verify(
+    source: Checkpoint, written: Checkpoint, settings: ExportSettings, progress: Progress = SILENT
+) -> list[str]:
     """Read the written files back and compare with the source, tensor by tensor.
 
     Returns:
@@ -165,9 +193,14 @@ def _compare(name: str, wanted: Tensor, got: Tensor | None, target: torch.dtype 
     if target is not None and wanted.is_floating_point():
         wanted = wanted.to(target)
     if wanted.is_floating_point() and not torch.isfinite(wanted).all():
-        raise NumericsError(f"{name} does not fit {str(wanted.dtype).removeprefix('torch.')}", hint="try --dtype bfloat16")
+        raise NumericsError(
+            f"{name} does not fit {str(wanted.dtype).removeprefix('torch.')}", hint="try --dtype bfloat16"
+        )
     if got is None or got.dtype != wanted.dtype or not torch.equal(got, wanted):
-        raise NumericsError(f"{name} reads back differently from what was written", hint="the disk may be failing; run it again")
+        raise NumericsError(
+            f"{name} reads back differently from what was written",
+            hint="the disk may be failing; run it again",
+        )
 
 
 def _check_codes(source: Checkpoint, name: str) -> None:
@@ -177,8 +210,12 @@ def _check_codes(source: Checkpoint, name: str) -> None:
         return
     scale = source.load(f"{base}.{SCALE}").float()
     if not (torch.isfinite(scale).all() and (scale > 0).all()):
-        raise NumericsError(f"{base}.{SCALE} holds zero, negative or infinite scales", hint="quantize the model again")
+        raise NumericsError(
+            f"{base}.{SCALE} holds zero, negative or infinite scales", hint="quantize the model again"
+        )
     words = source.load(name).flatten()
     same = float((words == words[0]).float().mean()) if words.numel() > 64 else 0.0
     if same > CONSTANT:
-        raise NumericsError(f"{base}: nearly all codes are the same", hint="the weights were zero or damaged before")
+        raise NumericsError(
+            f"{base}: nearly all codes are the same", hint="the weights were zero or damaged before"
+        )

@@ -24,7 +24,8 @@ class ExportSettings:
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "number type of the dense tensors; auto: as stored", "choices": DTYPES}
+        default="auto",
+        metadata={"help": "number type of the dense tensors; auto: as stored", "choices": DTYPES},
     )
 
     def __post_init__(self) -> None:

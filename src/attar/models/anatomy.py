@@ -1,9 +1,9 @@
 """Anatomy: which module is a block, a projection, a norm, the embedding, the head.
 
-Nothing here knows a model class. The blocks are the longest list of modules of one class; inside a block
-the names of the linear layers propose what they are (:mod:`attar.models.roles`), and shapes and config must
-agree (:mod:`attar.models.blocks`). What cannot be found, or does not fit, is an error that says so: a wrong
-guess would only show as garbage later. Works on models whose parameters are on the meta device.
+Nothing here knows a model class. The blocks are the longest list of modules of one class; inside a block the
+names of the linear layers propose what they are (:mod:`attar.models.roles`), and shapes and config must agree
+(:mod:`attar.models.blocks`). What cannot be found, or does not fit, is an error that says so: a wrong guess
+would only show as garbage later. Works on models whose parameters are on the meta device.
 """
 
 from __future__ import annotations

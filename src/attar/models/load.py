@@ -32,8 +32,13 @@ if TYPE_CHECKING:
 
 OWN_CODE_HINT = "attar runs no code that comes with a checkpoint; convert it to a transformers architecture"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 
 
 def load_model(

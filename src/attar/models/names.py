@@ -1,7 +1,8 @@
 """Which stored tensor belongs to which parameter of a model.
 
-Mostly the names are equal. Checkpoints saved from the bare model lack the prefix of the model with a head ("model.", "transformer.", "bert."), and
-the other way round; a tied parameter is stored once, under one of its names.
+Mostly the names are equal. Checkpoints saved from the bare model lack the prefix of the model with a head
+("model.", "transformer.", "bert."), and the other way round; a tied parameter is stored once, under one of
+its names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from attar.errors import CheckpointError
 
 
 def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> dict[str, str]:
-    """Parameter name to stored tensor name, for every parameter (tied ones under each of their names that the module tree shows).
+    """Parameter name to stored tensor name, for every parameter (tied ones under each of their names that the
+    module tree shows).
 
     Raises:
         CheckpointError: a parameter has no stored tensor, and ``strict``.

@@ -13,7 +13,8 @@ KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating-point type that holds most of a checkpoint's numbers (of a packed one: its scales and dense tensors)."""
+    """The floating-point type that holds most of a checkpoint's numbers (of a packed one: its scales and
+    dense tensors)."""
     sizes = dict.fromkeys(KINDS, 0)
     for info in checkpoint.tensors.values():
         if info.dtype in sizes:

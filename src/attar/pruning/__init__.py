@@ -1,1 +1,1 @@
-"""."""
+"""Structured pruning: whole heads and neurons, chosen by importance, really removed."""

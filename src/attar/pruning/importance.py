@@ -2,13 +2,16 @@
 
 Heads: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", arXiv 1905.10650, eq. 2:
 
-    I_h = E_x | dL(x) / d xi_h | ,   xi_h the mask that multiplies head h's output   (= | Att_h^T dL / dAtt_h |)
+    I_h = E_x | dL(x) / d xi_h | ,   xi_h the mask that multiplies head h's output   (= | Att_h^T dL / dAtt_h
+    |)
 
-Neurons: the same with the mask on a neuron's activation a_i, the first-order Taylor criterion | a_i dL / da_i |, summed over the tokens of a
+Neurons: the same with the mask on a neuron's activation a_i, the first-order Taylor criterion | a_i dL / da_i
+|, summed over the tokens of a
 sequence before the absolute value (Molchanov et al. 2019, arXiv 1906.10771, eq. 8). E_x runs over sequences.
 
-Letters: U units a layer; xi (B, U) one mask value per sequence and unit, all ones; c (F,) the unit of each of the F inputs of the Linear that follows.
-With grouped-query attention a unit is a KV head with all its query heads: only whole groups can be removed.
+Letters: U units a layer; xi (B, U) one mask value per sequence and unit, all ones; c (F,) the unit of each of
+the F inputs of the Linear that follows. With grouped-query attention a unit is a KV head with all its query
+heads: only whole groups can be removed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ def units_of(columns: Sequence[Sequence[int]], features: int) -> Tensor:
 
 @contextmanager
 def masked(modules: Sequence[nn.Module], owners: Sequence[Tensor], masks: Sequence[Tensor]) -> Iterator[None]:
-    """Multiply the input of each module (B, S, F) by its mask (B, U), spread over the columns of each unit."""
+    """Multiply the input of each module (B, S, F) by its mask (B, U), spread over the columns of each
+    unit."""
 
     def hook(owner: Tensor, mask: Tensor) -> Callable[..., Any]:
         def multiply(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,7 +94,9 @@ def gradient_importance(
             for batch in batches:
                 masks = [torch.ones(len(batch), count, device=device, requires_grad=True) for count in counts]
                 with masked(modules, [owner.to(device) for owner in owners], masks):
-                    value = loss(model, batch.to(device)) * len(batch)  # each sequence's own loss, whatever the batch
+                    value = loss(model, batch.to(device)) * len(
+                        batch
+                    )  # each sequence's own loss, whatever the batch
                     gradients = torch.autograd.grad(value, masks)
                 for layer, gradient in enumerate(gradients):
                     total[layer] += gradient.abs().sum(0).double().cpu()
@@ -101,11 +107,14 @@ def gradient_importance(
             parameter.requires_grad_(True)
     importance = torch.stack(total) / max(sequences, 1)
     if not torch.isfinite(importance).all():
-        raise NumericsError("the importance gradients are not finite", hint="check the model for NaN: attar inspect")
+        raise NumericsError(
+            "the importance gradients are not finite", hint="check the model for NaN: attar inspect"
+        )
     return importance
 
 
 def keep_most_important(importance: Tensor, keep: int) -> list[list[int]]:
-    """Per layer, the ``keep`` units of the largest importance, ascending; equal ones go to the lower number."""
+    """Per layer, the ``keep`` units of the largest importance, ascending; equal ones go to the lower
+    number."""
     order = torch.argsort(importance, dim=1, descending=True, stable=True)
     return [sorted(int(unit) for unit in row[:keep]) for row in order]

@@ -21,17 +21,24 @@ class PruneSettings:
 
     method: str = field(
         default="neurons",
-        metadata={"help": "heads: groups of query heads with their KV head; neurons: of the MLP", "choices": METHODS},
+        metadata={
+            "help": "heads: groups of query heads with their KV head; neurons: of the MLP",
+            "choices": METHODS,
+        },
     )
     ratio: float = field(default=0.25, metadata={"help": "fraction removed, 0 to below 1"})
     multiple_of: int = field(
-        default=0, metadata={"help": "keep a multiple of so many neurons; 0: the largest power of two up to 64 that hits the ratio"}
+        default=0,
+        metadata={
+            "help": "keep a multiple of so many neurons; 0: a power of two up to 64 that hits the ratio"
+        },
     )
     samples: int = field(default=64, metadata={"help": "calibration sequences whose gradients are averaged"})
     sequence_length: int = field(default=256, metadata={"help": "tokens in a calibration sequence"})
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
     data: str = field(
-        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+        default="python-stdlib",
+        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
 

@@ -51,15 +51,29 @@ def prune(
     modules, owners = units(loaded, anatomy, settings.method)
     total = int(owners[0].max()) + 1
     keep = kept_units(total, settings)
-    with produce(out, stage="prune", version=VERSION, settings=asdict(settings), seed=settings.seed,
-                 parents=[(source, "weights")], force=force, key=key) as output:  # fmt: skip
+    with produce(
+        out,
+        stage="prune",
+        version=VERSION,
+        settings=asdict(settings),
+        seed=settings.seed,
+        parents=[(source, "weights")],
+        force=force,
+        key=key,
+    ) as output:
         tokenizer = load_tokenizer(source)
         batches = calibration_batches(
-            tokenizer, settings.data, samples=settings.samples, sequence_length=settings.sequence_length,
-            batch_size=settings.batch_size, seed=settings.seed,
-        )  # fmt: skip
+            tokenizer,
+            settings.data,
+            samples=settings.samples,
+            sequence_length=settings.sequence_length,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+        )
         loss = _loss(anatomy, tokenizer)
-        importance = gradient_importance(loaded, modules, owners, loss, batches, progress, f"prune {settings.method}")
+        importance = gradient_importance(
+            loaded, modules, owners, loss, batches, progress, f"prune {settings.method}"
+        )
         chosen = keep_most_important(importance, keep)
         smaller = keep_heads(loaded, chosen) if settings.method == "heads" else keep_neurons(loaded, chosen)
         save_model(smaller, output.folder, dtype=stored_precision(source))
@@ -92,7 +106,9 @@ def kept_units(total: int, settings: PruneSettings) -> int:
     wanted = total * (1.0 - settings.ratio)
     if settings.method == "heads":
         return max(round(wanted), 1)
-    multiple = settings.multiple_of or next(m for m in (64, 32, 16, 8, 4, 2, 1) if m == 1 or (total % m == 0 and wanted >= 8 * m))
+    multiple = settings.multiple_of or next(
+        m for m in (64, 32, 16, 8, 4, 2, 1) if m == 1 or (total % m == 0 and wanted >= 8 * m)
+    )
     if multiple > total:
         raise SettingsError("multiple_of", multiple, f"at most the {total} neurons of a layer")
     return min(max(round(wanted / multiple), 1) * multiple, total)
@@ -104,15 +120,19 @@ def _loss(anatomy: Anatomy, tokenizer: Any) -> Any:
         return lambda model, tokens: next_token_loss(model(input_ids=tokens).logits, tokens)
     if anatomy.head is None:
         raise ModelError(
-            f"{anatomy.family}: the model has no language-model head, so importance has no loss to differentiate",
+            f"{anatomy.family}: no language-model head, so importance has no loss to differentiate",
             hint="use the checkpoint of the masked language model",
         )
     if tokenizer.mask_token_id is None:
-        raise ModelError(f"{anatomy.family}: the tokenizer has no mask token", hint="an encoder is judged by masked tokens")
+        raise ModelError(
+            f"{anatomy.family}: the tokenizer has no mask token", hint="an encoder is judged by masked tokens"
+        )
     return lambda model, tokens: masked_token_loss(model, tokens, tokenizer.mask_token_id)
 
 
-def _report(anatomy: Anatomy, importance: Tensor, chosen: list[list[int]], method: str) -> list[dict[str, Any]]:
+def _report(
+    anatomy: Anatomy, importance: Tensor, chosen: list[list[int]], method: str
+) -> list[dict[str, Any]]:
     """Per layer: what was removed, and which part of the layer's summed importance went with it."""
     rows = []
     for block, scores, kept in zip(anatomy.blocks, importance, chosen, strict=True):
@@ -121,4 +141,3 @@ def _report(anatomy: Anatomy, importance: Tensor, chosen: list[list[int]], metho
         name = block.attention.name if method == "heads" else block.mlp.name
         rows.append({"name": name, "removed": len(removed), "kept": len(kept), "importance_removed": lost})
     return rows
-

@@ -1,13 +1,16 @@
-"""GPTQ: Frantar, Ashkboos, Hoefler, Alistarh 2022, "GPTQ: Accurate Post-Training Quantization", arXiv 2210.17323, algorithm 1.
+"""GPTQ: Frantar, Ashkboos, Hoefler, Alistarh 2022, "GPTQ: Accurate Post-Training Quantization", arXiv
+2210.17323, algorithm 1.
 
     H^-1 = (2 X^T X / T + lambda I)^-1 ,  U = Cholesky(H^-1)^T  (upper)
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 
-Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from hessian.py; E (N, B) errors of a block of B columns; U (K, K).
+Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from hessian.py; E (N, B) errors of a block of B
+columns; U (K, K).
 
-Differs from the paper: the scales are chosen from the weight before any column is rounded ("static groups"), so that with ``act_order`` (columns of
-the largest H_ii first, from the authors' code) the stored format keeps its column order. Damping that is too small for a Cholesky is raised
-tenfold, and the result says so. A column whose input is always zero (H_ii = 0) is "dead": its weight can do nothing and becomes 0.
+Differs from the paper: the scales are chosen from the weight before any column is rounded ("static groups"),
+so that with ``act_order`` (columns of the largest H_ii first, from the authors' code) the stored format keeps
+its column order. Damping that is too small for a Cholesky is raised tenfold, and the result says so. A column
+whose input is always zero (H_ii = 0) is "dead": its weight can do nothing and becomes 0.
 """
 
 from __future__ import annotations
@@ -54,12 +57,16 @@ def gptq(weight: Tensor, H: Tensor, grid: IntGrid, *, damp: float = 0.01, act_or
     W = weight.float().clone()
     H = H.float().clone()
     if not (torch.isfinite(H).all() and torch.isfinite(W).all()):
-        raise NumericsError("the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data")
+        raise NumericsError(
+            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
+        )
     dead = H.diagonal() <= 0
     W[:, dead] = 0.0
     H[dead, dead] = 1.0
     parameters = grid.choose(W)
-    order = torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(W.shape[1])
+    order = (
+        torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(W.shape[1])
+    )
     group = order // (grid.group_size or W.shape[1])
     U, used = inverse_factor(H[order][:, order], damp)
     codes = _round_columns(W[:, order], U, grid, parameters, group)
@@ -86,7 +93,8 @@ def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
                 return U, used
         if used >= 1.0:
             raise NumericsError(
-                "the Hessian stays singular with a damping of 1", hint="more calibration samples, or --method rtn"
+                "the Hessian stays singular with a damping of 1",
+                hint="more calibration samples, or --method rtn",
             )
         used = max(used * 10.0, 1e-4)
 

@@ -1,10 +1,11 @@
-"""Grids: which values a code can take, and how scale and zero are chosen. Knows nothing of how weights are rounded.
+"""Grids: which values a code can take, and how scale and zero are chosen. Knows nothing of how weights are
+rounded.
 
 Letters: W (N, K) weight, N outputs, K inputs; g group size along K; G = K / g groups a row; b bits.
 
-Any rounding (nearest, GPTQ, ...) runs on any grid through three functions: ``choose`` the parameters of each group from the weight,
-``encode`` values to codes, ``decode`` codes to values. A rounding that works column by column calls encode and decode on columns with the
-parameters of the column's group.
+Any rounding (nearest, GPTQ, ...) runs on any grid through three functions: ``choose`` the parameters of each
+group from the weight, ``encode`` values to codes, ``decode`` codes to values. A rounding that works column by
+column calls encode and decode on columns with the parameters of the column's group.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class IntGrid:
     @property
     def low(self) -> int:
         """Smallest code."""
-        return -(2 ** (self.bits - 1))
+        return -(1 << (self.bits - 1))
 
     @property
     def high(self) -> int:
         """Largest code."""
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
 
     def groups(self, inputs: int) -> int:
         """G, the groups of a row of K inputs. The caller has checked that g divides K."""
@@ -64,13 +65,14 @@ class IntGrid:
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes, scales and zeros."""
-        extra = self.storage.itemsize * 8 + (0 if self.symmetric else self.bits)
+        extra: int = self.storage.itemsize * 8 + (0 if self.symmetric else self.bits)
         return self.bits + extra * self.groups(shape[1]) / shape[1]
 
     def choose(self, weight: Tensor, shrink: float = 1.0) -> Parameters:
         """Scale (and zero) of each group from the largest magnitude (or the range) of its weights.
 
-        Symmetric, as compressed-tensors and llm-compressor choose it: s = 2 max|w| / (2^b - 1), so that neither end of the codes is wasted.
+        Symmetric, as compressed-tensors and llm-compressor choose it: s = 2 max|w| / (2^b - 1), so that
+        neither end of the codes is wasted.
 
         Args:
             weight: (N, K), any float type.
@@ -86,12 +88,14 @@ class IntGrid:
         return Parameters(scale, (self.low - bottom / scale).round().clamp(self.low, self.high))
 
     def _stored(self, scale: Tensor) -> Tensor:
-        """The scale as it will be read back; a group of zeros gets scale 1, and tiny scales the smallest normal number."""
+        """The scale as it will be read back; a group of zeros gets scale 1, and tiny scales the smallest
+        normal number."""
         kept = torch.where(scale > 0, scale, torch.ones_like(scale))
         return kept.clamp(min=torch.finfo(self.storage).tiny).to(self.storage).float()
 
     def encode(self, values: Tensor, parameters: Parameters) -> Tensor:
-        """Nearest codes, float32 whole numbers of the shape of ``values``; parameters broadcast against it."""
+        """Nearest codes, float32 whole numbers of the shape of ``values``; parameters broadcast against
+        it."""
         codes = values / parameters.scale
         if parameters.zero is not None:
             codes = codes + parameters.zero
@@ -118,7 +122,8 @@ class Quantized:
     parameters: Parameters
 
     def dequantize(self) -> Tensor:
-        """The weight that a reader of the codes gets: float32 (N, K), each value rounded once to the storage type."""
+        """The weight that a reader of the codes gets: float32 (N, K), each value rounded once to the storage
+        type."""
         rows, columns = self.codes.shape
         grouped = self.codes.float().reshape(rows, self.grid.groups(columns), -1)
         zero = self.parameters.zero

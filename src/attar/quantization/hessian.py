@@ -1,7 +1,9 @@
-"""What a layer's inputs say about its weights: H = 2 / T * sum over tokens of x x^T, accumulated batch by batch.
+"""What a layer's inputs say about its weights: H = 2 / T * sum over tokens of x x^T, accumulated batch by
+batch.
 
 Letters: X (T, K) inputs of a Linear, T tokens; H (K, K). The output error of a changed weight is
-|| (W - W') X^T ||^2 = T / 2 * tr((W - W') H (W - W')^T): everything the second-order roundings know of the data.
+|| (W - W') X^T ||^2 = T / 2 * tr((W - W') H (W - W')^T): everything the second-order roundings know of the
+data.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from torch import Tensor
 
 
 class Hessian:
-    """Accumulates H in float32 over any number of batches; the same batches in the same order give the same bytes."""
+    """Accumulates H in float32 over any number of batches; the same batches in the same order give the same
+    bytes."""
 
     def __init__(self, inputs: int, device: torch.device | str = "cpu") -> None:
         self.sum = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
@@ -30,7 +33,7 @@ class Hessian:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.sum.numel() * self.sum.element_size()
+        return int(self.sum.nbytes)
 
 
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:

@@ -1,4 +1,5 @@
-"""Round to nearest: every weight to the closest value of its grid, knowing nothing of the data. The base line of all others."""
+"""Round to nearest: every weight to the closest value of its grid, knowing nothing of the data. The base
+line of all others."""
 
 from __future__ import annotations
 

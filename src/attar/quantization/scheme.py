@@ -1,4 +1,5 @@
-"""Where a grid applies: which tensors of a checkpoint are quantized, on which grid, and what the format's config says of it."""
+"""Where a grid applies: which tensors of a checkpoint are quantized, on which grid, and what the format's
+config says of it."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def plan(checkpoint: Any, settings: QuantizeSettings) -> Plan:
     from attar.formats.compressed_tensors import quantization_config
 
     if checkpoint.config.get("quantization_config"):
-        raise ModelError(f"{checkpoint.path} is quantized already", hint="start from the dense model it was made from")
+        raise ModelError(
+            f"{checkpoint.path} is quantized already", hint="start from the dense model it was made from"
+        )
     model = empty_model(checkpoint.config)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)
@@ -82,9 +85,13 @@ def plan(checkpoint: Any, settings: QuantizeSettings) -> Plan:
     tied = anatomy.head if embedding and anatomy.tied else None
     ignore = tuple(name for name, module in model.named_modules() if is_linear(module) and name not in chosen)
     config = quantization_config(
-        bits=SCHEMES[settings.scheme], group_size=settings.group_size, ignore=ignore, embedding=embedding is not None,
-        tied_head=tied, transposed=any(site.transposed for site in sites.values()),
-    )  # fmt: skip
+        bits=SCHEMES[settings.scheme],
+        group_size=settings.group_size,
+        ignore=ignore,
+        embedding=embedding is not None,
+        tied_head=tied,
+        transposed=any(site.transposed for site in sites.values()),
+    )
     return Plan(sites, embedding, tied, ignore, config)
 
 
@@ -99,7 +106,9 @@ def _ignored(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def _site(model: nn.Module, checkpoint: Any, module: str, names: dict[str, str], settings: QuantizeSettings) -> Site:
+def _site(
+    model: nn.Module, checkpoint: Any, module: str, names: dict[str, str], settings: QuantizeSettings
+) -> Site:
     info = checkpoint.tensors[names[f"{module}.weight"]]
     transposed = not isinstance(model.get_submodule(module), nn.Linear)
     rows, columns = reversed(info.shape) if transposed else info.shape
@@ -116,8 +125,9 @@ def _check_groups(sites: dict[str, Site], settings: QuantizeSettings) -> None:
     fits = [g for g in (128, 64, 32, 16) if all(site.shape[1] % g == 0 for site in sites.values())]
     names = sorted({site.module.rpartition(".")[2] for site in wrong})
     raise SettingsError(
-        "group_size", size,
-        f"a divisor of every layer's inputs: {wrong[0].module} has {wrong[0].shape[1]} ({len(wrong)} layers: {', '.join(names)}); "
+        "group_size",
+        size,
+        f"a divisor of every layer's inputs: {wrong[0].module} has {wrong[0].shape[1]} "
+        f"({len(wrong)} layers: {', '.join(names)}); "
         f"{' or '.join(map(str, fits)) or '0 (a whole row)'} fits",
-    )  # fmt: skip
-
+    )

@@ -19,17 +19,28 @@ METHODS = ("rtn", "gptq")
 class QuantizeSettings:
     """Store the weights of the decoder's Linears in few bits, symmetric, with one scale per group."""
 
-    scheme: str = field(default="W4A16", metadata={"help": "which tensors get how many bits", "choices": tuple(SCHEMES)})
-    group_size: int = field(default=128, metadata={"help": "inputs that share a scale: 128, 64, 32; 0: a whole row"})
+    scheme: str = field(
+        default="W4A16", metadata={"help": "which tensors get how many bits", "choices": tuple(SCHEMES)}
+    )
+    group_size: int = field(
+        default=128, metadata={"help": "inputs that share a scale: 128, 64, 32; 0: a whole row"}
+    )
     method: str = field(
         default="gptq",
         metadata={"help": "rtn: round to nearest; gptq: round with the layer's Hessian", "choices": METHODS},
     )
-    damp: float = field(default=0.01, metadata={"help": "GPTQ's lambda, as a fraction of the Hessian's mean diagonal"})
-    act_order: bool = field(default=True, metadata={"help": "GPTQ: columns of large activations first (static groups)"})
+    damp: float = field(
+        default=0.01, metadata={"help": "GPTQ's lambda, as a fraction of the Hessian's mean diagonal"}
+    )
+    act_order: bool = field(
+        default=True, metadata={"help": "GPTQ: columns of large activations first (static groups)"}
+    )
     embedding_bits: int = field(
         default=0,
-        metadata={"help": "8: store the embedding (and a tied head) in int8, one scale per row; 0: leave it", "choices": (0, 8)},
+        metadata={
+            "help": "8: store the embedding (and a tied head) in int8, one scale per row; 0: leave it",
+            "choices": (0, 8),
+        },
     )
     samples: int = field(default=128, metadata={"help": "calibration sequences"})
     sequence_length: int = field(default=512, metadata={"help": "tokens in a calibration sequence"})
@@ -38,7 +49,8 @@ class QuantizeSettings:
         default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}
     )
     data: str = field(
-        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+        default="python-stdlib",
+        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
 

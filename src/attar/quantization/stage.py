@@ -1,6 +1,7 @@
 """The verb ``quantize``: a dense checkpoint in, a packed compressed-tensors checkpoint out.
 
-RTN needs no data and streams over the tensors. GPTQ sweeps over the blocks, its codes wait in the work folder, and the same stream then writes them.
+RTN needs no data and streams over the tensors. GPTQ sweeps over the blocks, its codes wait in the work
+folder, and the same stream then writes them.
 """
 
 from __future__ import annotations
@@ -65,8 +66,16 @@ def quantize(
     checkpoint = open_checkpoint(model)
     chosen = plan(checkpoint, settings)
     parents = [(checkpoint, "weights")]
-    with produce(out, stage="quantize", version=VERSION, settings=asdict(settings), seed=settings.seed, parents=parents,
-                 force=force, key=key) as output:  # fmt: skip
+    with produce(
+        out,
+        stage="quantize",
+        version=VERSION,
+        settings=asdict(settings),
+        seed=settings.seed,
+        parents=parents,
+        force=force,
+        key=key,
+    ) as output:
         if settings.method == "gptq":
             swept = _sweep(checkpoint, chosen, settings, output.work / "blocks", progress)
             codes: _Swept | _Nearest = _Swept(chosen, swept)
@@ -104,7 +113,9 @@ def write(
             )
             return [Slot(f"{base}.{leaf}", dtype, shape) for leaf, (dtype, shape) in made.items()]
         if info.name == chosen.embedding:
-            scale = [Slot(f"{name}.weight_scale", info.dtype, (info.shape[0], 1)) for name in _scaled(chosen, base)]
+            scale = [
+                Slot(f"{name}.weight_scale", info.dtype, (info.shape[0], 1)) for name in _scaled(chosen, base)
+            ]
             return [Slot(info.name, "I8", info.shape), *scale]
         return [Slot(info.name, info.dtype, info.shape)]
 
@@ -113,7 +124,10 @@ def write(
         if name in chosen.sites:
             made = codes(name, load)
             whole = Integers(made.codes, made.parameters.scale, made.parameters.zero, made.grid.bits)
-            return {f"{base}.{leaf}": value for leaf, value in compressed_tensors.encode(whole, made.grid.storage).items()}
+            return {
+                f"{base}.{leaf}": value
+                for leaf, value in compressed_tensors.encode(whole, made.grid.storage).items()
+            }
         if name == chosen.embedding:
             weight = load()
             made = rtn(weight, IntGrid(8, 0, storage=weight.dtype))
@@ -129,13 +143,29 @@ def _scaled(chosen: Plan, embedding: str) -> list[str]:
     return [embedding, chosen.tied_head] if chosen.tied_head else [embedding]
 
 
-def _sweep(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress) -> Swept:
+def _sweep(
+    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> Swept:
     batches = calibration_batches(
-        load_tokenizer(checkpoint), settings.data, samples=settings.samples, sequence_length=settings.sequence_length,
-        batch_size=settings.batch_size, seed=settings.seed,
-    )  # fmt: skip
-    solver = GPTQSolver({site.module: site for site in chosen.sites.values()}, settings.damp, settings.act_order)
-    return sweep(checkpoint, batches, solver, work=work, select=solver.sites.__contains__, progress=progress, what="gptq")
+        load_tokenizer(checkpoint),
+        settings.data,
+        samples=settings.samples,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    solver = GPTQSolver(
+        {site.module: site for site in chosen.sites.values()}, settings.damp, settings.act_order
+    )
+    return sweep(
+        checkpoint,
+        batches,
+        solver,
+        work=work,
+        select=solver.sites.__contains__,
+        progress=progress,
+        what="gptq",
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +206,8 @@ class GPTQSolver:
 
 
 class _Swept:
-    """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file order."""
+    """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
+    order."""
 
     def __init__(self, chosen: Plan, swept: Swept) -> None:
         self.chosen, self.swept = chosen, swept
@@ -196,7 +227,8 @@ class _Swept:
 
 
 class _Nearest:
-    """Codes rounded to nearest as the tensors stream by; notes each layer's relative weight error in a file that survives a kill."""
+    """Codes rounded to nearest as the tensors stream by; notes each layer's relative weight error in a file
+    that survives a kill."""
 
     def __init__(self, chosen: Plan, errors: Path) -> None:
         self.chosen, self.errors = chosen, errors

@@ -1,7 +1,7 @@
 """YAML read with the place of every value kept, so that an error can name file and line.
 
-Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
-A key given twice, an anchor that contains itself and a second document are errors.
+Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number. A
+key given twice, an anchor that contains itself and a second document are errors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One run per folder at a time.
 
-The lock is a record lock of the system on ``.lock``, which dies with its process: a killed run leaves
-nothing to clean up, whatever number its process had. The file holds the process id, for people.
+The lock is a record lock of the system on ``.lock``, which dies with its process: a killed run leaves nothing
+to clean up, whatever number its process had. The file holds the process id, for people.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@
       - {stage: quantize, name: rtn, method: rtn, from: recover}
 
 Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
-(the stage whose checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default:
-the model before the prunings that lead to it). All other keys are the stage's settings. This file imports
-nothing heavy.
+(the stage whose checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default: the
+model before the prunings that lead to it). All other keys are the stage's settings. This file imports nothing
+heavy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One settings dataclass, four uses: recipe schema, command-line options, Python keywords, documentation.
 
 A settings class is a flat, frozen dataclass. Each field has a default and metadata: ``help``, ``choices``.
-Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types:
-``int``, ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
+Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``,
+``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
 """
 
 from __future__ import annotations

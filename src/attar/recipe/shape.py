@@ -69,9 +69,14 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
     hidden = next((int(config[key]) for key in _WIDTH if isinstance(config.get(key), int)), 1)
     vocabulary = config.get("vocab_size")
     return Shape(
-        attention, mlp, outside, max(layers, 1), hidden,
-        vocabulary if isinstance(vocabulary, int) else 1, float(checkpoint.nbytes),
-    )  # fmt: skip
+        attention,
+        mlp,
+        outside,
+        max(layers, 1),
+        hidden,
+        vocabulary if isinstance(vocabulary, int) else 1,
+        float(checkpoint.nbytes),
+    )
 
 
 def after(entry: StageEntry, shape: Shape) -> Shape:

@@ -1,1 +1,1 @@
-"""."""
+"""The three ways to go over a model: stream, sweep, train."""

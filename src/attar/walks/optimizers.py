@@ -1,8 +1,9 @@
 """Optimizers and the learning-rate schedule of the train walk.
 
-AdamW: Loshchilov & Hutter 2017, arXiv 1711.05101. Weight decay touches matrices only, never norms, biases or embeddings.
-Muon: Jordan 2024 (kellerjordan.github.io/posts/muon), with the update scaled to AdamW's root mean square (Liu et al. 2025, arXiv
-2502.16982, eq. 4), so that one learning rate serves both. It takes the hidden matrices; AdamW takes the rest.
+AdamW: Loshchilov & Hutter 2017, arXiv 1711.05101. Weight decay touches matrices only, never norms, biases or
+embeddings. Muon: Jordan 2024 (kellerjordan.github.io/posts/muon), with the update scaled to AdamW's root mean
+square (Liu et al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both. It takes the hidden
+matrices; AdamW takes the rest.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from attar.walks.settings import TrainSettings
 
 
 def build(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
-    """The optimizers of a run over the trainable parameters of ``model``, each parameter in exactly one group."""
+    """The optimizers of a run over the trainable parameters of ``model``, each parameter in exactly one
+    group."""
     hidden, matrices, rest = split(model)
     rate, decay = settings.learning_rate, settings.weight_decay
     adamw = [{"params": matrices, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon" and hidden:
         optimizers.append(
-            torch.optim.Muon(hidden, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(
+                hidden, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+            )
         )
     else:
         adamw.append({"params": hidden, "weight_decay": decay})
@@ -53,7 +57,8 @@ def split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], lis
 
 
 def rate(step: int, settings: TrainSettings) -> float:
-    """Learning rate of step ``step`` (from 0): linear warm-up to the peak, then a half cosine down to ``final`` of it."""
+    """Learning rate of step ``step`` (from 0): linear warm-up to the peak, then a half cosine down to
+    ``final`` of it."""
     warm = round(settings.warmup * settings.steps)
     if step < warm:
         return settings.learning_rate * (step + 1) / warm

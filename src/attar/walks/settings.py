@@ -27,22 +27,30 @@ class TrainSettings:
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     optimizer: str = field(
         default="adamw",
-        metadata={"help": "adamw, or muon for the matrices with adamw for the rest", "choices": ("adamw", "muon")},
+        metadata={
+            "help": "adamw, or muon for the matrices with adamw for the rest",
+            "choices": ("adamw", "muon"),
+        },
     )
     warmup: float = field(default=0.05, metadata={"help": "fraction of the steps spent warming up"})
-    final: float = field(default=0.1, metadata={"help": "learning rate at the end, as a fraction of the peak"})
+    final: float = field(
+        default=0.1, metadata={"help": "learning rate at the end, as a fraction of the peak"}
+    )
     weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the matrices"})
     clip: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
     precision: str = field(
         default="bf16", metadata={"help": "arithmetic of the forward pass", "choices": ("bf16", "fp32")}
     )
-    evaluate_every: int = field(default=0, metadata={"help": "steps between held-out losses; 0: only at the end"})
+    evaluate_every: int = field(
+        default=0, metadata={"help": "steps between held-out losses; 0: only at the end"}
+    )
     checkpoint_every: int = field(default=50, metadata={"help": "steps between resumable states"})
     patience: int = field(
         default=0, metadata={"help": "stop after so many held-out losses without a better one; 0: never"}
     )
     data: str = field(
-        default="python-stdlib", metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"}
+        default="python-stdlib",
+        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
 

@@ -2,8 +2,9 @@
 
     for each stored tensor:  read it into memory of its own;  transform;  write the results to their places
 
-Peak memory is the largest tensor with what the transform makes of it, whatever the model's size. What comes out is declared before anything is read
-(the layout), so that shards are written in place, a killed walk goes on at the first unfinished shard, and the same input gives the same bytes.
+Peak memory is the largest tensor with what the transform makes of it, whatever the model's size. What comes
+out is declared before anything is read (the layout), so that shards are written in place, a killed walk goes
+on at the first unfinished shard, and the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ Layout = Callable[["TensorInfo"], Sequence["Slot"]]
 """What a stored tensor becomes: names, types and shapes. An empty sequence drops it."""
 
 Transform = Callable[[str, Callable[[], Tensor]], Mapping[str, Tensor]]
-"""``transform(name, load)``: the tensors of the layout, by name; ``load()`` reads the stored tensor, and need not be called."""
+"""``transform(name, load)``: the tensors of the layout, by name; ``load()`` reads the stored tensor, and need
+not be called."""
 
 
 def stream(

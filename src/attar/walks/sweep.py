@@ -9,9 +9,10 @@
         run the batches through the new block: its outputs are the next block's inputs
         write what the solver made of the block to disk, drop the block
 
-Peak memory is the block, its activations (which spill to disk past a limit) and the accumulators of one group, whatever the depth. Linears that get
-the very same input tensor (q/k/v, gate/up) share an accumulator, found by running the block, not by their names. A finished block is one file;
-a killed sweep reads the finished ones back, re-runs their forward passes only, and goes on.
+Peak memory is the block, its activations (which spill to disk past a limit) and the accumulators of one
+group, whatever the depth. Linears that get the very same input tensor (q/k/v, gate/up) share an accumulator,
+found by running the block, not by their names. A finished block is one file; a killed sweep reads the
+finished ones back, re-runs their forward passes only, and goes on.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ def _solve_block(runner: _BlockRunner, solver: Solver, select: Any, file: Path) 
             module = runner.modules[name]
             solution = solver.solve(name, weight_of(module), seen)
             put_weight(module, solution.weight)
-            tensors.update({f"{name}/{short}": tensor.contiguous() for short, tensor in solution.tensors.items()})
+            tensors.update(
+                {f"{name}/{short}": tensor.contiguous() for short, tensor in solution.tensors.items()}
+            )
             reports.append({"name": name, **solution.report})
     partial = file.with_suffix(".partial")
     save_file(tensors, partial, metadata={"reports": json.dumps(reports)})
@@ -186,7 +189,7 @@ def put_weight(module: nn.Module, weight: Tensor) -> None:
     weight_of(module).copy_(weight)
 
 
-class _StopForward(Exception):
+class _StopForward(Exception):  # noqa: N818  (control flow, not an error)
     """Ends a forward pass once all it was run for has been seen."""
 
 
@@ -218,7 +221,8 @@ class _Skeleton:
         self.names = stored_names(self.model, checkpoint)
 
     def trace(self, batches: Sequence[Tensor], store: _Activations) -> dict[tuple[int, ...], list[_Call]]:
-        """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each block is called."""
+        """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
+        block is called."""
         self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
         kinds = self._output_kind(batches[0])
         calls: dict[tuple[int, ...], list[_Call]] = {}
@@ -289,7 +293,9 @@ class _Skeleton:
     def _drop_outer(self) -> None:
         for name, parameter in self._outer():
             module, leaf = self._owner(name)
-            setattr(module, leaf, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+            setattr(
+                module, leaf, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            )
         self.remap.remove()
 
     def _outer(self) -> list[tuple[str, Tensor]]:
@@ -314,7 +320,9 @@ class _Skeleton:
             full = f"{block.name}.{name}"
             value = self.checkpoint.load(self.names[full]).to(self.device, torch.float32)
             if not torch.isfinite(value).all():
-                raise NumericsError(f"{self.names[full]} holds NaN or infinity", hint="the checkpoint is damaged")
+                raise NumericsError(
+                    f"{self.names[full]} holds NaN or infinity", hint="the checkpoint is damaged"
+                )
             _set(block.module, name, value)
         try:
             yield
@@ -329,7 +337,8 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
-    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in memory."""
+    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in
+    memory."""
     info = checkpoint.tensors[name]
     kept = []
     for start in range(0, info.shape[0], chunk):
@@ -354,8 +363,14 @@ def _remap(module: nn.Module, used: Tensor, vocabulary: int) -> Any:
 class _BlockRunner:
     """One loaded block and its inputs."""
 
-    def __init__(self, block: Any, calls: dict[tuple[int, ...], list[_Call]], index: int, store: _Activations,
-                 device: torch.device) -> None:  # fmt: skip
+    def __init__(
+        self,
+        block: Any,
+        calls: dict[tuple[int, ...], list[_Call]],
+        index: int,
+        store: _Activations,
+        device: torch.device,
+    ) -> None:
         self.block, self.store, self.device, self.index = block, store, device, index
         self.calls = calls
         self.modules = {f"{block.name}.{name}": module for name, module in block.module.named_modules()}
@@ -410,7 +425,9 @@ class _BlockRunner:
         for number in range(len(self.store)):
             output = self.call(self.store[number].to(self.device))
             if not torch.isfinite(output).all():
-                raise NumericsError(f"the output of {self.block.name} is not finite", hint="the model overflows float32")
+                raise NumericsError(
+                    f"the output of {self.block.name} is not finite", hint="the model overflows float32"
+                )
             self.store[number] = output
 
 

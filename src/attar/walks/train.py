@@ -1,12 +1,15 @@
-"""The train walk: the one training loop of the house. What is learned is decided by the loss that it is given.
+"""The train walk: the one training loop of the house. What is learned is decided by the loss that it is
+given.
 
     for step:  g = mean over micro-batches of d loss(model, batch) / d parameters;  clip;  optimizer step
 
-Distillation, recovery and whatever trains later each bring a loss and a set of trainable parameters, never another loop. The loop runs
-through accelerate, so that ``accelerate launch`` spreads it over processes; batch numbers are dealt to the ranks in turn.
+Distillation, recovery and whatever trains later each bring a loss and a set of trainable parameters, never
+another loop. The loop runs through accelerate, so that ``accelerate launch`` spreads it over processes; batch
+numbers are dealt to the ranks in turn.
 
-A run writes its whole state (weights, optimizers, random number generators, curve) every ``checkpoint_every`` steps beside a name that
-it then renames. A killed run goes on from the last state with the same batches and ends with the same bytes.
+A run writes its whole state (weights, optimizers, random number generators, curve) every ``checkpoint_every``
+steps beside a name that it then renames. A killed run goes on from the last state with the same batches and
+ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class History:
 
     Attributes:
         step: steps done.
-        curve: one row per logged step: ``step``, ``loss`` (mean since the last row), and ``held_out`` where it was measured.
+        curve: one row per logged step: ``step``, ``loss`` (mean since the last row), and ``held_out`` where
+            it was measured.
         best: smallest held-out loss so far.
         waited: held-out losses since the best one.
         stopped: the run ended early for lack of progress.
@@ -69,7 +73,8 @@ def train(
     """Train ``model`` in place.
 
     Args:
-        model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic only).
+        model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
+            only).
         loss: see :data:`Loss`; called under autocast when the precision is bf16.
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
@@ -96,7 +101,9 @@ def train(
         while history.step < settings.steps and not history.stopped:
             value = _step(run, loss, batches, history.step, settings)
             history.step += 1
-            history.tokens += settings.batch_size * settings.accumulate * rows.shape[1] * accelerator.num_processes
+            history.tokens += (
+                settings.batch_size * settings.accumulate * rows.shape[1] * accelerator.num_processes
+            )
             since.append(value)
             numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
             last = history.step == settings.steps
@@ -136,7 +143,9 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
     device = run.accelerator.device
     total = 0.0
     for micro in range(settings.accumulate):
-        number = (step * settings.accumulate + micro) * run.accelerator.num_processes + run.accelerator.process_index
+        number = (
+            step * settings.accumulate + micro
+        ) * run.accelerator.num_processes + run.accelerator.process_index
         tokens = batches[number].to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
             value = loss(run.model, tokens)
@@ -156,12 +165,14 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
 
 
 def _diverged(what: str, settings: TrainSettings) -> NumericsError:
-    advice = f"a smaller --learning-rate than {settings.learning_rate:g}, or a longer --warmup than {settings.warmup:g}"
+    advice = f"a --learning-rate below {settings.learning_rate:g}, or a --warmup above {settings.warmup:g}"
     more = ", or --precision fp32" if settings.precision == "bf16" else ""
     return NumericsError(what, hint=f"try {advice}{more}")
 
 
-def _measure(run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings) -> float:
+def _measure(
+    run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings
+) -> float:
     """Measure the held-out loss and keep count of how long it has not fallen."""
     run.model.eval()
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out text
-on the way.
+"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out
+text on the way.
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""The direction of imports, and what must stay light: ARCHITECTURE.md's invariants."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attar
+
+ROOT = Path(attar.__file__).parent
+SOLVERS = (
+    "distillation/forward_kl.py",
+    "distillation/layer_map.py",
+    "pruning/importance.py",
+    "quantization/rtn.py",
+    "quantization/gptq.py",
+    "quantization/grids.py",
+    "quantization/hessian.py",
+    "formats/dense_pack.py",
+)
+SHARED = {"attar.errors", "attar.progress", "attar.quantization.grids", "attar.quantization.hessian"}
+ALGORITHMS = ("distillation", "pruning", "quantization")
+
+
+def imports(file):
+    """Modules of attar that a file imports at run time (not under TYPE_CHECKING)."""
+    tree = ast.parse(file.read_text())
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def of_attar(file):
+    return {module for module in imports(file) if module.split(".")[0] == "attar"}
+
+
+def room(path):
+    return path.relative_to(ROOT).parts[0]
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_solvers_know_only_torch(name):
+    assert of_attar(ROOT / name) <= SHARED
+    outside = {module.split(".")[0] for module in imports(ROOT / name)} - {"attar", "__future__"}
+    assert outside <= {"torch", "dataclasses", "collections", "contextlib", "typing", "math"}
+
+
+def test_rooms_import_only_downwards():
+    forbidden = {
+        "checkpoint": {"models", "data", "walks", *ALGORITHMS, "measure", "recipe", "cli", "formats"},
+        "models": {"walks", *ALGORITHMS, "measure", "recipe", "cli"},
+        "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
+        "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
+        "distillation": {"pruning", "quantization", "measure", "recipe", "cli"},
+        "pruning": {"distillation", "quantization", "measure", "recipe", "cli"},
+        "quantization": {"distillation", "pruning", "measure", "recipe", "cli"},
+        "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
+        "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
+        "recipe": {"cli"},
+    }
+    wrong = [
+        f"{file.relative_to(ROOT)} imports {module}"
+        for file in sorted(ROOT.rglob("*.py"))
+        for module in sorted(of_attar(file))
+        if len(module.split(".")) > 1 and module.split(".")[1] in forbidden.get(room(file), set())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "attar",
+        "attar.verbs",
+        "attar.cli.main",
+        "attar.recipe.schema",
+        "attar.recipe.stages",
+        "attar.distillation.settings",
+        "attar.pruning.settings",
+        "attar.quantization.settings",
+        "attar.formats.settings",
+        "attar.measure.settings",
+    ],
+)
+def test_light_modules_import_nothing_heavy(module):
+    heavy = ("torch", "transformers", "datasets", "matplotlib")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert got.strip() == "[]"
+
+
+def test_public_names_are_sorted_and_exist():
+    assert list(attar.__all__) == sorted(attar.__all__)
+    for name in attar.__all__:
+        assert getattr(attar, name) is not None
+
+
+def test_no_module_of_the_house_is_undocumented():
+    for file in ROOT.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(file.read_text())), file
