@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -309,3 +310,33 @@ def test_a_setting_that_does_not_fit_the_model_names_the_line(run: Any) -> None:
         RecipeError, match=r"recipe.yaml:6: amount is 13.0, but must be a number that this model"
     ):
         run("stages.2.amount=13")
+
+
+def crash_at(count: int, action: Any) -> bool:
+    """Do something in a forked child that dies, uncleaned, at its n-th fsync; True where it did."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(count - 1, -1, -1))
+        os.fsync = lambda descriptor: next(left) or os._exit(9)  # type: ignore[assignment, func-returns-value]
+        action()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_a_crash_anywhere_ends_in_the_same_bytes(run: Any, tmp_path: Path) -> None:
+    """fsync is called before and after every rename, so this dies on both sides of each."""
+    run()
+    undisturbed = weights(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    count = 1
+    while crash_at(count, run):
+        run()
+        assert weights(tmp_path / "run") == undisturbed, count
+        content = json.loads((tmp_path / "run" / "run.json").read_text())
+        assert content["finished"] and len(content["stages"]) == 5
+        assert all(entry["measurements"] for entry in content["stages"])
+        left = [path.name for path in (tmp_path / "run").rglob(".*") if path.name != ".lock"]
+        assert left == [], count
+        shutil.rmtree(tmp_path / "run")
+        count += 5
+    assert count > 60

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.geometry import geometry
 from attar.data.chat import render
 from attar.data.sources import Document, documents
 from attar.errors import DataError
@@ -125,6 +126,20 @@ def pack(
             hint="give more text, or a smaller --sequence-length",
         )
     return packed
+
+
+def row_length(wanted: int, config: dict[str, Any]) -> int:
+    """S for a model: what the settings ask for, at most the model's context.
+
+    Args:
+        wanted: ``sequence_length`` of the settings.
+        config: content of config.json. RoBERTa counts its positions from the one after the padding token.
+    """
+    context = geometry(config, "bfloat16").context
+    if context is None:
+        return wanted
+    offset = int(config.get("pad_token_id") or 0) + 1 if "roberta" in config["model_type"] else 0
+    return min(wanted, context - offset)
 
 
 def evaluation_batches(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
-from attar.data.packing import pack
+from attar.data.packing import pack, row_length
 from attar.distillation.forward_kl import forward_kl
 from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
@@ -147,17 +147,10 @@ def _learn(
     """Run the train walk; the student's weights change."""
     tokenizer = load_tokenizer(source)
     wanted = settings.steps * settings.batch_size * settings.accumulate
-    rows = pack(
-        tokenizer, settings.data, "train", length=settings.sequence_length, rows=wanted, seed=settings.seed
-    )
-    kept = pack(
-        tokenizer,
-        settings.data,
-        "calibration",
-        length=settings.sequence_length,
-        rows=max(HELD_OUT_TOKENS // settings.sequence_length, 1),
-        seed=0,
-    ).tokens
+    length = row_length(settings.sequence_length, source.config)
+    rows = pack(tokenizer, settings.data, "train", length=length, rows=wanted, seed=settings.seed)
+    held = max(HELD_OUT_TOKENS // length, 1)
+    kept = pack(tokenizer, settings.data, "calibration", length=length, rows=held, seed=0).tokens
     teacher.requires_grad_(False)
     loss = soft_loss(teacher, settings.temperature, settings.alpha)
 

@@ -33,6 +33,14 @@ class PruneSettings:
             "help": "keep a multiple of so many neurons; 0: a power of two up to 64 that hits the ratio"
         },
     )
+    rigid: str = field(
+        default="error",
+        metadata={
+            "help": "families whose config has no number for fewer heads (GPT-2, OPT, BERT): refuse them, "
+            "or zero the heads in place, which makes nothing smaller",
+            "choices": ("error", "zero"),
+        },
+    )
     samples: int = field(default=64, metadata={"help": "calibration sequences whose gradients are averaged"})
     sequence_length: int = field(default=256, metadata={"help": "tokens in a calibration sequence"})
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
@@ -45,6 +53,8 @@ class PruneSettings:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise SettingsError("method", self.method, " or ".join(METHODS))
+        if self.rigid not in ("error", "zero"):
+            raise SettingsError("rigid", self.rigid, "error or zero")
         if not 0.0 <= self.ratio < 1.0:
             raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
         for name in ("samples", "batch_size"):

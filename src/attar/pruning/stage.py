@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +14,22 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.calibration import calibration_batches
+from attar.data.packing import row_length
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import Anatomy, discover
-from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.load import empty_model, load_model, load_tokenizer, save_model
 from attar.models.precision import stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
 from attar.pruning.importance import gradient_importance, keep_most_important, units_of
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.walks.objectives import masked_token_loss, next_token_loss
+from attar.walks.sweep import weight_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+
+Cut = Callable[[Any, Sequence[Sequence[int]]], Any]
 
 
 def prune(
@@ -51,6 +56,7 @@ def prune(
     modules, owners = units(loaded, anatomy, settings.method)
     total = int(owners[0].max()) + 1
     keep = kept_units(total, settings)
+    cut = _cut(source, anatomy, settings, keep)
     with produce(
         out,
         stage="prune",
@@ -66,7 +72,7 @@ def prune(
             tokenizer,
             settings.data,
             samples=settings.samples,
-            sequence_length=settings.sequence_length,
+            sequence_length=row_length(settings.sequence_length, source.config),
             batch_size=settings.batch_size,
             seed=settings.seed,
         )
@@ -75,12 +81,44 @@ def prune(
             loaded, modules, owners, loss, batches, progress, f"prune {settings.method}"
         )
         chosen = keep_most_important(importance, keep)
-        smaller = keep_heads(loaded, chosen) if settings.method == "heads" else keep_neurons(loaded, chosen)
-        save_model(smaller, output.folder, dtype=stored_precision(source))
+        save_model(cut(loaded, chosen), output.folder, dtype=stored_precision(source))
         copy_companions(source.path, output.folder)
         output.details["layers"] = _report(anatomy, importance, chosen, settings.method)
-        output.details["kept"] = {"unit": settings.method, "of": total, "kept": keep}
+        output.details["kept"] = {
+            "unit": settings.method,
+            "of": total,
+            "kept": keep,
+            "cut": "zeroed in place" if cut is zero_heads else "removed",
+        }
     return open_checkpoint(out)
+
+
+def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> Cut:
+    """How units are removed; a family that cannot express it is found out here, on a model without weights.
+
+    Raises:
+        ModelError: the family's config has no number for fewer heads, and ``rigid`` is ``error``.
+    """
+    if settings.method == "neurons":
+        return keep_neurons
+    try:
+        keep_heads(empty_model(source.config), [list(range(keep))] * len(anatomy.blocks))
+    except ModelError as error:
+        if settings.rigid == "zero":
+            return zero_heads
+        raise ModelError(error.message, hint="--method neurons, or --rigid zero to zero the heads") from error
+    return keep_heads
+
+
+def zero_heads(model: nn.Module, keep: Sequence[Sequence[int]]) -> nn.Module:
+    """Zero the output projection's columns of the heads that are not kept, in place. Nothing gets smaller."""
+    with torch.no_grad():
+        for block, kept in zip(discover(model).blocks, keep, strict=True):
+            weight = weight_of(model.get_submodule(block.attention.o.name))
+            for number, group in enumerate(block.attention.groups()):
+                if number not in kept:
+                    weight[:, list(group.o_columns)] = 0.0
+    return model
 
 
 def units(model: nn.Module, anatomy: Anatomy, method: str) -> tuple[list[nn.Module], list[Tensor]]:

@@ -18,6 +18,8 @@ from attar.models.names import stored_names
 from attar.quantization.grids import IntGrid
 from attar.quantization.settings import SCHEMES, QuantizeSettings
 
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
+
 
 @dataclass(frozen=True)
 class Site:
@@ -71,22 +73,28 @@ def plan(checkpoint: Any, settings: QuantizeSettings) -> Plan:
     model = empty_model(checkpoint.config)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)
-    inside = {name for block in anatomy.blocks for name in block.linears}
-    chosen = {name for name in inside if not _ignored(name, settings.ignore)}
-    sites: dict[str, Site] = {}
-    for module in (name for block in anatomy.blocks for name in block.linears if name in chosen):
-        sites[names[f"{module}.weight"]] = _site(model, checkpoint, module, names, settings)
-    if not sites:
+    modules = [
+        name for block in anatomy.blocks for name in block.linears if not _ignored(name, settings.ignore)
+    ]
+    if not modules:
         raise ModelError(f"{checkpoint.path}: every Linear is ignored", hint="ignore fewer modules")
-    _check_groups(sites, settings)
+    shapes = {name: _shape(model, name) for name in modules}
+    size = group_size(shapes, settings.group_size)
+    sites: dict[str, Site] = {}
+    for module in modules:
+        stored = names[f"{module}.weight"]
+        storage = FLOATS.get(checkpoint.tensors[stored].dtype, torch.float32)
+        transposed = not isinstance(model.get_submodule(module), nn.Linear)
+        grid = IntGrid(SCHEMES[settings.scheme], size, storage=storage)
+        sites[stored] = Site(module, shapes[module], transposed, grid)
     order = {name: place for place, name in enumerate(checkpoint.tensors)}
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
     embedding = names[f"{anatomy.embedding}.weight"] if settings.embedding_bits else None
     tied = anatomy.head if embedding and anatomy.tied else None
-    ignore = tuple(name for name, module in model.named_modules() if is_linear(module) and name not in chosen)
+    ignore = tuple(name for name, module in model.named_modules() if is_linear(module) and name not in shapes)
     config = quantization_config(
         bits=SCHEMES[settings.scheme],
-        group_size=settings.group_size,
+        group_size=size,
         ignore=ignore,
         embedding=embedding is not None,
         tied_head=tied,
@@ -106,28 +114,35 @@ def _ignored(name: str, patterns: Sequence[str]) -> bool:
     return False
 
 
-def _site(
-    model: nn.Module, checkpoint: Any, module: str, names: dict[str, str], settings: QuantizeSettings
-) -> Site:
-    info = checkpoint.tensors[names[f"{module}.weight"]]
-    transposed = not isinstance(model.get_submodule(module), nn.Linear)
-    rows, columns = reversed(info.shape) if transposed else info.shape
-    storage = {"F16": torch.float16, "BF16": torch.bfloat16}.get(info.dtype, torch.float32)
-    grid = IntGrid(SCHEMES[settings.scheme], settings.group_size, storage=storage)
-    return Site(module, (rows, columns), transposed, grid)
+def _shape(model: nn.Module, module: str) -> tuple[int, int]:
+    """(N, K) of a Linear or a Conv1D."""
+    found = model.get_submodule(module)
+    rows, columns = found.weight.shape if isinstance(found, nn.Linear) else reversed(found.weight.shape)  # type: ignore[union-attr]
+    return int(rows), int(columns)
 
 
-def _check_groups(sites: dict[str, Site], settings: QuantizeSettings) -> None:
-    size = settings.group_size
-    wrong = [site for site in sites.values() if size and site.shape[1] % size]
+def group_size(shapes: dict[str, tuple[int, int]], wanted: int) -> int:
+    """g for a set of Linears: what is wanted, or for -1 the largest usual size that divides every K.
+
+    Args:
+        shapes: (N, K) by module name.
+        wanted: g; 0: a whole row; -1: what fits.
+
+    Raises:
+        SettingsError: g does not divide some K; names the layer and what would fit.
+    """
+    fits = [size for size in (128, 64, 32, 16) if all(columns % size == 0 for _, columns in shapes.values())]
+    if wanted == -1:
+        return fits[0] if fits else 0
+    wrong = {name: columns for name, (_, columns) in shapes.items() if wanted and columns % wanted}
     if not wrong:
-        return
-    fits = [g for g in (128, 64, 32, 16) if all(site.shape[1] % g == 0 for site in sites.values())]
-    names = sorted({site.module.rpartition(".")[2] for site in wrong})
+        return wanted
+    first = next(iter(wrong))
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in wrong}))
+    allowed = " or ".join(map(str, fits)) or "0 (a whole row)"
     raise SettingsError(
         "group_size",
-        size,
-        f"a divisor of every layer's inputs: {wrong[0].module} has {wrong[0].shape[1]} "
-        f"({len(wrong)} layers: {', '.join(names)}); "
-        f"{' or '.join(map(str, fits)) or '0 (a whole row)'} fits",
+        wanted,
+        f"a divisor of every layer's inputs: {first} has {wrong[first]} ({len(wrong)} layers: {kinds}); "
+        f"{allowed} fits",
     )

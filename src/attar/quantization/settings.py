@@ -23,7 +23,11 @@ class QuantizeSettings:
         default="W4A16", metadata={"help": "which tensors get how many bits", "choices": tuple(SCHEMES)}
     )
     group_size: int = field(
-        default=128, metadata={"help": "inputs that share a scale: 128, 64, 32; 0: a whole row"}
+        default=128,
+        metadata={
+            "help": "inputs that share a scale: 128, 64, 32; 0: a whole row; "
+            "-1: the largest of 128, 64, 32, 16 that divides every layer's inputs, else a whole row"
+        },
     )
     method: str = field(
         default="gptq",
@@ -61,7 +65,7 @@ class QuantizeSettings:
             raise SettingsError("method", self.method, " or ".join(METHODS))
         if self.embedding_bits not in (0, 8):
             raise SettingsError("embedding_bits", self.embedding_bits, "0 or 8")
-        check_range("group_size", self.group_size, 0, 2**20, "0 (a whole row) or more")
+        check_range("group_size", self.group_size, -1, 2**20, "-1 (what fits), 0 (a whole row) or more")
         check_range("damp", self.damp, 0.0, 1.0, "between 0 and 1")
         for name in ("samples", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")

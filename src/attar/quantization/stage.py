@@ -21,6 +21,7 @@ from attar.checkpoint.output import produce
 from attar.checkpoint.shards import Slot
 from attar.checkpoint.tensors import stored_dtype
 from attar.data.calibration import calibration_batches
+from attar.data.packing import row_length
 from attar.errors import NumericsError
 from attar.formats import compressed_tensors
 from attar.formats.compressed_tensors import Integers
@@ -150,7 +151,7 @@ def _sweep(
         load_tokenizer(checkpoint),
         settings.data,
         samples=settings.samples,
-        sequence_length=settings.sequence_length,
+        sequence_length=row_length(settings.sequence_length, checkpoint.config),
         batch_size=settings.batch_size,
         seed=settings.seed,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from attar.recipe.settings import plain, title
 from attar.recipe.table import seconds_text, table
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
+_WIDTH = 48  # of the settings
 
 
 def plan_text(plan: Plan) -> str:
@@ -23,7 +25,7 @@ def plan_text(plan: Plan) -> str:
         entry = step.entry
         source = entry.source if entry.teacher is None else f"{entry.source}, taught by {entry.teacher}"
         needs = None if step.state == DONE else step.estimate
-        what = f"{entry.stage} {title(entry.settings)}".rstrip()
+        what = textwrap.shorten(f"{entry.stage} {title(entry.settings)}", _WIDTH, placeholder=" ...")
         rows.append(_row(str(entry.number), entry.name, what, source, step.state, step.seconds, needs))
     return table(_PLAN, rows, left=5) + "\n" + _summary(plan)
 

@@ -48,13 +48,13 @@ def test_ticks_are_few_and_inside(low: float, factor: float, log: bool, most: in
     assert ticks == sorted(set(ticks))
     assert all(axis.low * (1 - 1e-6) <= tick <= axis.high * (1 + 1e-6) for tick in ticks)
     assert all(0.0 <= axis(value) <= 500.0 for value in (low, low * factor))
-    if log and factor > 2.2:
-        assert ticks, "a logarithmic axis over more than a factor of two has a tick"
+    assert len(ticks) > 1 or most < 4
 
 
 def test_ticks_are_round() -> None:
     assert from_zero([0.92], 0, 100).ticks(6) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
     assert Axis(0.9, 21.0, 0, 1, log=True).ticks(5) == pytest.approx([1, 2, 5, 10, 20])
+    assert Axis(0.49, 0.66, 0, 1, log=True).ticks(6) == pytest.approx([0.5, 0.55, 0.6, 0.65])
     assert [tick_text(value) for value in (0.5, 1, 20, 1500, 1e-6)] == ["0.5", "1", "20", "1,500", "1e-6"]
 
 

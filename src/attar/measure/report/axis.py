@@ -26,7 +26,8 @@ class Axis:
 
     def ticks(self, most: int = 7) -> list[float]:
         """At most ``most`` round values inside the axis."""
-        choices = _log_ticks(self.low, self.high) if self.log else _linear_ticks(self.low, self.high)
+        wide = self.log and self.high / self.low > 4  # on less, a logarithmic axis is nearly linear
+        choices = _log_ticks(self.low, self.high) if wide else _linear_ticks(self.low, self.high)
         return next((ticks for ticks in choices if len(ticks) <= most), [])
 
 

@@ -75,7 +75,7 @@ def definitions(values: Mapping[str, Any]) -> Markup:
             if isinstance(value, Mapping) and value
             else el("code", _value(str(name), value))
         )
-        items.append(el("div", el("dt", str(name)), el("dd", shown)))
+        items.append(el("div", el("dt", str(name).removesuffix("_bytes")), el("dd", shown)))
     return el("dl", items)
 
 

@@ -59,7 +59,7 @@ def _footnote(run: Run) -> Markup:
     if measured.number("decode_tokens_per_s") is not None and dtype and device:
         where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device
         parts.append(f"Speed is the median of several rounds in transformers, in {dtype} on {where}.")
-        if any((each.number("bits_per_weight") or 16.0) < 12.0 for each in run.stages):
+        if any(each.verb == "quantize" for each in run.stages):
             parts.append(
                 f"Packed weights are decoded to {dtype} first: they show their size here, not their speed."
             )
