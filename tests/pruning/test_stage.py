@@ -99,3 +99,17 @@ def test_encoders_are_judged_by_masked_tokens(tmp_path):
         save("bert", tmp_path), tmp_path / "out", PruneSettings(method="neurons", ratio=0.5, **SMALL)
     )
     assert made.config["intermediate_size"] == 48
+
+
+def test_rigid_families_can_have_their_heads_zeroed(tmp_path):
+    from attar.models.anatomy import discover
+
+    settings = PruneSettings(method="heads", ratio=0.5, rigid="zero", **SMALL)
+    made = prune(save("opt", tmp_path), tmp_path / "out", settings)
+    assert made.config["num_attention_heads"] == 4
+    assert made.card.details["kept"]["cut"] == "zeroed in place"
+    model = load_model(made)
+    for block in discover(model).blocks:
+        weight = model.get_submodule(block.attention.o.name).weight
+        silent = [bool((weight[:, list(group.o_columns)] == 0).all()) for group in block.attention.groups()]
+        assert sum(silent) == 2

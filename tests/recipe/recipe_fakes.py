@@ -102,6 +102,7 @@ class FakeReference:
     """What :func:`make_reference` gives."""
 
     kept: bool = True
+    nbytes: int = 2
 
 
 @dataclass

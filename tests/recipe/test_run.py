@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from attar.errors import DataError, NumericsError, OutputError, RecipeError
+from attar.errors import DataError, NumericsError, OutputError, RecipeError, SettingsError
 from attar.recipe.receipts import read_receipt
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import load_recipe
@@ -70,7 +70,7 @@ def test_run_json_says_what_was_done(run: Any, tmp_path: Path) -> None:
     assert recover["settings"]["amount"] == 3.0
     assert recover["details"] == {"note": "added 3.0"}
     assert recover["path"] == "03-recover"
-    assert recover["seconds"] >= 0 and recover["peak_rss_bytes"] == 7
+    assert recover["seconds"] >= 0 and recover["peak_rss_bytes"] == 7 - 2
     assert recover["measurements"]["kl_p99"] is None  # infinity is no JSON
     assert content["stages"][4]["parents"] == ["prune"]
     assert content["machine"]["cores"] >= 1 and content["versions"]["python"]
@@ -310,6 +310,21 @@ def test_a_setting_that_does_not_fit_the_model_names_the_line(run: Any) -> None:
         RecipeError, match=r"recipe.yaml:6: amount is 13.0, but must be a number that this model"
     ):
         run("stages.2.amount=13")
+
+
+def test_an_evaluation_that_does_not_fit_the_model_names_the_recipe(run: Any, fakes: Any) -> None:
+    fakes.FAULTS["evaluate base"] = SettingsError("tokens", 64, "at most 32")
+    with pytest.raises(RecipeError, match=r"recipe.yaml: in evaluate, tokens is 64, but must be at most 32"):
+        run()
+
+
+def test_a_large_reference_is_let_go_before_a_stage(
+    run: Any, fakes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fakes.FakeReference, "kept", False)
+    monkeypatch.setattr(fakes.FakeReference, "__init__", lambda self: None)
+    run()
+    assert fakes.CALLS.count("reference base") == 5
 
 
 def crash_at(count: int, action: Any) -> bool:

@@ -132,7 +132,8 @@ def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
         UsageError: names the option.
     """
     names = {setting.name for setting in settings_of(cls)}
-    given = {name: value for name, value in values.items() if name in names and value is not None}
+    # some versions of typer give an empty list where an option that may be repeated is absent
+    given = {name: value for name, value in values.items() if name in names and value not in (None, [], ())}
     return parse(cls, given, CommandOrigin(verb))
 
 

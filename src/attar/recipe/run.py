@@ -157,11 +157,10 @@ class _Run:
 
     def run(self) -> RunResult:
         plan, on = self.plan, versions()
-        entries: list[dict[str, Any]] = []
-        write_run(plan, on, entries, finished=False)
+        write_run(plan, on, [original_entry(plan)], finished=False)  # announces the folders
         write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
         self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)
-        entries.append(original_entry(plan))
+        entries = [original_entry(plan)]
         for step in plan.steps:
             self.make(step)
             self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
@@ -202,7 +201,8 @@ class _Run:
             raise RecipeError(f"{entry.where}: {error.message}", hint=error.hint) from error
         finally:
             seconds = receipt.seconds + time.monotonic() - start
-            receipt = replace(receipt, seconds=seconds, peak_rss_bytes=peak())
+            kept = self.reference.nbytes if self.reference is not None else 0
+            receipt = replace(receipt, seconds=seconds, peak_rss_bytes=peak() - kept)
             write_receipt(self.plan.out, step.folder.name, receipt)
         return receipt
 
@@ -215,17 +215,25 @@ class _Run:
         receipt = read_receipt(self.plan.out, name) or Receipt(key=key)
         if not evaluation_key or receipt.measurements_key == evaluation_key:
             return
-        settings, tools = self.plan.recipe.evaluate, self.tools
-        if self.reference is None:
-            make = load(tools.make_reference)
-            self.reference = make(self.plan.recipe.model, settings, progress=self.progress)
-        found = load(tools.evaluate)(model, settings, reference=self.reference, progress=self.progress)
-        measurements = jsonable(found.to_dict())
+        measurements = self.measure(model)
         card = Card.read(model) if isinstance(model, Path) else None
         if card is not None and isinstance(model, Path):
             card.with_measurements(**measurements).write(model)
         receipt = replace(receipt, key=key, measurements_key=evaluation_key, measurements=measurements)
         write_receipt(self.plan.out, name, receipt)
+
+    def measure(self, model: str | Path) -> dict[str, Any]:
+        """Evaluate a checkpoint; the reference is made when it is first needed."""
+        recipe = self.plan.recipe
+        evaluate, make_reference = load(self.tools.evaluate), load(self.tools.make_reference)
+        try:
+            if self.reference is None:
+                self.reference = make_reference(recipe.model, recipe.evaluate, progress=self.progress)
+            found = evaluate(model, recipe.evaluate, reference=self.reference, progress=self.progress)
+        except SettingsError as error:
+            raise RecipeError(f"{recipe.path}: in evaluate, {error.message}", hint=error.hint) from error
+        measurements: dict[str, Any] = jsonable(found.to_dict())
+        return measurements
 
     def release(self) -> None:
         """Let a reference go that is a whole model: the stage needs the memory more."""

@@ -1,0 +1,35 @@
+"""Documents that are generated are current; what they tell people to run exists."""
+
+import re
+from pathlib import Path
+
+from attar.cli.verbs import VERBS
+from scripts import document_settings
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_settings_page_is_current():
+    assert document_settings.TARGET.read_text() == document_settings.page(), (
+        "run scripts/document_settings.py"
+    )
+
+
+def test_links_between_documents_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_documents_name_only_verbs_that_exist():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+        for verb in re.findall(r"^ *(?:\$ )?attar ([a-z]+)", page.read_text(), flags=re.M):
+            assert verb in VERBS, f"{page.name}: attar {verb}"
+
+
+def test_files_named_in_the_map_exist():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for name in re.findall(
+        r"`((?:walks|formats|models|quantization|pruning|distillation|recipe)/[a-z_]+\.py)`", text
+    ):
+        assert (ROOT / "src/attar" / name).exists(), name
