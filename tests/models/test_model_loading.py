@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoint.open import open_checkpoint
@@ -110,6 +112,21 @@ def test_tied_weights_are_written_once(tmp_path):
         assert "lm_head.weight" not in names and "transformer.wte.weight" in names
         loaded = load_model(tmp_path / str(dtype))
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+
+def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
+    """As safetensors says it on a full tmpfs."""
+    model = tiny_models.build("llama3")
+    before = model.config.to_dict()
+
+    def full(*_, **__):
+        model.config.dtype = "changed"
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        save_model(model, tmp_path, torch.bfloat16)
+    assert caught.value.errno == errno.ENOSPC and model.config.to_dict() == before
 
 
 def test_an_open_checkpoint_and_a_string_will_do(saved):

@@ -23,6 +23,7 @@ from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.errors import ModelError
 from attar.models.anatomy import discover
+from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.precision import stored_precision
 from attar.models.student import student_by_depth
@@ -55,7 +56,7 @@ def distill(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(teacher)
-    model = _causal(source)
+    model = _causal(source, settings)
     depth = len(discover(model).blocks)
     kept = layer_map(settings.layer_map, depth, settings.layers or max(depth // 2, 1))
     with produce(
@@ -96,7 +97,7 @@ def recover(
         AttarError: see errors.py; nothing is left behind.
     """
     source, signal = open_checkpoint(model), open_checkpoint(teacher)
-    student, guide = _causal(source), _causal(signal)
+    student, guide = _causal(source, settings), _causal(signal, settings)
     _same_tokens(source, signal)
     with produce(
         out,
@@ -168,9 +169,9 @@ def _learn(
     )
 
 
-def _causal(checkpoint: Checkpoint) -> Any:
-    """The model in float32, which must be a causal language model."""
-    model = load_model(checkpoint, dtype=torch.float32)
+def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:
+    """The model in float32 on its device, which must be a causal language model."""
+    model = load_model(checkpoint, dtype=torch.float32, device=pick_device(settings.device))
     if not discover(model).causal:
         raise ModelError(
             f"{checkpoint.path}: {checkpoint.config['architectures'][0]} is not a causal language model",

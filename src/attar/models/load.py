@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate import init_empty_weights
+from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -149,6 +152,9 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         model: a transformers model with real weights; not changed.
         folder: an existing or new folder.
         dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
+
+    Raises:
+        OSError: the disk is full or cannot be written (:mod:`attar.checkpoint.output` turns it into one line).
     """
     folder.mkdir(parents=True, exist_ok=True)
     cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, to be written once
@@ -159,9 +165,16 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
             tensor = cast.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype))
         state[name] = tensor
     before = (model.config.dtype, model.config.architectures)
-    with quiet():
-        model.save_pretrained(folder, state_dict=state)
-    model.config.dtype, model.config.architectures = before
+    try:
+        with quiet():
+            model.save_pretrained(folder, state_dict=state)
+    except SafetensorError as error:
+        code = re.search(r"os error (\d+)", str(error))  # a full disk comes as text, not as an OSError
+        if code is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
+    finally:
+        model.config.dtype, model.config.architectures = before
     if dtype is not None:
         path = folder / "config.json"
         config = json.loads(path.read_text(encoding="utf-8"))

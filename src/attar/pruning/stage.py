@@ -17,6 +17,7 @@ from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import Anatomy, discover
+from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
 from attar.models.precision import stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
@@ -51,7 +52,7 @@ def prune(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(model)
-    loaded = load_model(source, dtype=torch.float32)
+    loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
     anatomy = discover(loaded)
     modules, owners = units(loaded, anatomy, settings.method)
     total = int(owners[0].max()) + 1

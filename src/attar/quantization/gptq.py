@@ -64,9 +64,9 @@ def gptq(weight: Tensor, H: Tensor, grid: IntGrid, *, damp: float = 0.01, act_or
     W[:, dead] = 0.0
     H[dead, dead] = 1.0
     parameters = grid.choose(W)
-    order = (
-        torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else torch.arange(W.shape[1])
-    )
+    order = torch.arange(W.shape[1], device=W.device)
+    if act_order:
+        order = torch.argsort(H.diagonal(), descending=True, stable=True)
     group = order // (grid.group_size or W.shape[1])
     U, used = inverse_factor(H[order][:, order], damp)
     codes = _round_columns(W[:, order], U, grid, parameters, group)

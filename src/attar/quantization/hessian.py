@@ -16,13 +16,14 @@ class Hessian:
     """Accumulates H in float32 over any number of batches; the same batches in the same order give the same
     bytes."""
 
-    def __init__(self, inputs: int, device: torch.device | str = "cpu") -> None:
-        self.sum = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
+    def __init__(self, inputs: int) -> None:
+        self.sum = torch.zeros(inputs, inputs, dtype=torch.float32)
         self.tokens = 0
 
     def add(self, x: Tensor) -> None:
         """Add a batch of inputs (..., K)."""
         rows = x.reshape(-1, x.shape[-1]).float()
+        self.sum = self.sum.to(x.device)
         self.sum.addmm_(rows.T, rows)
         self.tokens += rows.shape[0]
 

@@ -57,6 +57,9 @@ class QuantizeSettings:
         metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
+    device: str = field(
+        default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
+    )
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:

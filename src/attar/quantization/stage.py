@@ -25,6 +25,7 @@ from attar.data.packing import row_length
 from attar.errors import NumericsError
 from attar.formats import compressed_tensors
 from attar.formats.compressed_tensors import Integers
+from attar.models.device import pick_device
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 from attar.quantization.gptq import gptq
@@ -164,6 +165,7 @@ def _sweep(
         solver,
         work=work,
         select=solver.sites.__contains__,
+        device=pick_device(settings.device),
         progress=progress,
         what="gptq",
     )
@@ -198,7 +200,7 @@ class GPTQSolver:
             "damp": result.damp,
             "dead": result.dead,
         }
-        tensors = {"codes": result.quantized.codes, "scale": result.quantized.parameters.scale}
+        tensors = {"codes": result.quantized.codes.cpu(), "scale": result.quantized.parameters.scale.cpu()}
         return Solution(dense, tensors, report)
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:

@@ -112,6 +112,7 @@ def _quantized(settings: Any, shape: Shape) -> float:
     """Bytes of the codes, one 16-bit scale a group, and what stays as it is."""
     digits = re.match(r"W(\d+)", getattr(settings, "scheme", "W16"))
     bits = int(digits[1]) if digits else 16
-    group = getattr(settings, "group_size", 0) or shape.hidden
+    wanted = getattr(settings, "group_size", 0)
+    group = 64 if wanted < 0 else wanted or shape.hidden  # -1 takes what fits, most often 64 or 128
     outside = 1.0 if getattr(settings, "embedding_bits", 0) == 8 else 2.0
     return shape.blocks * (bits / 8 + 2 / group) + shape.outside * outside

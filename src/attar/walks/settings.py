@@ -53,6 +53,9 @@ class TrainSettings:
         metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
     seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
+    device: str = field(
+        default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "accumulate", "checkpoint_every"):

@@ -71,12 +71,12 @@ def _top(run: Run, name: str) -> Markup:
 
 
 def _sections(run: Run, recipe: str | None) -> Markup:
-    drawn = quality_picture(run, *WIDE) is not None
-    quality = both_widths(lambda width, height: quality_picture(run, width, height) or Markup(), WIDE, NARROW)
+    wide, narrow = (quality_picture(run, width, height) for width, height in (WIDE, NARROW))
+    quality = both_widths(wide, narrow) if wide and narrow else None
     return join(
         _section(
             "Size against quality",
-            quality if drawn else None,
+            quality,
             "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic.",
         ),
         _section("Every stage", stage_table(run)),

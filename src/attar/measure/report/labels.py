@@ -68,21 +68,28 @@ def place(
     """
     marks = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in points]
     dots = [dot for line in lines for dot in _dots(line)]
-    candidates = [_candidates(point, size, bounds, radius) for point, size in zip(points, sizes, strict=True)]
-    placed: list[Box | None] = [None] * len(points)
+    places = [
+        [(rank + _cost(box, marks, dots), box) for rank, box in _candidates(point, size, bounds, radius)]
+        for point, size in zip(points, sizes, strict=True)
+    ]
+    chosen = [min(boxes, key=lambda place: place[0])[1] for boxes in places]
     for _ in range(4):
-        for index, boxes in enumerate(candidates):
-            others = [box for other, box in enumerate(placed) if other != index and box is not None]
-            costs = [rank + _cost(box, marks, others, dots) for rank, box in boxes]
-            placed[index] = boxes[costs.index(min(costs))][1]
-    return [box for box in placed if box is not None]
+        for index, boxes in enumerate(places):
+            others = chosen[:index] + chosen[index + 1 :]
+            chosen[index] = min(boxes, key=lambda place: place[0] + _crowding(place[1], others))[1]
+    return chosen
 
 
-def _cost(box: Box, marks: list[Box], others: list[Box], dots: list[Point]) -> float:
-    covered = sum(box.left - 3 <= x <= box.right + 3 and box.top - 2 <= y <= box.bottom + 2 for x, y in dots)
-    labels = sum(1000.0 + box.overlap(other) for other in others if box.overlap(other) > 0)
-    points = sum(400.0 + box.overlap(mark) for mark in marks if box.overlap(mark) > 0)
-    return labels + points + 12.0 * covered
+def _cost(box: Box, marks: list[Box], dots: list[Point]) -> float:
+    """What is wrong with a box for itself: points and lines that it covers."""
+    points = sum(400.0 + area for mark in marks if (area := box.overlap(mark)) > 0)
+    left, top, right, bottom = box.left - 3, box.top - 2, box.right + 3, box.bottom + 2
+    return points + 12.0 * sum(left <= x <= right and top <= y <= bottom for x, y in dots)
+
+
+def _crowding(box: Box, others: list[Box]) -> float:
+    """What is wrong with a box beside the other labels."""
+    return sum(1000.0 + area for other in others if (area := box.overlap(other)) > 0)
 
 
 def _candidates(point: Point, size: Point, bounds: Box, radius: float) -> list[tuple[float, Box]]:

@@ -6,7 +6,7 @@ Colours and fonts come from ``picture.css`` through classes, so that light and d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 
 from attar.measure.numbers import significant
@@ -42,9 +42,9 @@ def picture(width: float, height: float, what: str, *children: Child, class_: st
     )
 
 
-def both_widths(draw: Callable[[float, float], Markup], wide: Point, narrow: Point) -> Markup:
+def both_widths(wide: Markup, narrow: Markup) -> Markup:
     """A picture drawn for a screen and again for a phone; the style sheet shows one of them."""
-    return join(el("div", draw(*wide), class_="wide"), el("div", draw(*narrow), class_="narrow"))
+    return join(el("div", wide, class_="wide"), el("div", narrow, class_="narrow"))
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", class_: str | None = None) -> Markup:

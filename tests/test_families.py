@@ -1,0 +1,36 @@
+"""The demo's recipe on other models: tiny random Qwen2, Gemma and GPT-2, from input to report."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import attar
+from tests import tiny_models
+
+RECIPE = Path(__file__).parents[1] / "recipes/quickstart.yaml"
+QUICK = ["evaluate={tokens: 512, sample_tokens: 4, decode_tokens: 2, prompt_tokens: 8}"] + [
+    f"stages.{number}.{key}={value}"
+    for number, settings in {
+        0: {"steps": 3},
+        1: {"samples": 4},
+        2: {"samples": 4},
+        3: {"steps": 3},
+        5: {"samples": 4},
+    }.items()
+    for key, value in settings.items()
+]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gemma3", "gpt2"])
+def test_the_quickstart_recipe_runs_through(family, tmp_path):
+    folder = tiny_models.save(tiny_models.build(family), tmp_path / family, dtype=torch.bfloat16)
+    result = attar.run(RECIPE, tmp_path / "run", overrides=[f"model={folder}", *QUICK])
+    stages = json.loads((tmp_path / "run/run.json").read_text())["stages"]
+    assert stages[0]["name"] == "original" and len(stages) >= 7
+    sizes = {stage["name"]: stage["measurements"]["bytes"] for stage in stages}
+    assert sizes["gptq"] == sizes["rtn"] < 0.6 * sizes["original"]
+    assert all(stage["measurements"]["kl_mean"] is not None for stage in stages)
+    assert (tmp_path / "run/report.html").read_text().lower().startswith("<!doctype html>")
+    assert result.path == tmp_path / "run"

@@ -1,0 +1,114 @@
+"""kill -9 at random points of every stage of a run, then the same command: the bytes of an undisturbed run.
+
+Each stage of one run is killed once at a random moment of its life (loading, resumable work, writing); the next
+start goes on and is killed in the stage after. Two seeds give each stage two points.
+"""
+
+import hashlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+
+RECIPE = Path(__file__).parents[1] / "recipes/quickstart.yaml"
+SMALLER = [
+    "evaluate={tokens: 512, sequence_length: 64, speed: false, sample: '', batch_size: 4}",
+    *(f"stages.{number}.{key}={value}" for number in (0, 3) for key, value in
+      {"steps": 24, "batch_size": 4, "sequence_length": 64, "checkpoint_every": 4, "learning_rate": 0.003}.items()),
+    *(f"stages.{number}.{key}={value}" for number in (1, 2) for key, value in
+      {"samples": 32, "sequence_length": 64, "batch_size": 4}.items()),
+    *(f"stages.5.{key}={value}" for key, value in
+      {"samples": 48, "sequence_length": 64, "batch_size": 4}.items()),
+]  # fmt: skip
+
+
+def command(model, out):
+    sets = [part for item in SMALLER for part in ("--set", item)]
+    return [
+        sys.executable,
+        "-m",
+        "attar.cli.main",
+        "run",
+        str(RECIPE),
+        "-o",
+        str(out),
+        "--set",
+        f"model={model}",
+        *sets,
+    ]
+
+
+def start(model, out):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        command(model, out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def finish(model, out):
+    """Run to the end; seconds each stage took, from what the run says."""
+    process = start(model, out)
+    began: dict[str, float] = {}
+    ended = {}
+    for line in process.stderr:
+        if found := re.match(r"(\d\d-[\w-]+): (starts|goes on)", line):
+            if began:
+                ended[list(began)[-1]] = time.monotonic()
+            began[found[1]] = time.monotonic()
+    assert process.wait() == 0
+    ended[list(began)[-1]] = time.monotonic()
+    return {name: ended[name] - began[name] for name in began}
+
+
+def kill_during(model, out, stage, delay):
+    """Start the run and kill it ``delay`` seconds into a stage; True if it was still alive."""
+    process = start(model, out)
+    for line in process.stderr:
+        if line.startswith(f"{stage}: "):
+            time.sleep(delay)
+            alive = process.poll() is None
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return alive
+    process.wait()
+    return False
+
+
+def weights(out):
+    files = sorted(out.rglob("*.safetensors"))
+    return {str(file.relative_to(out)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    model = tiny_models.build(
+        "llama3", hidden_size=128, intermediate_size=256, num_hidden_layers=4, vocab_size=320
+    )
+    tiny_models.save(model, folder / "model")
+    seconds = finish(folder / "model", folder / "run")
+    return folder / "model", weights(folder / "run"), seconds
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_in_every_stage(undisturbed, tmp_path, seed):
+    model, wanted, seconds = undisturbed
+    chance = random.Random(seed)
+    hits = 0
+    for stage, length in seconds.items():
+        hits += kill_during(model, tmp_path / "run", stage, chance.uniform(0.0, length))
+    if not (tmp_path / "run/report.html").exists():
+        finish(model, tmp_path / "run")
+    assert hits >= len(seconds) - 1, "the kills must have met living runs"
+    assert weights(tmp_path / "run") == wanted
+    assert not list((tmp_path / "run").glob(".*.work")) and not list((tmp_path / "run").glob(".*.partial"))
