@@ -107,7 +107,7 @@ def evaluate(
     Raises:
         UsageError: model and reference have different tokenizers.
         DataError: the text is missing, empty or too short.
-        SettingsError: no such device, or sequences longer than the model's context.
+        SettingsError: no such device.
         NumericsError: the model's logits are NaN.
         AttarError: the model cannot be loaded.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attar.checkpoint import Checkpoint
 from attar.data.packing import evaluation_batches
-from attar.errors import SettingsError, UsageError
+from attar.errors import UsageError
 from attar.measure.forward import next_token_logits, predicted, split
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
@@ -99,20 +99,17 @@ def make_reference(
 def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
     """The settings' held-out text in the subject's tokens, int64 (B, S) batches.
 
+    Sequences are at most as long as the subject's context.
+
     Raises:
-        SettingsError: a sequence is longer than the model's context.
         DataError: the text is missing or too short.
     """
-    context = subject.context
-    if context is not None and settings.sequence_length > context:
-        raise SettingsError(
-            "sequence_length", settings.sequence_length, f"at most {context}, the context of {subject.name}"
-        )
+    length = min(settings.sequence_length, subject.context or settings.sequence_length)
     return evaluation_batches(
         subject.tokenizer,
         settings.data,
         tokens=settings.tokens,
-        sequence_length=settings.sequence_length,
+        sequence_length=length,
         batch_size=settings.batch_size,
         seed=settings.seed,
     )

@@ -21,7 +21,8 @@ class EvaluateSettings:
     )
     tokens: int = field(default=16384, metadata={"help": "held-out tokens to evaluate on"})
     sequence_length: int = field(
-        default=512, metadata={"help": "tokens in a sequence; its first one is not predicted"}
+        default=512,
+        metadata={"help": "tokens in a sequence, at most the context; the first is not predicted"},
     )
     batch_size: int = field(
         default=8, metadata={"help": "sequences in one pass (fewer when their logits are large)"}

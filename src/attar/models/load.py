@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 from transformers.initialization import no_init_weights
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
-from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.errors import CheckpointError, ModelError
+from attar.models.configs import load_config, model_class, parse_config
+from attar.models.device import pick_device
+from attar.models.library import first_line, quiet
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
-OWN_CODE_HINT = "attar runs no code that comes with a checkpoint; convert it to a transformers architecture"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,7 +49,7 @@ def load_model(
     Args:
         model: a folder, a hub id, ``attar:tiny``, or an open checkpoint.
         dtype: of the weights; None keeps the checkpoint's.
-        device: where the weights go.
+        device: where the weights go; ``auto`` is the GPU where there is one.
 
     Raises:
         SettingsError: torch cannot use this device here.
@@ -62,7 +57,7 @@ def load_model(
         ModelError: transformers does not know the architecture, or tensors are missing or left over.
         NumericsError: a weight is NaN or infinite.
     """
-    _check_device(device)
+    where = pick_device(str(device))
     checkpoint = _opened(model)
     config = load_config(checkpoint.path, checkpoint.config)
     kind = model_class(config)
@@ -89,11 +84,11 @@ def load_model(
             )
         except Exception as error:
             raise CheckpointError(
-                f"{checkpoint.path}: transformers cannot load it: {_first_line(error)}"
+                f"{checkpoint.path}: transformers cannot load it: {first_line(error)}"
             ) from error
     _check_report(checkpoint, loaded, report)
     _check_numbers(checkpoint, loaded)
-    return loaded.eval().to(device)
+    return loaded.eval().to(where)
 
 
 def empty_model(config: Mapping[str, Any] | Any) -> Any:
@@ -111,7 +106,7 @@ def empty_model(config: Mapping[str, Any] | Any) -> Any:
         try:
             model = kind._from_config(config)
         except Exception as error:
-            raise ModelError(f"{kind.__name__} refuses the config: {_first_line(error)}") from error
+            raise ModelError(f"{kind.__name__} refuses the config: {first_line(error)}") from error
     model.tie_weights()
     return model.eval()
 
@@ -134,7 +129,7 @@ def load_tokenizer(model: str | Path | Checkpoint) -> Any:
                 str(path), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
     rows = _vocabulary_rows(checkpoint.config)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if rows is not None and largest >= rows:
@@ -154,7 +149,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
 
     Raises:
-        OSError: the disk is full or cannot be written (:mod:`attar.checkpoint.output` turns it into one line).
+        OSError: the disk is full or read-only (:mod:`attar.checkpoint.output` says so in one line).
     """
     folder.mkdir(parents=True, exist_ok=True)
     cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, to be written once
@@ -182,42 +177,6 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_config(path: Path, config: Mapping[str, Any]) -> Any:
-    """The transformers config of a folder; ``config`` is its parsed config.json."""
-    _check_known(config, str(path / "config.json"))
-    with quiet():
-        try:
-            return AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except Exception as error:
-            raise CheckpointError(f"{path / 'config.json'}: {_first_line(error)}") from error
-
-
-def parse_config(config: Mapping[str, Any]) -> Any:
-    """A transformers config from a parsed config.json."""
-    _check_known(config, "config")
-    with quiet():
-        try:
-            return CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-        except Exception as error:
-            raise ModelError(f"config of {config['model_type']}: {_first_line(error)}") from error
-
-
-def model_class(config: Any) -> Any:
-    """The transformers class that a config names in ``architectures`` (else the family's causal LM)."""
-    names = getattr(config, "architectures", None) or []
-    if not names and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    name = names[0] if names else ""
-    kind = getattr(transformers, name, None) if name else None
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise ModelError(
-            f"transformers {transformers.__version__} has no architecture {name or '(none named)'!r} "
-            f"(model_type {config.model_type})",
-            hint=OWN_CODE_HINT if getattr(config, "auto_map", None) else "check config.json's architectures",
-        )
-    return kind
-
-
 class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
     """Makes ``torch.empty``, where every large weight begins, take no memory; buffers are made otherwise."""
 
@@ -228,44 +187,10 @@ class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and warnings off the terminal; what matters is raised."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
     from attar.checkpoint.open import open_checkpoint
 
     return open_checkpoint(model)
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts where it was built without CUDA
-        raise SettingsError("device", str(device), "one that torch can use here, such as 'cpu'") from error
-
-
-def _check_known(config: Mapping[str, Any], where: str) -> None:
-    kind = config.get("model_type")
-    if kind in CONFIG_MAPPING:
-        return
-    problem = f"{where}: transformers {transformers.__version__} does not know model_type {kind!r}"
-    raise ModelError(
-        problem, hint=OWN_CODE_HINT if config.get("auto_map") else "a newer transformers may know it"
-    )
 
 
 def _check_report(checkpoint: Checkpoint, model: Any, report: Any) -> None:
@@ -317,9 +242,3 @@ def _vocabulary_rows(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
     return rows if isinstance(rows, int) else None
-
-
-def _first_line(error: BaseException) -> str:
-    """What an error of another library says, on one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.models.anatomy import text_config
-from attar.models.load import empty_model, parse_config, quiet
+from attar.models.configs import parse_config
+from attar.models.library import quiet
+from attar.models.load import empty_model
 
 # Llama's config wants hidden_size to be a multiple of the number of heads although head_dim is free.
 # Mistral's does not, and without a sliding window it is the same network with the same tensor names.

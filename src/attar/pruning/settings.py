@@ -42,7 +42,9 @@ class PruneSettings:
         },
     )
     samples: int = field(default=64, metadata={"help": "calibration sequences whose gradients are averaged"})
-    sequence_length: int = field(default=256, metadata={"help": "tokens in a calibration sequence"})
+    sequence_length: int = field(
+        default=256, metadata={"help": "tokens in a calibration sequence, at most the context"}
+    )
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
     data: str = field(
         default="python-stdlib",

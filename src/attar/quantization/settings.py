@@ -47,7 +47,9 @@ class QuantizeSettings:
         },
     )
     samples: int = field(default=128, metadata={"help": "calibration sequences"})
-    sequence_length: int = field(default=512, metadata={"help": "tokens in a calibration sequence"})
+    sequence_length: int = field(
+        default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
+    )
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
     ignore: tuple[str, ...] = field(
         default=(), metadata={"help": "modules of the blocks left alone: names, or re: and a pattern"}

@@ -23,7 +23,7 @@ class TrainSettings:
     steps: int = field(default=200, metadata={"help": "optimizer steps"})
     batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass"})
     accumulate: int = field(default=1, metadata={"help": "forward passes added up before a step"})
-    sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence"})
+    sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence, at most the context"})
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     optimizer: str = field(
         default="adamw",

@@ -15,6 +15,7 @@ ends with the same bytes.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import time
@@ -204,7 +205,13 @@ class _Run:
         target = self.work / f"state-{history.step:08d}"
         partial = self.work / "state.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        self.accelerator.save_state(str(partial), safe_serialization=True)
+        noise = logging.getLogger("accelerate")  # it warns of every tied weight
+        level = noise.level
+        noise.setLevel(logging.ERROR)
+        try:
+            self.accelerator.save_state(str(partial), safe_serialization=True)
+        finally:
+            noise.setLevel(level)
         if not self.accelerator.is_main_process:
             return
         (partial / "history.json").write_text(json.dumps(asdict(history)))

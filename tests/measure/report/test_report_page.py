@@ -173,6 +173,13 @@ def test_quality_places_smaller_to_the_left_and_closer_below(run: Run) -> None:
     )
 
 
+def test_long_names_stay_inside_the_narrow_picture() -> None:
+    data = fake_run()
+    data["stages"][-1]["name"] = "a-very-long-name-of-a-stage-that-nobody-would-type"
+    drawn = quality_picture(run_from_dict(data), 370.0, 430.0)
+    assert drawn is not None and "a-very-long-name-of…</text>" in drawn
+
+
 def test_quality_falls_back_to_perplexity() -> None:
     data = fake_run()
     for entry in data["stages"]:

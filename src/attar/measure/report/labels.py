@@ -1,7 +1,7 @@
 """Where to put labels so that they cover neither each other nor the points, and stay inside the picture.
 
-Every label tries positions around its point, near ones first. The labels are placed one after the other, and
-then each is moved again to its best place given all others, a few times over.
+Every label tries positions around its point, near ones first. It begins at the best one for itself, and is
+then moved to the best one given all others, a few times over.
 """
 
 from __future__ import annotations

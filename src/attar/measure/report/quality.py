@@ -178,9 +178,10 @@ def _labels(
     *,
     narrow: bool,
 ) -> Markup:
+    names = {stage.name: _shortened(stage.name) for stage in shown}
     notes = {stage.name: _note(run, stage, short=narrow) for stage in shown}
     sizes = [
-        (max(text_width(stage.name, NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5)
+        (max(text_width(names[stage.name], NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5)
         for stage in shown
     ]
     bounds = Box(frame.left + 2, frame.top + 2, frame.right - 2, frame.bottom - 2)
@@ -190,9 +191,14 @@ def _labels(
         x = points[stage.name][0]
         anchor, at = _anchor(x, box)
         parts.append(_leader(points[stage.name], box))
-        parts.append(text(at, box.top + NAME, stage.name, anchor=anchor, class_="label"))
+        parts.append(text(at, box.top + NAME, names[stage.name], anchor=anchor, class_="label"))
         parts.append(text(at, box.top + NAME + NOTE + 3, notes[stage.name], anchor=anchor, class_="note"))
     return join(parts)
+
+
+def _shortened(name: str, most: int = 20) -> str:
+    """The name, or its beginning where it is longer than a label should be."""
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _anchor(x: float, box: Box) -> tuple[str, float]:
