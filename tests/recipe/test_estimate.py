@@ -37,6 +37,8 @@ def test_the_shape_of_a_checkpoint(tmp_path: Path) -> None:
         ("stage: prune, method: neurons, ratio: 0.5", 900e3, 1.8e6),
         ("stage: recover", 1.2e6, 2.4e6),
         ("stage: quantize, scheme: W4A16, group_size: 32", 1.2e6, 0.5625e6 + 0.4e6),
+        ("stage: quantize, scheme: W4A16, group_size: 0", 1.2e6, 0.515625e6 + 0.4e6),
+        ("stage: quantize, scheme: W4A16, group_size: -1", 1.2e6, 0.53125e6 + 0.4e6),
         ("stage: quantize, scheme: W8A16, group_size: 32", 1.2e6, 1.0625e6 + 0.4e6),
         ("stage: quantize, scheme: W4A16, group_size: 32, embedding_bits: 8", 1.2e6, 0.5625e6 + 0.2e6),
         ("stage: export, format: dense, dtype: float32", 1.2e6, 4.8e6),

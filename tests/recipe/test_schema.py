@@ -157,18 +157,11 @@ def test_errors(old: str, new: str, message: str) -> None:
 def test_the_quickstart() -> None:
     recipe = load_recipe(quickstart())
     assert recipe.model == "attar:tiny"
-    assert [entry.stage for entry in recipe.stages] == [
-        "distill",
-        "prune",
-        "prune",
-        "recover",
-        "quantize",
-        "quantize",
-    ]
-    rtn, gptq = recipe.stages[-2:]
-    assert (rtn.settings.method, gptq.settings.method) == ("rtn", "gptq")
-    assert rtn.settings.scheme == gptq.settings.scheme and rtn.settings.group_size == gptq.settings.group_size
-    assert recipe.entry("recover").teacher == "distill"
+    assert {"distill", "prune", "recover", "quantize"} <= {entry.stage for entry in recipe.stages}
+    quantized = {entry.settings.method: entry for entry in recipe.stages if entry.stage == "quantize"}
+    rtn, gptq = quantized["rtn"], quantized["gptq"]
+    assert rtn.source == gptq.source and rtn.settings.scheme == gptq.settings.scheme
+    assert rtn.settings.group_size == gptq.settings.group_size
 
 
 def test_the_quickstart_is_the_file_in_the_repository() -> None:
