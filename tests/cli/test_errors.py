@@ -90,8 +90,8 @@ def test_a_recipe_with_a_misspelt_key(capsys: pytest.CaptureFixture[str], tmp_pa
 def test_an_override_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{model: m, stages: [{stage: prune}]}")
-    lines = error_of(capsys, "run", str(recipe), "--set", "stages.1.ratio=2", code=2)
-    assert lines[0].startswith("error: --set stages.1.ratio=2: ratio is 2.0, but must be")
+    lines = error_of(capsys, "run", str(recipe), "--set", "stages.0.ratio=2", code=2)
+    assert lines[0].startswith("error: --set stages.0.ratio=2: ratio is 2.0, but must be")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ stages:
 
 def test_stages_are_numbered_from_one_and_have_names() -> None:
     recipe = parse_recipe(
-        TEXT, overrides=["stages.2.ratio=0.3", "stages.prune.ratio=0.1", "stages.gptq.group_size=32"]
+        TEXT, overrides=["stages.1.ratio=0.3", "stages.prune.ratio=0.1", "stages.gptq.group_size=32"]
     )
     assert [entry.settings.ratio for entry in recipe.stages[:2]] == [0.1, 0.3]
     assert recipe.entry("gptq").settings.group_size == 32
@@ -30,7 +30,7 @@ def test_values_are_yaml() -> None:
         "model=org/name@main",
         "seed=4",
         "stages.gptq.ignore=[a, 're:b.*']",
-        "stages.3.damp=1e-3",
+        "stages.2.damp=1e-3",
         "data = x=y",
     ]
     recipe = parse_recipe(TEXT, overrides=changes)
@@ -50,23 +50,22 @@ def test_the_last_change_counts() -> None:
 
 
 def test_a_whole_stage() -> None:
-    recipe = parse_recipe(TEXT, overrides=["stages.1={stage: distill, layers: 2}"])
+    recipe = parse_recipe(TEXT, overrides=["stages.0={stage: distill, layers: 2}"])
     assert recipe.stages[0].stage == "distill"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("stages.2.ratio", "not of the form key=value"),
+        ("stages.1.ratio", "not of the form key=value"),
         ("=3", "not of the form key=value"),
         ("stages..ratio=3", "not of the form key=value"),
-        ("stages.0.ratio=0.3", "no stage 0"),
-        ("stages.4.ratio=0.3", "no stage 4"),
+        ("stages.3.ratio=0.3", "no stage 3"),
         ("stages.prun.ratio=0.3", "no stage 'prun'; did you mean 'prune'?"),
-        ("stages.2.ration=0.3", "unknown key 'ration' in stage 'prune-2'; did you mean 'ratio'?"),
-        ("stages.2.ratio=2", "ratio is 2.0, but must be"),
-        ("stages.2.ratio=lots", "ratio is 'lots', but must be a number"),
-        ("stages.2.ratio=[1", "not valid YAML"),
+        ("stages.1.ration=0.3", "unknown key 'ration' in stage 'prune-2'; did you mean 'ratio'?"),
+        ("stages.1.ratio=2", "ratio is 2.0, but must be"),
+        ("stages.1.ratio=lots", "ratio is 'lots', but must be a number"),
+        ("stages.1.ratio=[1", "not valid YAML"),
         ("modle=x", "unknown key 'modle' in the recipe; did you mean 'model'?"),
         ("model.name=x", "'attar:tiny' has no keys"),
         ("stages=3", "stages must be a list"),

@@ -51,10 +51,10 @@ def test_keys_follow_the_chain(
     def changed(*overrides: str) -> list[bool]:
         return [here != there for here, there in zip(keys(plan(*overrides)), base, strict=True)]
 
-    assert changed("stages.1.amount=9") == [True, True, True, True]
-    assert changed("stages.2.amount=9") == [False, True, True, False]
-    assert changed("stages.4.amount=9") == [False, False, False, True]
-    assert changed("stages.3.teacher=prune") == [False, False, True, False]
+    assert changed("stages.0.amount=9") == [True, True, True, True]
+    assert changed("stages.1.amount=9") == [False, True, True, False]
+    assert changed("stages.3.amount=9") == [False, False, False, True]
+    assert changed("stages.2.teacher=prune") == [False, False, True, False]
     assert changed("seed=1") == [True] * 4
     assert changed("evaluate=false") == [False] * 4
     assert changed("stages.side.name=other") == [False] * 4  # a name is no part of the work
@@ -67,10 +67,10 @@ def test_states(plan: Callable[..., Plan], run: Callable[..., Any], fakes: Any) 
     with pytest.raises(KeyboardInterrupt):
         run()
     assert states(plan()) == [DONE, DONE, HALF, NEW]
-    assert states(plan("stages.3.amount=9")) == [DONE, DONE, NEW, NEW]  # other work does not go on with this
+    assert states(plan("stages.2.amount=9")) == [DONE, DONE, NEW, NEW]  # other work does not go on with this
     run()
     assert states(plan()) == [DONE] * 4
-    assert states(plan("stages.2.amount=9")) == [DONE, CHANGED, CHANGED, DONE]
+    assert states(plan("stages.1.amount=9")) == [DONE, CHANGED, CHANGED, DONE]
     assert states(plan(fresh=True)) == [NEW] * 4
 
 
@@ -99,12 +99,12 @@ def test_earlier_work_tells_the_speed(
     plan: Callable[..., Plan], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     run()
-    before = plan("stages.2.amount=5", "stages.1.amount=5")
+    before = plan("stages.1.amount=5", "stages.0.amount=5")
     path = tmp_path / "run" / "receipts" / "01-prune.json"
     for name in ("01-prune", "02-prune-2", "04-side"):
         path = tmp_path / "run" / "receipts" / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"work": 1000.0, "seconds": 1000.0}))
-    after = plan("stages.2.amount=5", "stages.1.amount=5")
+    after = plan("stages.1.amount=5", "stages.0.amount=5")
     # one operation a second: every operation that the step is estimated at counts now
     gained = after.steps[0].estimate.seconds - before.steps[0].estimate.seconds
     assert gained == pytest.approx(before.steps[0].estimate.work, rel=0.01, abs=1e-3)

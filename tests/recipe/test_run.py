@@ -105,7 +105,7 @@ def test_a_changed_setting_does_its_stage_and_those_after_it_again(
 ) -> None:
     run()
     fakes.CALLS.clear()
-    result = run("stages.2.amount=5")
+    result = run("stages.1.amount=5")
     assert stage_calls(fakes) == ["02-prune-2", "03-recover"]  # the branch hangs on the first stage
     assert [entry["measurements"]["perplexity"] for entry in result.content["stages"]] == [
         1.0,
@@ -309,7 +309,7 @@ def test_a_setting_that_does_not_fit_the_model_names_the_line(run: Any) -> None:
     with pytest.raises(
         RecipeError, match=r"recipe.yaml:6: amount is 13.0, but must be a number that this model"
     ):
-        run("stages.2.amount=13")
+        run("stages.1.amount=13")
 
 
 def test_an_evaluation_that_does_not_fit_the_model_names_the_recipe(run: Any, fakes: Any) -> None:

@@ -42,7 +42,7 @@ def build_demo(verb: str) -> Any:
 
 
 def _parameters(folder: str) -> list[inspect.Parameter]:
-    setting = "change a value of the recipe: key=value; stages by number (from 1) or name"
+    setting = "change a value of the recipe: key=value; stages by place (from 0) or name"
     return [
         text_option("out", "--out", "-o", help=f"folder of the run  [default: {folder}]", metavar="DIR"),
         many_option("changes", "--set", help=setting, metavar="KEY=VALUE"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attar.errors import ModelError
 from attar.models.surgery import keep_layers
 
 
@@ -20,19 +19,3 @@ def student_by_depth(model: Any, layers: Sequence[int]) -> Any:
         ModelError: ``layers`` is empty, not ascending, or beyond the teacher's.
     """
     return keep_layers(model, layers)
-
-
-def spread(total: int, count: int) -> list[int]:
-    """``count`` of ``total`` layers, evenly spaced; the first and the last are among them.
-
-    Raises:
-        ModelError: ``count`` is not between 1 and ``total``.
-
-    >>> spread(8, 4)
-    [0, 2, 5, 7]
-    """
-    if not 1 <= count <= total:
-        raise ModelError(f"{count} layers are asked of a teacher with {total}", hint=f"ask for 1 to {total}")
-    if count == 1:
-        return [0]
-    return [(2 * index * (total - 1) + count - 1) // (2 * (count - 1)) for index in range(count)]

@@ -19,7 +19,7 @@ def override(root: Located, text: str, names: Names) -> Located:
 
     Args:
         root: the recipe.
-        text: ``path=value``; a path is keys joined by dots; a stage is its number (from 1) or its name.
+        text: ``path=value``; a path is keys joined by dots; a stage is its place (from 0) or its name.
         names: gives the stages' names, for paths such as ``stages.recover.steps``.
 
     Raises:
@@ -57,13 +57,13 @@ def _replace(node: Located, parts: list[str], new: Located, where: str, names: N
 
 
 def _index(node: Located, head: str, where: str, names: Names) -> int:
-    """Place in the list: from a number counted from 1, or from a stage's name."""
+    """Place in the list: a number counted from 0, as paths into lists are, or a stage's name."""
     if head.isdigit():
-        if 1 <= int(head) <= len(node.value):
-            return int(head) - 1
-        count = len(node.value)
+        if int(head) < len(node.value):
+            return int(head)
+        last = len(node.value) - 1
         raise RecipeError(
-            f"{where}: no stage {head}", hint=f"the stages are numbered 1 to {count}, as the plan shows them"
+            f"{where}: no stage {head}", hint=f"the list counts from 0 to {last}; names work too"
         )
     known = names(node)
     if head not in known:

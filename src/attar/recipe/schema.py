@@ -120,7 +120,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Args:
         path: the YAML file.
         overrides: ``key=value`` changes, e.g. ``stages.2.ratio=0.3`` or ``stages.recover.steps=50``. Stages
-            are numbered from 1, as in the plan and in the folder names; their names work as well.
+            are counted from 0; their names work as well.
 
     Raises:
         RecipeError: one line with file, line, key and what is wrong.
