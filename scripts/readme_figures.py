@@ -25,7 +25,8 @@ def table(run: Run) -> str:
         m = stage.measurements
         rows.append(
             f"| {stage.name} | {m['bytes'] / 1e6:.2f} | {first / m['bytes']:.1f}x "
-            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {m['kl_mean']:.3f} | {100 * m['top1_agreement']:.1f} % "
+            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {m['kl_mean']:.3f} "
+            f"| {100 * m['top1_agreement']:.1f} % "
             f"| {m['prefill_tokens_per_s']:.0f} | {m['decode_tokens_per_s']:.0f} |"
         )
     return "\n".join([*rows, "", f"**{verdict(run)}.** " + " ".join(findings(run))])

@@ -1,0 +1,185 @@
+"""Bad input at the command line: one clear line, exit code 1 or 2, never a traceback, nothing left behind."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attar.cli.main import call
+from tests import tiny_models
+
+SMALL = ["--samples", "4", "--sequence-length", "32", "--batch-size", "2"]
+
+
+@pytest.fixture
+def model(tmp_path):
+    return tiny_models.save(tiny_models.build("smollm"), tmp_path / "model", dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """Run attar; check that it refuses in a line or two and that the folder holds what it held before."""
+
+    def run(*arguments, code, out=None):
+        before = sorted(path.name for path in tmp_path.rglob("*"))
+        got = call([str(argument) for argument in arguments])
+        written = capsys.readouterr()
+        assert got == code, written.err
+        lines = [line for line in written.err.splitlines() if line.startswith(("error", "hint", "Error"))]
+        assert "Traceback" not in written.err and "Traceback" not in written.out
+        assert 1 <= len(lines) <= 2, written.err
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+        return " ".join(lines)
+
+    return run
+
+
+def damaged(model, change):
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def rewrite(model, **changes):
+    config = json.loads((model / "config.json").read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key)
+        else:
+            config[key] = value
+    (model / "config.json").write_text(json.dumps(config))
+
+
+VERBS = {
+    "quantize": ["--group-size", "32", *SMALL],
+    "prune": ["--method", "neurons", *SMALL],
+    "distill": ["--steps", "2", "--sequence-length", "32"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_missing_folder(verb, refused, tmp_path):
+    said = refused(verb, tmp_path / "nowhere", "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "nowhere" in said
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_truncated_weights(verb, refused, model, tmp_path):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    said = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "model.safetensors" in said
+
+
+@pytest.mark.parametrize("content", [b"", b"\x05", b"garbage that is no header at all", b"\xff" * 64])
+def test_corrupt_weights(refused, model, tmp_path, content):
+    (model / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in refused("quantize", model, "-o", tmp_path / "out", *SMALL, code=1)
+
+
+def test_config_without_architecture(refused, model, tmp_path):
+    rewrite(model, architectures=None)
+    assert "config.json" in refused("quantize", model, "-o", tmp_path / "out", *SMALL, code=1)
+
+
+def test_config_of_another_shape(refused, model, tmp_path):
+    rewrite(model, intermediate_size=128)
+    refused("prune", model, "-o", tmp_path / "out", *SMALL, code=1)
+
+
+def test_tokenizer_of_another_vocabulary(refused, model, tmp_path):
+    content = json.loads((model / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 5000, "content": "<other>"})
+    content["model"]["vocab"]["<other>"] = 5000
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    assert "tokenizer" in refused("prune", model, "-o", tmp_path / "out", *SMALL, code=1)
+
+
+def test_misspelt_recipe_key(refused, model, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model: {model}\nstages:\n  - stage: prune\n    ration: 0.5\n")
+    said = refused("run", recipe, "-o", tmp_path / "run", code=2)
+    assert "r.yaml:4" in said and "'ration'" in said and "'ratio'" in said
+
+
+def test_ratio_beyond_one(refused, model, tmp_path):
+    assert "ratio" in refused("prune", model, "-o", tmp_path / "out", "--ratio", "1.5", code=2)
+
+
+def test_group_size_that_does_not_divide(refused, model, tmp_path):
+    said = refused("quantize", model, "-o", tmp_path / "out", "--group-size", "64", *SMALL, code=2)
+    assert "down_proj" in said and "32" in said
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_nan_weights(verb, refused, model, tmp_path):
+    damaged(model, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][0, 0].fill_(float("nan")))
+    said = refused(verb, model, "-o", tmp_path / "out", *VERBS[verb], code=1)
+    assert "layers.1.mlp.up_proj.weight" in said and "NaN" in said
+
+
+@pytest.mark.parametrize("content", ["", "  \n\n", "a few words"])
+def test_empty_calibration_text(refused, model, tmp_path, content):
+    text = tmp_path / "text.txt"
+    text.write_text(content)
+    said = refused(
+        "quantize", model, "-o", tmp_path / "out", "--group-size", "32", *SMALL, "--data", text, code=1
+    )
+    assert "text.txt" in said
+
+
+def test_prompt_longer_than_the_context(refused, model):
+    assert "128" in refused("generate", model, "-p", "word " * 500, code=1)
+
+
+def test_existing_output_is_kept(refused, model, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("precious")
+    said = refused("quantize", model, "-o", out, "--group-size", "32", "--method", "rtn", code=1)
+    assert "exists" in said and (out / "mine.txt").read_text() == "precious"
+
+
+def test_several_kinds_of_wrong_options(refused, model, tmp_path):
+    assert "'gptk'" in refused("quantize", model, "-o", tmp_path / "out", "--method", "gptk", code=2)
+    refused("quantize", model, "-o", tmp_path / "out", "--group-sise", "32", code=2)
+    refused("quantise", model, code=2)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 kB, where mounting is allowed."""
+    folder = tmp_path.parent / f"{tmp_path.name}-disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_full_disk(verb, refused, model, small_disk):
+    said = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
+    assert "space" in said
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_read_only_output(verb, refused, model, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    said = refused(verb, model, "-o", small_disk / "out", *VERBS[verb], code=1)
+    assert "read-only" in said.lower() or "permission" in said.lower()
+
+
+def test_a_bug_of_ours_is_called_one(model, tmp_path):
+    code = "import attar.quantization.rtn as r, sys; r.rtn = None; import attar.quantization.stage as s; s.rtn = None; "
+    code += f"from attar.cli.main import call; sys.exit(call(['quantize', {str(model)!r}, '-o', {str(tmp_path / 'out')!r}, "
+    code += "'--method', 'rtn', '--group-size', '32']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "bug" in done.stderr and "--debug" in done.stderr
+    assert "Traceback" not in done.stderr
