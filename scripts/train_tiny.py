@@ -119,8 +119,8 @@ def phase(
         tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed
     )
     kept = pack(tokenizer, "python-stdlib", "evaluation", length=settings.sequence_length, rows=None, seed=0)
-    evaluation = kept.tokens[: 65_536 // settings.sequence_length]
-    print(f"{what}: {rows.tokens.numel():,} training tokens in a pass over the data", file=sys.stderr)
+    evaluation = kept[: 65_536 // settings.sequence_length]
+    print(f"{what}: {rows.numel():,} training tokens in a pass over the data", file=sys.stderr)
 
     def held_out(model: nn.Module) -> float:
         with torch.autocast("cpu", torch.bfloat16):
@@ -128,9 +128,7 @@ def phase(
                 evaluation
             )
 
-    return train(
-        model, loss, rows.tokens, settings, work=work, held_out=held_out, progress=Terminal(), what=what
-    )
+    return train(model, loss, rows, settings, work=work, held_out=held_out, progress=Terminal(), what=what)
 
 
 def main() -> None:

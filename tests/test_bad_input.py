@@ -176,10 +176,17 @@ def test_read_only_output(verb, refused, model, small_disk):
     assert "read-only" in said.lower() or "permission" in said.lower()
 
 
+BROKEN = """
+import sys
+import attar.quantization.stage as stage
+from attar.cli.main import call
+stage.rtn = None
+sys.exit(call(["quantize", sys.argv[1], "-o", sys.argv[2], "--method", "rtn", "--group-size", "32"]))
+"""
+
+
 def test_a_bug_of_ours_is_called_one(model, tmp_path):
-    code = "import attar.quantization.rtn as r, sys; r.rtn = None; import attar.quantization.stage as s; s.rtn = None; "
-    code += f"from attar.cli.main import call; sys.exit(call(['quantize', {str(model)!r}, '-o', {str(tmp_path / 'out')!r}, "
-    code += "'--method', 'rtn', '--group-size', '32']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = [sys.executable, "-c", BROKEN, str(model), str(tmp_path / "out")]
+    done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 1 and "bug" in done.stderr and "--debug" in done.stderr
     assert "Traceback" not in done.stderr

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from attar.data.calibration import calibration_batches
 from attar.data.chat import render
-from attar.data.packing import evaluation_batches, pack, pack_separate, pack_stream
+from attar.data.packing import PADDING, evaluation_batches, pack, pack_separate, pack_stream
 from attar.errors import DataError
 from tests import tiny_models
 
@@ -23,16 +23,17 @@ def test_stream_keeps_every_token_but_the_tail(documents, length):
 
 @given(documents=DOCUMENTS, length=st.integers(2, 9))
 def test_separate_rows_hold_one_document_each(documents, length):
-    rows = pack_separate(documents, length, [0], pad=7)
-    pieces = [row[mask].tolist() for row, mask in zip(rows.tokens, rows.mask, strict=True)]
+    rows = pack_separate(documents, length, [0])
+    pieces = [row[row != PADDING].tolist() for row in rows]
+    assert all(((row == PADDING).diff().int() >= 0).all() for row in rows), "padding stands at the end"
     position = 0
     for document in documents:
         whole = [*document, 0]
-        count = -(-len(whole) // length)
-        assert [token for piece in pieces[position : position + count] for token in piece] == whole
-        position += count
+        wanted = [whole[start : start + length] for start in range(0, len(whole), length)]
+        wanted = [piece for piece in wanted if len(piece) > 1]
+        assert pieces[position : position + len(wanted)] == wanted
+        position += len(wanted)
     assert position == len(pieces)
-    assert (rows.tokens[~rows.mask] == 7).all()
 
 
 def test_rows_limit_stops_reading():

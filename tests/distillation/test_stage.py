@@ -81,3 +81,21 @@ def test_too_many_layers_and_encoders_are_refused(tmp_path):
     with pytest.raises(ModelError, match="not a causal"):
         distill(save("bert", tmp_path), tmp_path / "out", DistillSettings(layers=2, **SMALL))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_padding_changes_nothing(alpha):
+    """A row padded on the right has the loss of the row without its padding."""
+    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
+    tokens = tiny_models.tokens(teacher, batch=1, length=9)
+    padded = torch.cat([tokens, torch.full((1, 5), -100)], dim=1)
+    loss = soft_loss(teacher, 2.0, alpha)
+    assert loss(student, padded).item() == pytest.approx(loss(student, tokens).item(), rel=1e-4)
+
+
+def test_documents_can_be_kept_apart(tmp_path):
+    text = tmp_path / "lines.jsonl"
+    text.write_text("".join(json.dumps({"text": f"line number {i} of the text"}) + "\n" for i in range(50)))
+    settings = RecoverSettings(**{**SMALL, "steps": 4}, packing="separate", data=str(text))
+    made = recover(save("smollm", tmp_path), tmp_path / "out", settings, teacher=tmp_path / "smollm")
+    assert made.card.details["steps"] == 4

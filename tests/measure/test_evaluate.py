@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from attar.data.packing import PADDING
 from attar.errors import ModelError, NumericsError, SettingsError, UsageError
 from attar.measure.evaluate import evaluate, measure_quality
-from attar.measure.forward import PADDING
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject

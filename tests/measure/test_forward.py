@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attar.measure.forward import PADDING, next_token_logits, predicted, split
+from attar.data.packing import PADDING
+from attar.measure.forward import next_token_logits, predicted, split
 
 
 def test_predicted_leaves_out_the_first_token_and_padding() -> None:

@@ -18,4 +18,4 @@ def calibration_batches(
         DataError: the source holds less than one row.
     """
     rows = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed)
-    return list(rows.tokens.split(batch_size))
+    return list(rows.split(batch_size))

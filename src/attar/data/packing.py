@@ -3,11 +3,12 @@
 Two ways of packing into rows of S tokens:
 
 - ``stream``: documents joined by the end-of-text token and cut every S tokens. Nothing is padded, nothing
-dropped but the tail; a row
-  may hold the end of one document and the start of the next (what pre-training does).
-- ``separate``: no row holds two documents; a document is cut into rows of its own and what is shorter than S
-is padded. Nothing
-  leaks across documents, at the price of padding.
+  dropped but the tail; a row may hold the end of one document and the start of the next, as in pre-training.
+- ``separate``: no row holds two documents; each is cut into rows of its own, and what is shorter than S is
+  filled up with :data:`PADDING`. Nothing leaks across documents, at the price of the padding.
+
+Padding stands at the end of a row, so a causal model never attends to it; losses leave it out, and models are
+shown token 0 in its place.
 
 Letters: N rows, S tokens a row, B rows a batch.
 """
@@ -15,7 +16,6 @@ Letters: N rows, S tokens a row, B rows a batch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,23 +26,8 @@ from attar.data.chat import render
 from attar.data.sources import Document, documents
 from attar.errors import DataError
 
+PADDING = -100  # stands where there is no token
 CHUNK = 256  # documents tokenized in one call: enough to keep every core busy
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Token rows with their mask.
-
-    Attributes:
-        tokens: int64 (N, S).
-        mask: bool (N, S), False on padding; None when nothing is padded.
-    """
-
-    tokens: Tensor
-    mask: Tensor | None = None
-
-    def __len__(self) -> int:
-        return int(self.tokens.shape[0])
 
 
 def tokenize(texts: Iterable[Document], tokenizer: Any) -> Iterator[list[int]]:
@@ -83,43 +68,46 @@ def pack_stream(ids: Iterable[list[int]], length: int, end: list[int], rows: int
     return torch.tensor(flat[: count * length], dtype=torch.int64).reshape(count, length)
 
 
-def pack_separate(
-    ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, pad: int = 0
-) -> Rows:
-    """Cut each document into rows of its own, padded on the right."""
+def pack_separate(ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None) -> Tensor:
+    """Cut each document into rows of its own: int64 (N, S), filled up with :data:`PADDING` on the right."""
     cut: list[list[int]] = []
     for document in ids:
         whole = document + end
-        cut.extend(whole[start : start + length] for start in range(0, len(whole), length))
+        pieces = [whole[start : start + length] for start in range(0, len(whole), length)]
+        cut.extend(piece for piece in pieces if len(piece) > 1)  # a single token predicts nothing
         if rows is not None and len(cut) >= rows:
             break
     cut = cut[:rows]
-    tokens = torch.full((len(cut), length), pad, dtype=torch.int64)
-    mask = torch.zeros((len(cut), length), dtype=torch.bool)
+    tokens = torch.full((len(cut), length), PADDING, dtype=torch.int64)
     for row, piece in enumerate(cut):
         tokens[row, : len(piece)] = torch.tensor(piece)
-        mask[row, : len(piece)] = True
-    return Rows(tokens, mask)
+    return tokens
 
 
 def pack(
-    tokenizer: Any, data: str, split: str, *, length: int, rows: int | None, seed: int, separate: bool = False
-) -> Rows:
-    """Rows of a source's split.
+    tokenizer: Any,
+    data: str,
+    split: str,
+    *,
+    length: int,
+    rows: int | None,
+    seed: int,
+    packing: str = "stream",
+) -> Tensor:
+    """Rows of a source's split: int64 (N, S).
 
     Args:
         length: S, tokens a row.
         rows: how many at most; None: all there is.
-        separate: no row holds two documents.
+        packing: ``stream`` or ``separate``.
 
     Raises:
         DataError: the split holds less than one row.
     """
     ids = tokenize(documents(data, split, seed), tokenizer)
-    if separate:
-        packed = pack_separate(ids, length, end_token(tokenizer), rows, tokenizer.pad_token_id or 0)
-    else:
-        packed = Rows(pack_stream(ids, length, end_token(tokenizer), rows))
+    packed = (pack_separate if packing == "separate" else pack_stream)(
+        ids, length, end_token(tokenizer), rows
+    )
     if not len(packed):
         raise DataError(
             f"{data}: the {split} split holds less than one row of {length} tokens",
@@ -154,4 +142,4 @@ def evaluation_batches(
         rows=max(tokens // sequence_length, 1),
         seed=seed,
     )
-    return list(rows.tokens.split(batch_size))
+    return list(rows.split(batch_size))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
-from attar.data.packing import pack, row_length
+from attar.data.packing import PADDING, pack, row_length
 from attar.distillation.forward_kl import forward_kl
 from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
@@ -118,22 +118,30 @@ def soft_loss(teacher: nn.Module, temperature: float, alpha: float) -> Loss:
     """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted
     tokens.
 
-    Vocabularies padded to different widths are compared over the common part.
+    Padded places are left out. Vocabularies padded to different widths are compared over the common part.
     """
 
     def loss(student: nn.Module, tokens: Tensor) -> Tensor:
+        shown = tokens.clamp(min=0)
         with torch.no_grad():
-            guide = teacher(input_ids=tokens).logits
-        logits = student(input_ids=tokens).logits
+            guide = teacher(input_ids=shown).logits
+        logits = student(input_ids=shown).logits
         width = min(guide.shape[-1], logits.shape[-1])
-        soft = (
-            forward_kl(logits[:, :-1, :width], guide[:, :-1, :width], temperature)
-            if alpha
-            else logits.new_zeros(())
-        )
-        return alpha * soft + (1.0 - alpha) * next_token_loss(logits, tokens) if alpha < 1.0 else soft
+        predicted = tokens[:, 1:] != PADDING
+        total = logits.new_zeros((), dtype=torch.float32)
+        if alpha > 0.0:
+            ours, theirs = (_at(z[:, :-1, :width], predicted) for z in (logits, guide))
+            total = total + alpha * forward_kl(ours, theirs, temperature)
+        if alpha < 1.0:
+            total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
+        return total
 
     return loss
+
+
+def _at(logits: Tensor, predicted: Tensor) -> Tensor:
+    """Logits (n, V) where a token is predicted; all of them, as they are, where nothing is padded."""
+    return logits if bool(predicted.all()) else logits[predicted]
 
 
 def _learn(
@@ -149,9 +157,12 @@ def _learn(
     tokenizer = load_tokenizer(source)
     wanted = settings.steps * settings.batch_size * settings.accumulate
     length = row_length(settings.sequence_length, source.config)
-    rows = pack(tokenizer, settings.data, "train", length=length, rows=wanted, seed=settings.seed)
+    packing = settings.packing
+    rows = pack(
+        tokenizer, settings.data, "train", length=length, rows=wanted, seed=settings.seed, packing=packing
+    )
     held = max(HELD_OUT_TOKENS // length, 1)
-    kept = pack(tokenizer, settings.data, "calibration", length=length, rows=held, seed=0).tokens
+    kept = pack(tokenizer, settings.data, "calibration", length=length, rows=held, seed=0, packing=packing)
     teacher.requires_grad_(False)
     loss = soft_loss(teacher, settings.temperature, settings.alpha)
 
@@ -164,9 +175,7 @@ def _learn(
             ]
         return sum(parts) / len(kept)
 
-    return train(
-        student, loss, rows.tokens, settings, work=work, held_out=held_out, progress=progress, what=what
-    )
+    return train(student, loss, rows, settings, work=work, held_out=held_out, progress=progress, what=what)
 
 
 def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:

@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PADDING = -100
-"""A token of this number (any negative one) is padding: neither read nor predicted."""
-
 LOGIT_BYTES = 256 * 2**20  # of one pass; wide vocabularies get smaller batches
 
 

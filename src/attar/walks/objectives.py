@@ -14,7 +14,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Args:
         logits: (B, S, V).
-        tokens: int64 (B, S).
+        tokens: int64 (B, S); -100 where there is no token, which is left out.
     """
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 

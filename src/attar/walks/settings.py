@@ -24,6 +24,13 @@ class TrainSettings:
     batch_size: int = field(default=8, metadata={"help": "sequences in one forward pass"})
     accumulate: int = field(default=1, metadata={"help": "forward passes added up before a step"})
     sequence_length: int = field(default=512, metadata={"help": "tokens in a sequence, at most the context"})
+    packing: str = field(
+        default="stream",
+        metadata={
+            "help": "stream: documents one after another; separate: no row holds two, rows are padded",
+            "choices": ("stream", "separate"),
+        },
+    )
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     optimizer: str = field(
         default="adamw",
@@ -68,6 +75,8 @@ class TrainSettings:
         check_range("final", self.final, 0.0, 1.0, "between 0 and 1")
         if self.optimizer not in ("adamw", "muon"):
             raise SettingsError("optimizer", self.optimizer, "adamw or muon")
+        if self.packing not in ("stream", "separate"):
+            raise SettingsError("packing", self.packing, "stream or separate")
         if self.precision not in ("bf16", "fp32"):
             raise SettingsError("precision", self.precision, "bf16 or fp32")
         if self.patience and not self.evaluate_every:
