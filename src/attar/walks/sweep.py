@@ -18,8 +18,7 @@ finished ones back, re-runs their forward passes only, and goes on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,9 +28,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attar.errors import CheckpointError, NumericsError
-from attar.models.names import stored_names
+from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
+from attar.walks.activations import Activations
+from attar.walks.skeleton import Call, Skeleton, StopForward
 
 
 class Accumulator(Protocol):
@@ -115,8 +115,8 @@ def sweep(
         NumericsError: a block's output is not finite.
     """
     work.mkdir(parents=True, exist_ok=True)
-    skeleton = _Skeleton(checkpoint, torch.device(device))
-    store = _Activations(work / "activations", spill_bytes)
+    skeleton = Skeleton(checkpoint, torch.device(device))
+    store = Activations(work / "activations", spill_bytes)
     with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
         calls = skeleton.trace(batches, store)
         files: list[Path] = []
@@ -189,186 +189,15 @@ def put_weight(module: nn.Module, weight: Tensor) -> None:
     weight_of(module).copy_(weight)
 
 
-class _StopForward(Exception):  # noqa: N818  (control flow, not an error)
-    """Ends a forward pass once all it was run for has been seen."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """How the model calls a block: everything but the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    keyword: bool  # the hidden states come as a keyword argument
-
-    def __call__(self, module: nn.Module, hidden: Tensor) -> Any:
-        if self.keyword:
-            return module(*self.args, hidden_states=hidden, **self.kwargs)
-        return module(hidden, *self.args, **self.kwargs)
-
-
-class _Skeleton:
-    """The model with nothing loaded but what stands before its blocks."""
-
-    def __init__(self, checkpoint: Any, device: torch.device) -> None:
-        from attar.models.anatomy import discover
-        from attar.models.load import empty_model
-
-        self.checkpoint, self.device = checkpoint, device
-        self.model = empty_model(checkpoint.config).eval()
-        self.anatomy = discover(self.model)
-        self.blocks = self.anatomy.blocks
-        self.names = stored_names(self.model, checkpoint)
-
-    def trace(self, batches: Sequence[Tensor], store: _Activations) -> dict[tuple[int, ...], list[_Call]]:
-        """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
-        block is called."""
-        self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
-        kinds = self._output_kind(batches[0])
-        calls: dict[tuple[int, ...], list[_Call]] = {}
-        for number, batch in enumerate(batches):
-            seen, hidden = self._record(batch, kinds)
-            calls.setdefault(tuple(batch.shape), seen)
-            store[number] = hidden
-        self._drop_outer()
-        return calls
-
-    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[_Call], Tensor]:
-        """One pass with every block replaced by a recorder that returns what it is given."""
-        seen: list[_Call] = []
-        first: list[Tensor] = []
-
-        def recorder(*args: Any, **kwargs: Any) -> Any:
-            keyword = not args
-            hidden = kwargs.pop("hidden_states") if keyword else args[0]
-            first.append(hidden)
-            seen.append(_Call(args[1:], kwargs, keyword))
-            if len(seen) == len(self.blocks):
-                raise _StopForward
-            return hidden if extra is None else (hidden, *[None] * extra)
-
-        for block in self.blocks:
-            block.module.forward = recorder
-        try:
-            self.model(input_ids=batch.to(self.device), **self._no_cache())
-        except _StopForward:
-            pass
-        finally:
-            for block in self.blocks:
-                del block.module.forward
-        return seen, first[0]
-
-    def _no_cache(self) -> dict[str, bool]:
-        return {"use_cache": False} if self.anatomy.causal else {}
-
-    def _output_kind(self, batch: Tensor) -> int | None:
-        """None when a block returns a tensor; the number of further entries when it returns a tuple."""
-        calls, hidden = self._record_first(batch[:1])
-        with self.loaded(self.blocks[0]):
-            output = calls(self.blocks[0].module, hidden)
-        return None if isinstance(output, Tensor) else len(output) - 1
-
-    def _record_first(self, batch: Tensor) -> tuple[_Call, Tensor]:
-        blocks, self.blocks = self.blocks, self.blocks[:1]
-        try:
-            calls, hidden = self._record(batch, None)
-        finally:
-            self.blocks = blocks
-        return calls[0], hidden
-
-    def _load_outer(self, used: Tensor) -> None:
-        """Materialise what runs before the blocks; of the embedding only the rows that the tokens use."""
-        for name, parameter in self._outer():
-            module, leaf = self._owner(name)
-            if name == f"{self.anatomy.embedding}.weight":
-                rows = _rows(self.checkpoint, self.names[name], used)
-                setattr(module, leaf, nn.Parameter(rows.float().to(self.device), requires_grad=False))
-                self.remap = _remap(module, used.to(self.device), parameter.shape[0])
-            else:
-                value = self.checkpoint.load(self.names[name]).to(self.device, torch.float32)
-                setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-        for _, buffer in self.model.named_buffers():
-            buffer.data = buffer.data.to(self.device)
-
-    def _drop_outer(self) -> None:
-        for name, parameter in self._outer():
-            module, leaf = self._owner(name)
-            setattr(
-                module, leaf, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            )
-        self.remap.remove()
-
-    def _outer(self) -> list[tuple[str, Tensor]]:
-        """Parameters outside the blocks and before them: neither final norm nor head is ever run."""
-        after = tuple(f"{name}." for name in (self.anatomy.final_norm, self.anatomy.head) if name)
-        inside = f"{self.anatomy.blocks_name}."
-        return [
-            (name, parameter)
-            for name, parameter in self.model.named_parameters()
-            if not name.startswith(inside) and not (after and name.startswith(after)) and name in self.names
-        ]
-
-    def _owner(self, name: str) -> tuple[nn.Module, str]:
-        path, _, leaf = name.rpartition(".")
-        return self.model.get_submodule(path), leaf
-
-    @contextmanager
-    def loaded(self, block: Any) -> Iterator[None]:
-        """The block's parameters in memory, in float32, for the length of the context."""
-        names = [name for name, _ in block.module.named_parameters()]
-        for name in names:
-            full = f"{block.name}.{name}"
-            value = self.checkpoint.load(self.names[full]).to(self.device, torch.float32)
-            if not torch.isfinite(value).all():
-                raise NumericsError(
-                    f"{self.names[full]} holds NaN or infinity", hint="the checkpoint is damaged"
-                )
-            _set(block.module, name, value)
-        try:
-            yield
-        finally:
-            for name in names:
-                _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
-
-
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
-
-
-def _rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
-    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in
-    memory."""
-    info = checkpoint.tensors[name]
-    kept = []
-    for start in range(0, info.shape[0], chunk):
-        wanted = used[(used >= start) & (used < start + chunk)] - start
-        if len(wanted):
-            with safe_open(info.file, framework="pt") as opened:
-                kept.append(opened.get_slice(name)[start : start + chunk][wanted])
-    rows = torch.cat(kept)
-    if len(rows) != len(used):
-        raise CheckpointError(f"the data has token {int(used.max())}, but {name} has {info.shape[0]} rows")
-    return rows
-
-
-def _remap(module: nn.Module, used: Tensor, vocabulary: int) -> Any:
-    """Make an embedding that holds the used rows only take the original token numbers."""
-    lookup = torch.zeros(vocabulary, dtype=torch.int64, device=used.device)
-    lookup[used] = torch.arange(len(used), device=used.device)
-    module.padding_idx = None  # type: ignore[assignment]
-    return module.register_forward_pre_hook(lambda _, args: (lookup[args[0]], *args[1:]))
-
-
 class _BlockRunner:
     """One loaded block and its inputs."""
 
     def __init__(
         self,
         block: Any,
-        calls: dict[tuple[int, ...], list[_Call]],
+        calls: dict[tuple[int, ...], list[Call]],
         index: int,
-        store: _Activations,
+        store: Activations,
         device: torch.device,
     ) -> None:
         self.block, self.store, self.device, self.index = block, store, device, index
@@ -408,14 +237,14 @@ class _BlockRunner:
 
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             seen.add(args[0])
-            raise _StopForward
+            raise StopForward
 
         handle = self.modules[group[0]].register_forward_pre_hook(hook)
         try:
             for number in range(len(self.store)):
                 try:
                     self.call(self.store[number].to(self.device))
-                except _StopForward:
+                except StopForward:
                     continue
         finally:
             handle.remove()
@@ -429,45 +258,3 @@ class _BlockRunner:
                     f"the output of {self.block.name} is not finite", hint="the model overflows float32"
                 )
             self.store[number] = output
-
-
-class _Activations:
-    """Hidden states by batch number, in memory up to a limit and on disk beyond it."""
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit, self.held = folder, limit, 0
-        self.kept: dict[int, Tensor | Path] = {}
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __setitem__(self, number: int, value: Tensor) -> None:
-        value = value.detach().to("cpu")
-        old = self.kept.get(number)
-        if isinstance(old, Tensor):
-            self.held -= old.nbytes
-        if self.held + value.nbytes <= self.limit:
-            self.kept[number] = value
-            self.held += value.nbytes
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"{number}.safetensors"
-        save_file({"hidden": value.contiguous()}, file)
-        self.kept[number] = file
-
-    def __getitem__(self, number: int) -> Tensor:
-        value = self.kept[number]
-        if isinstance(value, Tensor):
-            return value
-        with safe_open(value, framework="pt") as opened:
-            hidden: Tensor = opened.get_tensor("hidden").clone()
-        return hidden
-
-    def clear(self) -> None:
-        """Forget everything, on disk too."""
-        for value in self.kept.values():
-            if isinstance(value, Path):
-                value.unlink(missing_ok=True)
-        self.kept.clear()
-        if self.folder.is_dir():
-            self.folder.rmdir()

@@ -1,0 +1,192 @@
+"""A model with nothing loaded but what stands before its blocks, and one block at a time.
+
+The blocks are on the meta device. What runs before them (embeddings, positions) is loaded for the length of
+the trace only, and of the embedding only the rows that the tokens use. The trace runs the model with every
+block replaced by a recorder, so that each block's own arguments (masks, rotary tables, which differ by layer
+in some families) are known without a line per family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from attar.errors import CheckpointError, NumericsError
+from attar.models.anatomy import discover
+from attar.models.load import empty_model
+from attar.models.names import stored_names
+from attar.walks.activations import Activations
+
+
+class StopForward(Exception):  # noqa: N818  (control flow, not an error)
+    """Ends a forward pass once all it was run for has been seen."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the model calls a block: everything but the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: bool  # the hidden states come as a keyword argument
+
+    def __call__(self, module: nn.Module, hidden: Tensor) -> Any:
+        if self.keyword:
+            return module(*self.args, hidden_states=hidden, **self.kwargs)
+        return module(hidden, *self.args, **self.kwargs)
+
+
+class Skeleton:
+    """The model with nothing loaded but what stands before its blocks."""
+
+    def __init__(self, checkpoint: Any, device: torch.device) -> None:
+        self.checkpoint, self.device = checkpoint, device
+        self.model = empty_model(checkpoint.config).eval()
+        self.anatomy = discover(self.model)
+        self.blocks = self.anatomy.blocks
+        self.names = stored_names(self.model, checkpoint)
+
+    def trace(self, batches: Sequence[Tensor], store: Activations) -> dict[tuple[int, ...], list[Call]]:
+        """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
+        block is called."""
+        self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
+        kinds = self._output_kind(batches[0])
+        calls: dict[tuple[int, ...], list[Call]] = {}
+        for number, batch in enumerate(batches):
+            seen, hidden = self._record(batch, kinds)
+            calls.setdefault(tuple(batch.shape), seen)
+            store[number] = hidden
+        self._drop_outer()
+        return calls
+
+    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[Call], Tensor]:
+        """One pass with every block replaced by a recorder that returns what it is given."""
+        seen: list[Call] = []
+        first: list[Tensor] = []
+
+        def recorder(*args: Any, **kwargs: Any) -> Any:
+            keyword = not args
+            hidden = kwargs.pop("hidden_states") if keyword else args[0]
+            first.append(hidden)
+            seen.append(Call(args[1:], kwargs, keyword))
+            if len(seen) == len(self.blocks):
+                raise StopForward
+            return hidden if extra is None else (hidden, *[None] * extra)
+
+        for block in self.blocks:
+            block.module.forward = recorder
+        try:
+            self.model(input_ids=batch.to(self.device), **self._no_cache())
+        except StopForward:
+            pass
+        finally:
+            for block in self.blocks:
+                del block.module.forward
+        return seen, first[0]
+
+    def _no_cache(self) -> dict[str, bool]:
+        return {"use_cache": False} if self.anatomy.causal else {}
+
+    def _output_kind(self, batch: Tensor) -> int | None:
+        """None when a block returns a tensor; the number of further entries when it returns a tuple."""
+        calls, hidden = self._record_first(batch[:1])
+        with self.loaded(self.blocks[0]):
+            output = calls(self.blocks[0].module, hidden)
+        return None if isinstance(output, Tensor) else len(output) - 1
+
+    def _record_first(self, batch: Tensor) -> tuple[Call, Tensor]:
+        blocks, self.blocks = self.blocks, self.blocks[:1]
+        try:
+            calls, hidden = self._record(batch, None)
+        finally:
+            self.blocks = blocks
+        return calls[0], hidden
+
+    def _load_outer(self, used: Tensor) -> None:
+        """Materialise what runs before the blocks; of the embedding only the rows that the tokens use."""
+        for name, parameter in self._outer():
+            module, leaf = self._owner(name)
+            if name == f"{self.anatomy.embedding}.weight":
+                rows = _rows(self.checkpoint, self.names[name], used)
+                setattr(module, leaf, nn.Parameter(rows.float().to(self.device), requires_grad=False))
+                self.remap = _remap(module, used.to(self.device), parameter.shape[0])
+            else:
+                value = self.checkpoint.load(self.names[name]).to(self.device, torch.float32)
+                setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+        for _, buffer in self.model.named_buffers():
+            buffer.data = buffer.data.to(self.device)
+
+    def _drop_outer(self) -> None:
+        for name, parameter in self._outer():
+            module, leaf = self._owner(name)
+            setattr(
+                module, leaf, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            )
+        self.remap.remove()
+
+    def _outer(self) -> list[tuple[str, Tensor]]:
+        """Parameters outside the blocks and before them: neither final norm nor head is ever run."""
+        after = tuple(f"{name}." for name in (self.anatomy.final_norm, self.anatomy.head) if name)
+        inside = f"{self.anatomy.blocks_name}."
+        return [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if not name.startswith(inside) and not (after and name.startswith(after)) and name in self.names
+        ]
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        return self.model.get_submodule(path), leaf
+
+    @contextmanager
+    def loaded(self, block: Any) -> Iterator[None]:
+        """The block's parameters in memory, in float32, for the length of the context."""
+        names = [name for name, _ in block.module.named_parameters()]
+        for name in names:
+            full = f"{block.name}.{name}"
+            value = self.checkpoint.load(self.names[full]).to(self.device, torch.float32)
+            if not torch.isfinite(value).all():
+                raise NumericsError(
+                    f"{self.names[full]} holds NaN or infinity", hint="the checkpoint is damaged"
+                )
+            _set(block.module, name, value)
+        try:
+            yield
+        finally:
+            for name in names:
+                _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
+
+
+def _set(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
+
+
+def _rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
+    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in
+    memory."""
+    info = checkpoint.tensors[name]
+    kept = []
+    for start in range(0, info.shape[0], chunk):
+        wanted = used[(used >= start) & (used < start + chunk)] - start
+        if len(wanted):
+            with safe_open(info.file, framework="pt") as opened:
+                kept.append(opened.get_slice(name)[start : start + chunk][wanted])
+    rows = torch.cat(kept)
+    if len(rows) != len(used):
+        raise CheckpointError(f"the data has token {int(used.max())}, but {name} has {info.shape[0]} rows")
+    return rows
+
+
+def _remap(module: nn.Module, used: Tensor, vocabulary: int) -> Any:
+    """Make an embedding that holds the used rows only take the original token numbers."""
+    lookup = torch.zeros(vocabulary, dtype=torch.int64, device=used.device)
+    lookup[used] = torch.arange(len(used), device=used.device)
+    module.padding_idx = None  # type: ignore[assignment]
+    return module.register_forward_pre_hook(lambda _, args: (lookup[args[0]], *args[1:]))
