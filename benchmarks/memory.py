@@ -1,12 +1,10 @@
 """Peak memory of the stream and sweep walks, each in a process of its own.
 
-    python benchmarks/memory.py            prints a table; needs 5 GB of disk in the temporary folder for a
-    minute
+    python benchmarks/memory.py            prints a table; needs 5 GB of disk for a minute
 
-stream: a W8A16 round-to-nearest pass over a 2 GB checkpoint.  sweep: Hessians of every Linear for Llamas of 3
-and of 12 equal blocks.
-Peaks are resident set sizes above those of an interpreter that has made the same imports and run one matrix
-product.
+stream: a W8A16 round-to-nearest pass over a 2 GB checkpoint. sweep: Hessians of every Linear for Llamas of 3
+and of 12 equal blocks. Peaks are resident set sizes (VmHWM, which starts afresh in each process) above those
+of an interpreter that has made the same imports and run one matrix product.
 """
 
 from __future__ import annotations
@@ -23,10 +21,15 @@ from safetensors.torch import save_file
 
 MB = 1e6
 
-STREAM = """
-    import resource, sys, torch
+PEAK = """
+    import re
     from pathlib import Path
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    def peak():
+        return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+
+STREAM = """
+    import sys, torch
     bare = peak()
     from attar.checkpoint import open_checkpoint
     from attar.checkpoint.shards import Slot
@@ -40,8 +43,7 @@ STREAM = """
 """
 
 SWEEP = """
-    import resource, sys, torch
-    from pathlib import Path
+    import sys, torch
     from transformers import LlamaForCausalLM
     import attar.walks.sweep, attar.models.load, attar.models.anatomy
     from attar.checkpoint import open_checkpoint
@@ -52,7 +54,6 @@ SWEEP = """
         def accumulator(self, inputs): return Hessian(inputs)
         def solve(self, name, weight, seen): return Solution(weight, {"codes": weight.to(torch.int8)})
         def restore(self, name, tensors): raise AssertionError
-    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tokens = [torch.randint(0, 512, (4, 128)) for _ in range(4)]
     checkpoint = open_checkpoint(sys.argv[1])
     before = peak()
@@ -72,7 +73,7 @@ SHAPE = {
 
 def measure(script: str, *arguments: Path) -> float:
     """Run a script in a fresh interpreter; the bytes it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    command = [sys.executable, "-c", textwrap.dedent(PEAK) + textwrap.dedent(script), *map(str, arguments)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -98,17 +99,17 @@ def sweep_peak(folder: Path, depth: int) -> float:
     import transformers
 
     config = transformers.LlamaConfig(num_hidden_layers=depth, **SHAPE)
+    transformers.utils.logging.disable_progress_bar()
     source = folder / f"sweep-{depth}"
     transformers.LlamaForCausalLM(config).save_pretrained(source)
     return measure(SWEEP, source, folder / f"work-{depth}")
 
 
 def sweep_bound() -> float:
-    """1.5 x (block in float32 + its activations, one batch's inside the MLP included + the largest
-    accumulator and its product)."""
+    """1.5 x (block in float32 + activations, those of one batch inside the MLP included + the largest Hessian)."""
     block = 4 * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)
     activations = 4 * 4 * 128 * (4 * 1024 + 4 * 4096)
-    accumulators = 2 * 4 * 4096 * 4096
+    accumulators = 4 * 4096 * 4096
     return 1.5 * (block + activations + accumulators)
 
 

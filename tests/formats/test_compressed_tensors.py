@@ -46,6 +46,7 @@ def test_agrees_with_a_decoder_made_of_loops(bits, symmetric, group):
     made = rtn(weight, IntGrid(bits, group, symmetric, torch.bfloat16))
     tensors = encode(Integers(made.codes, made.parameters.scale, made.parameters.zero, bits), torch.bfloat16)
     assert torch.equal(decode(tensors, bits), by_loops(tensors, bits))
+    assert torch.equal(decode(tensors, bits).float(), made.dequantize())
     announced = encoded_layout((6, 48), made.grid.groups(48), bits, "BF16", zero=not symmetric)
     assert announced == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()

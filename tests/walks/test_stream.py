@@ -102,4 +102,4 @@ def test_a_killed_stream_goes_on_and_gives_the_same_bytes(tmp_path, tensors, die
 @pytest.mark.slow
 def test_memory_over_a_2_gb_checkpoint_stays_under_700_mb(tmp_path):
     used, size = memory.stream_peak(tmp_path)
-    assert size > 2e9 and used < 700e6, f"{used / 1e6:.0f} MB above the bare interpreter"
+    assert size > 2e9 and 20e6 < used < 700e6, f"{used / 1e6:.0f} MB above the bare interpreter"

@@ -94,10 +94,14 @@ class Skeleton:
         return {"use_cache": False} if self.anatomy.causal else {}
 
     def _output_kind(self, batch: Tensor) -> int | None:
-        """None when a block returns a tensor; the number of further entries when it returns a tuple."""
-        calls, hidden = self._record_first(batch[:1])
-        with self.loaded(self.blocks[0]):
-            output = calls(self.blocks[0].module, hidden)
+        """None when a block returns a tensor; the number of further entries when it returns a tuple.
+
+        Found out on the meta device, without a weight.
+        """
+        call, hidden = self._record_first(batch[:1])
+        output = Call(_on_meta(call.args), _on_meta(call.kwargs), call.keyword)(
+            self.blocks[0].module, hidden.to("meta")
+        )
         return None if isinstance(output, Tensor) else len(output) - 1
 
     def _record_first(self, batch: Tensor) -> tuple[Call, Tensor]:
@@ -161,6 +165,17 @@ class Skeleton:
         finally:
             for name in names:
                 _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
+
+
+def _on_meta(value: Any) -> Any:
+    """The same arguments with every tensor on the meta device."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, tuple | list):
+        return type(value)(_on_meta(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _on_meta(item) for name, item in value.items()}
+    return value
 
 
 def _set(module: nn.Module, name: str, value: Tensor) -> None:
