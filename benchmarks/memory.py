@@ -106,7 +106,7 @@ def sweep_peak(folder: Path, depth: int) -> float:
 
 
 def sweep_bound() -> float:
-    """1.5 x (block in float32 + activations, those of one batch inside the MLP included + the largest Hessian)."""
+    """1.5 x (block in float32 + activations, one batch inside the MLP included + the largest Hessian)."""
     block = 4 * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)
     activations = 4 * 4 * 128 * (4 * 1024 + 4 * 4096)
     accumulators = 4 * 4096 * 4096
