@@ -17,6 +17,9 @@ class RecoverSettings(TrainSettings):
     The loss is ``alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy``, per predicted token.
     """
 
+    learning_rate: float = field(
+        default=2e-4, metadata={"help": "peak learning rate; small, to mend and not to move"}
+    )
     temperature: float = field(default=1.0, metadata={"help": "T: softens both distributions in the KL term"})
     alpha: float = field(
         default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"}
@@ -32,6 +35,7 @@ class RecoverSettings(TrainSettings):
 class DistillSettings(RecoverSettings):
     """A student with fewer of the teacher's layers, trained on the teacher's distribution."""
 
+    learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     layers: int = field(default=0, metadata={"help": "layers of the student; 0: half of the teacher's"})
     layer_map: str = field(
         default="uniform",
