@@ -88,3 +88,12 @@ def test_what_a_format_cannot_hold_is_refused(packed, tmp_path):
         export(source, tmp_path / "out", ExportSettings())
     with pytest.raises(ModelError, match="not quantized"):
         export(tmp_path / "dense", tmp_path / "out", ExportSettings())
+
+
+def test_whole_numbers_keep_their_type(tmp_path):
+    folder = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense", dtype=torch.bfloat16)
+    positions = torch.arange(5, dtype=torch.int32)
+    damage(folder, lambda tensors: tensors.update({"model.positions": positions}))
+    made = export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float32"))
+    assert torch.equal(made.load("model.positions"), positions)
+    assert made.tensors["model.norm.weight"].dtype == "F32"

@@ -101,8 +101,9 @@ def _write_dense(
         shape = _dense_shape(source, info)
         if shape is None:
             return []
-        floating = info.dtype in ("F32", "F16", "BF16", "I8", "I32") and dtype is not None
-        kind = stored_dtype(dtype) if floating and dtype is not None else _decoded_dtype(source, info)
+        kind = _decoded_dtype(source, info)
+        if dtype is not None and kind in ("F32", "F16", "BF16"):
+            kind = stored_dtype(dtype)
         return [Slot(info.name.removesuffix("_packed"), kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
