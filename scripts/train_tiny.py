@@ -1,6 +1,9 @@
 """Train ``attar:tiny``: tokenizer and model, from the running Python's standard-library source.
 
     python scripts/train_tiny.py WORK            writes src/attar/embedded/tiny
+    python scripts/train_tiny.py WORK --family qwen2 --out DIR
+                                                 a smaller model of another family with attar:tiny's tokenizer,
+                                                 for the benchmarks
 
 Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows
 of 2,048, which is the model's context. The card tells what came out.
@@ -18,7 +21,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from attar.checkpoint.card import Card, versions
 from attar.checkpoint.hashing import sha256_file
@@ -57,6 +66,7 @@ WIDE = replace(
     evaluate_every=150,
     seed=SEED + 1,
 )
+SIBLING = replace(LONG, steps=1500, evaluate_every=500)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -105,6 +115,28 @@ def build_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def build_sibling() -> Qwen2ForCausalLM:
+    """A Qwen2 of 3.0 M parameters: 6 layers, width 192, 6 query heads on 2 KV heads with biases, SwiGLU of
+    512."""
+    torch.manual_seed(SEED)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    return Qwen2ForCausalLM(config)
+
+
 def loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Next-token cross-entropy in nats, mean over tokens."""
     logits = model(input_ids=tokens).logits[:, :-1]
@@ -135,9 +167,21 @@ def main() -> None:
     """Tokenizer, two phases, checkpoint, card."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "src/attar/embedded/tiny")
+    embedded = Path(__file__).parents[1] / "src/attar/embedded/tiny"
+    parser.add_argument("--family", choices=("llama", "qwen2"), default="llama")
+    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
+    if args.family == "qwen2":
+        if args.out is None:
+            parser.error("--family qwen2 needs --out")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded)
+        sibling = build_sibling()
+        phase(sibling, tokenizer, SIBLING, args.work / "sibling", "qwen2")
+        sibling.to(torch.bfloat16).save_pretrained(args.out)
+        tokenizer.save_pretrained(args.out)
+        return
+    args.out = args.out or embedded
     if (args.work / "tokenizer/tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.work / "tokenizer")
     else:

@@ -16,11 +16,18 @@ SOLVERS = (
     "pruning/importance.py",
     "quantization/rtn.py",
     "quantization/gptq.py",
-    "quantization/grids.py",
+    "quantization/grids/grid.py",
+    "quantization/grids/integer.py",
     "quantization/hessian.py",
     "formats/dense_pack.py",
 )
-SHARED = {"attar.errors", "attar.progress", "attar.quantization.grids", "attar.quantization.hessian"}
+SHARED = {
+    "attar.errors",
+    "attar.progress",
+    "attar.quantization.grids",
+    "attar.quantization.grids.grid",
+    "attar.quantization.hessian",
+}
 ALGORITHMS = ("distillation", "pruning", "quantization")
 
 
@@ -54,7 +61,7 @@ def room(path):
 def test_solvers_know_only_torch(name):
     assert of_attar(ROOT / name) <= SHARED
     outside = {module.split(".")[0] for module in imports(ROOT / name)} - {"attar", "__future__"}
-    assert outside <= {"torch", "dataclasses", "collections", "contextlib", "typing", "math"}
+    assert outside <= {"torch", "abc", "dataclasses", "collections", "contextlib", "typing", "math"}
 
 
 def test_rooms_import_only_downwards():

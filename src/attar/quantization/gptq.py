@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.quantization.grids import IntGrid, Parameters, Quantized
+from attar.quantization.grids import Grid, Parameters, Quantized
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
 
@@ -41,7 +41,7 @@ class Rounded:
     dead: int
 
 
-def gptq(weight: Tensor, H: Tensor, grid: IntGrid, *, damp: float = 0.01, act_order: bool = True) -> Rounded:
+def gptq(weight: Tensor, H: Tensor, grid: Grid, *, damp: float = 0.01, act_order: bool = True) -> Rounded:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
 
     Args:
@@ -99,7 +99,7 @@ def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
         used = max(used * 10.0, 1e-4)
 
 
-def _round_columns(W: Tensor, U: Tensor, grid: IntGrid, parameters: Parameters, group: Tensor) -> Tensor:
+def _round_columns(W: Tensor, U: Tensor, grid: Grid, parameters: Parameters, group: Tensor) -> Tensor:
     """Codes (N, K) of the columns in the order they stand in; W is consumed.
 
     The inner loop works on transposed blocks (columns become contiguous rows), which halves its time.

@@ -3,23 +3,17 @@ line of all others."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from attar.quantization.grids import IntGrid, Parameters, Quantized
+from attar.quantization.grids import Grid, Parameters, Quantized
 
 
-def rtn(weight: Tensor, grid: IntGrid) -> Quantized:
-    """Round a weight (N, K) to nearest. Does not modify the input.
+def rtn(weight: Tensor, grid: Grid, parameters: Parameters | None = None) -> Quantized:
+    """Round a weight (N, K) to nearest. Does not modify its inputs.
 
     Args:
-        weight: (N, K), any float type; g divides K.
+        weight: (N, K), any float type.
         grid: the number format.
+        parameters: of each tile; None: what the grid chooses.
     """
-    parameters = grid.choose(weight)
-    rows, columns = weight.shape
-    grouped = weight.float().reshape(rows, grid.groups(columns), -1)
-    zero = parameters.zero
-    spread = Parameters(parameters.scale[..., None], None if zero is None else zero[..., None])
-    codes = grid.encode(grouped, spread).reshape(rows, columns)
-    return Quantized(grid, codes.to(torch.int8), parameters)
+    return grid.quantize(weight, parameters or grid.choose(weight))

@@ -1,0 +1,190 @@
+"""What every grid is: a code book on the unit scale, and parameters shared by tiles of the weight.
+
+    w = s * (level(q) - z) - m           q = nearest((w + m) / s + z)
+
+Letters: W (N, K) weight, N outputs, K inputs; q code; s scale, z zero, m minimum of a tile of r rows by c
+columns; P = ceil(N / r), G = ceil(K / c): the tiles stand in a (P, G) table.
+
+Grid and rounding are independent. A rounding calls ``choose`` for the parameters, then ``encode`` and
+``decode`` on values of any shape against which the parameters broadcast: a whole weight for round to nearest,
+one column for GPTQ, one diagonal for the two-sided roundings. A new number format is one class with
+``nearest``, ``level`` and ``choose``, and every rounding runs on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What decodes the codes of each tile.
+
+    Attributes:
+        scale: s, float32 (P, G), exactly as a reader of the stored form computes it.
+        zero: z, float32 (P, G), in units of codes; None: 0.
+        minimum: m, float32 (P, G), in units of weights; None: 0.
+        stored: grids with two levels of scales keep here what the file holds (sub-scale codes, the scales of
+            scales), by name; ``scale`` and ``minimum`` are computed from it.
+    """
+
+    scale: Tensor
+    zero: Tensor | None = None
+    minimum: Tensor | None = None
+    stored: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
+        """The same parameters indexed, broadcast or moved; what is stored stays behind."""
+        zero = None if self.zero is None else change(self.zero)
+        minimum = None if self.minimum is None else change(self.minimum)
+        return Parameters(change(self.scale), zero, minimum)
+
+    def column(self, group: int | Tensor) -> Parameters:
+        """The parameters of one column of tiles (P,), or of several: (P, columns) for a tensor of numbers."""
+        return self.each(lambda value: value[:, group])
+
+
+class Grid(ABC):
+    """A number format for weights. Subclasses are frozen dataclasses.
+
+    Attributes:
+        storage: the type in which a reader gets the decoded weight; a stored floating-point scale has it too,
+            unless the grid says otherwise.
+        group_size: c, columns of a tile; 0: all.
+        rows: r, rows of a tile; 0: all. (1, g) is a group of g inputs, (1, 0) a channel, (0, 0) the tensor.
+    """
+
+    storage: torch.dtype
+    group_size: int
+    rows: int
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Type in which codes are kept."""
+        return torch.int8
+
+    @abstractmethod
+    def nearest(self, values: Tensor) -> Tensor:
+        """Codes, as float32, of values on the unit scale (of any shape)."""
+
+    @abstractmethod
+    def level(self, codes: Tensor) -> Tensor:
+        """Values on the unit scale, float32, of codes of any type."""
+
+    @abstractmethod
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> Parameters:
+        """Parameters of each tile of a weight. Does not modify its inputs.
+
+        Args:
+            weight: (N, K), any float type.
+            shrink: factor on the range of each tile, a number or (P, G); what scale searches vary.
+            importance: (K,) weight of each input's squared error (the diagonal of H), for grids whose own
+                rule searches; the others ignore it.
+        """
+
+    @abstractmethod
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits for each weight of an (N, K) matrix: codes and everything that decodes them."""
+
+    def encode(self, values: Tensor, parameters: Parameters) -> Tensor:
+        """Nearest codes, as float32, of ``values``; the parameters broadcast against them."""
+        if parameters.minimum is not None:
+            values = values + parameters.minimum
+        scaled = values / parameters.scale
+        if parameters.zero is not None:
+            scaled = scaled + parameters.zero
+        return self.nearest(scaled)
+
+    def decode(self, codes: Tensor, parameters: Parameters) -> Tensor:
+        """Values of codes, float32; the parameters broadcast against the codes."""
+        values = self.level(codes)
+        if parameters.zero is not None:
+            values = values - parameters.zero
+        values = values * parameters.scale
+        return values if parameters.minimum is None else values - parameters.minimum
+
+    def groups(self, columns: int) -> int:
+        """G, the tiles in a row of K columns."""
+        return -(-columns // self.group_size) if self.group_size else 1
+
+    def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """(P, G), the shape of scale and zero for an (N, K) weight."""
+        return -(-shape[0] // self.rows) if self.rows else 1, self.groups(shape[1])
+
+    def tile(self, weight: Tensor) -> Tensor:
+        """The weight (N, K) cut up: float32 (P, r, G, c), ragged ends filled up with zeros."""
+        rows, columns = weight.shape
+        height, width = self.rows or rows, self.group_size or columns
+        padded = weight.float()
+        if rows % height or columns % width:
+            padded = torch.nn.functional.pad(padded, (0, -columns % width, 0, -rows % height))
+        return padded.reshape(-(-rows // height), height, -(-columns // width), width)
+
+    def untile(self, tiled: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The inverse of :meth:`tile`."""
+        whole = tiled.reshape(tiled.shape[0] * tiled.shape[1], -1)
+        return whole[: shape[0], : shape[1]]
+
+    def by_row(self, parameters: Parameters, rows: int) -> Parameters:
+        """Parameters (N, G), one row for each row of the weight."""
+        if self.rows == 1:
+            return parameters.each(lambda value: value)
+        return parameters.each(lambda value: value.repeat_interleave(self.rows or rows, 0)[:rows])
+
+    def quantize(self, weight: Tensor, parameters: Parameters) -> Quantized:
+        """Every weight (N, K) to its nearest code under given parameters."""
+        spread = parameters.each(lambda value: value[:, None, :, None])
+        codes = self.untile(self.encode(self.tile(weight), spread), (weight.shape[0], weight.shape[1]))
+        return Quantized(self, codes.to(self.code_dtype), parameters)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight as codes on a grid.
+
+    Attributes:
+        grid: the number format.
+        codes: (N, K) in the grid's code type, in the original column order.
+        parameters: what decodes them.
+    """
+
+    grid: Grid
+    codes: Tensor
+    parameters: Parameters
+
+    def dequantize(self) -> Tensor:
+        """The weight that a reader of the codes gets: float32 (N, K), each value rounded once to the storage
+        type."""
+        spread = self.parameters.each(lambda value: value[:, None, :, None])
+        tiled = self.grid.tile(self.codes)
+        shape = (self.codes.shape[0], self.codes.shape[1])
+        values = self.grid.decode(tiled, spread).to(self.grid.storage).float()
+        return self.grid.untile(values, shape)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
+        named = {"codes": self.codes, "scale": self.parameters.scale}
+        for name in ("zero", "minimum"):
+            value = getattr(self.parameters, name)
+            if value is not None:
+                named[name] = value
+        stored = {f"stored.{name}": value for name, value in self.parameters.stored.items()}
+        return {name: value.cpu().contiguous() for name, value in {**named, **stored}.items()}
+
+    @classmethod
+    def from_tensors(cls, grid: Grid, tensors: Mapping[str, Tensor]) -> Quantized:
+        """A quantized weight from what :meth:`tensors` gave."""
+        stored = {
+            name.removeprefix("stored."): value
+            for name, value in tensors.items()
+            if name.startswith("stored.")
+        }
+        parameters = Parameters(tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored)
+        return cls(grid, tensors["codes"], parameters)
