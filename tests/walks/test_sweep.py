@@ -6,7 +6,7 @@ import torch
 from attar.checkpoint import open_checkpoint
 from attar.models.load import load_model
 from attar.quantization.hessian import Hessian
-from attar.walks.sweep import Solution, sweep
+from attar.walks.sweep import Solution, sweep, weight_of
 from benchmarks import memory
 from tests import tiny_models
 
@@ -18,17 +18,22 @@ def save_family(family, folder, **changes):
 class Recorder:
     """A solver that keeps each layer's Hessian and changes nothing."""
 
+    original = False
+
     def __init__(self, change=0.0):
         self.seen, self.change, self.accumulators = {}, change, 0
 
-    def accumulator(self, inputs):
+    def accumulator(self, names, inputs):
         self.accumulators += 1
         return Hessian(inputs)
 
-    def solve(self, name, weight, seen):
-        self.seen[name] = seen.value()
-        new = weight * (1 + self.change)
-        return Solution(new, {"weight": new}, {"error": 0.5})
+    def solve(self, weights, seen):
+        solved = {}
+        for name, weight in weights.items():
+            self.seen[name] = seen.value()
+            new = weight * (1 + self.change)
+            solved[name] = Solution(new, {"weight": new}, {"error": 0.5})
+        return solved
 
     def restore(self, name, tensors):
         return tensors["weight"]
@@ -67,20 +72,21 @@ def test_sees_what_a_whole_forward_pass_sees(tmp_path, family):
     model = load_model(checkpoint, dtype=torch.float32)
     tokens = batches(min(model.get_input_embeddings().num_embeddings, 250))
     recorder = Recorder()
-    swept = sweep(checkpoint, tokens, recorder, work=tmp_path / "work")
+    swept = sweep(checkpoint, tokens, recorder, work=tmp_path / "work", precision="fp32")
     wanted = hessians_by_hooks(model, list(recorder.seen), tokens)
     assert len(swept.reports) == len(recorder.seen) == len(swept.block_of) > 0
     for name, H in wanted.items():
         assert torch.allclose(H, recorder.seen[name], rtol=1e-3, atol=1e-4 * H.abs().max()), name
 
 
-def test_later_layers_see_the_new_weights_of_earlier_ones(tmp_path):
+@pytest.mark.parametrize("waiting", [0, 2**30])
+def test_later_layers_see_the_new_weights_of_earlier_ones(tmp_path, waiting):
     """True sequential: after a change, every Hessian is that of the changed model up to there."""
     checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
     model = load_model(checkpoint, dtype=torch.float32)
     tokens = batches(250)
     recorder = Recorder(change=0.3)
-    sweep(checkpoint, tokens, recorder, work=tmp_path / "work")
+    sweep(checkpoint, tokens, recorder, work=tmp_path / "work", precision="fp32", waiting_bytes=waiting)
     with torch.no_grad():
         for name in recorder.seen:
             model.get_submodule(name).weight.mul_(1.3)
@@ -103,10 +109,10 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, died_in):
     whole = sweep(checkpoint, tokens, Recorder(0.1), work=tmp_path / "whole")
 
     class Dying(Recorder):
-        def solve(self, name, weight, seen):
-            if f"layers.{died_in}.mlp" in name:
+        def solve(self, weights, seen):
+            if any(f"layers.{died_in}.mlp" in name for name in weights):
                 raise KeyboardInterrupt
-            return super().solve(name, weight, seen)
+            return super().solve(weights, seen)
 
     with pytest.raises(KeyboardInterrupt):
         sweep(checkpoint, tokens, Dying(0.1), work=tmp_path / "cut")
@@ -116,6 +122,126 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, died_in):
     assert resumed.reports == whole.reports
     for ours, theirs in zip(resumed.files, whole.files, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_waiting_passes_and_repeated_ones_give_the_same_bytes(tmp_path, family, precision):
+    checkpoint = open_checkpoint(save_family(family, tmp_path / "model"))
+    tokens = batches(250)
+    waited, repeated = (
+        sweep(
+            checkpoint,
+            tokens,
+            Recorder(0.1),
+            work=tmp_path / str(limit),
+            waiting_bytes=limit,
+            precision=precision,
+        )
+        for limit in (2**30, 0)
+    )
+    for ours, theirs in zip(waited.files, repeated.files, strict=True):
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
+class Pairs:
+    """An accumulator that keeps both streams' inputs."""
+
+    def __init__(self):
+        self.x, self.original = [], []
+
+    def add(self, x, original):
+        self.x.append(x.clone())
+        self.original.append(original.clone())
+
+
+@pytest.mark.parametrize("waiting", [0, 2**30])
+def test_two_streams_see_the_quantized_and_the_original_model(tmp_path, waiting):
+    checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
+    tokens = batches(250)
+
+    class Both(Recorder):
+        original = True
+
+        def accumulator(self, names, inputs):
+            return Pairs()
+
+        def solve(self, weights, seen):
+            solved = {}
+            for name, weight in weights.items():
+                self.seen[name] = (torch.cat(seen.x), torch.cat(seen.original))
+                solved[name] = Solution(weight * 1.1, {"weight": weight * 1.1}, {})
+            return solved
+
+    recorder = Both()
+    sweep(checkpoint, tokens, recorder, work=tmp_path / "w", precision="fp32", waiting_bytes=waiting)
+    model = load_model(checkpoint, dtype=torch.float32)
+    originals = inputs_by_hooks(model, list(recorder.seen), tokens)
+    with torch.no_grad():
+        for name in recorder.seen:
+            model.get_submodule(name).weight.mul_(1.1)
+    changed = inputs_by_hooks(model, list(recorder.seen), tokens)
+    for name, (x, original) in recorder.seen.items():
+        assert torch.allclose(x, changed[name], rtol=1e-3, atol=1e-4), name
+        assert torch.allclose(original, originals[name], rtol=1e-3, atol=1e-4), name
+
+
+def inputs_by_hooks(model, names, tokens):
+    """The inputs of some Linears in a whole model run in one piece."""
+    found = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: found[name].append(args[0])
+        )
+        for name in names
+    ]
+    with torch.no_grad():
+        for batch in tokens:
+            model(input_ids=batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+class WholeBlock:
+    """A block solver that shrinks every weight and notes what it was shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def solve_block(self, view):
+        outputs = [view(view.inputs(number), number) for number in range(view.count)]
+        self.shown.append((outputs, [view.targets(number) for number in range(view.count)]))
+        return {
+            name: Solution(weight_of(module) * 0.9, {"weight": weight_of(module) * 0.9}, {})
+            for name, module in view.modules.items()
+        }
+
+    def restore(self, name, tensors):
+        return tensors["weight"]
+
+
+def test_a_block_solver_gets_inputs_behind_the_new_prefix_and_the_original_outputs(tmp_path):
+    checkpoint = open_checkpoint(save_family("qwen2", tmp_path / "model"))
+    tokens = batches(250)
+    solver = WholeBlock()
+    swept = sweep(checkpoint, tokens, solver, work=tmp_path / "w", precision="fp32")
+    outputs, targets = solver.shown[0]
+    for ours, theirs in zip(outputs, targets, strict=True):
+        assert torch.equal(ours, theirs)  # nothing has changed before the first block
+    model = load_model(checkpoint, dtype=torch.float32)
+    first = model.model.layers[1]
+    seen = []
+    hook = first.register_forward_hook(lambda _, args, output: seen.append(output))
+    with torch.no_grad():
+        for batch in tokens:
+            model(input_ids=batch)
+    hook.remove()
+    for ours, theirs in zip(solver.shown[1][1], seen, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(solver.shown[1][0][0], seen[0], rtol=1e-2, atol=1e-3)
+    again = sweep(checkpoint, tokens, WholeBlock(), work=tmp_path / "w", precision="fp32")
+    assert again.reports == swept.reports
 
 
 def test_spilled_activations_give_the_same_bytes(tmp_path):

@@ -4,17 +4,20 @@
     H^-1 = (2 X^T X / T + lambda I)^-1 ,  U = Cholesky(H^-1)^T  (upper)
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 
-Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from hessian.py; E (N, B) errors of a block of B
-columns; U (K, K).
+Letters: W (N, K) weight, N outputs, K inputs; H (K, K) and U (K, K) from hessian.py; E (B, N) errors of a
+block of B columns.
 
-Differs from the paper: the scales are chosen from the weight before any column is rounded ("static groups"),
-so that with ``act_order`` (columns of the largest H_ii first, from the authors' code) the stored format keeps
-its column order. Damping that is too small for a Cholesky is raised tenfold, and the result says so. A column
-whose input is always zero (H_ii = 0) is "dead": its weight can do nothing and becomes 0.
+Differs from the paper: the parameters are chosen from the weight before any column is rounded, so that with
+act-order (columns of the largest H_ii first, from the authors' code) the stored format keeps its column
+order ("static" groups); "group" forms the groups in the new order instead, and needs a format that stores
+each column's group. Damping that is too small for a Cholesky is raised tenfold, and the result says so. A
+column whose input is always zero (H_ii = 0) is "dead": its weight can do nothing and becomes 0. Weights that
+share their inputs share H, U and the loop over the columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +25,15 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.hessian import inverse_factor
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
+ORDERS = ("off", "static", "group")
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What GPTQ returns.
+    """What a second-order rounding returns.
 
     Attributes:
         quantized: the codes.
@@ -41,20 +46,56 @@ class Rounded:
     dead: int
 
 
-def gptq(weight: Tensor, H: Tensor, grid: Grid, *, damp: float = 0.01, act_order: bool = True) -> Rounded:
+def gptq(
+    weight: Tensor,
+    H: Tensor,
+    grid: Grid,
+    *,
+    parameters: Parameters | None = None,
+    damp: float = 0.01,
+    act_order: str = "static",
+    mask: Tensor | None = None,
+) -> Rounded:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
 
     Args:
-        weight: W (N, K), any float type; g divides K.
+        weight: W (N, K), any float type.
         H: (K, K) float32, symmetric, positive semi-definite.
         grid: the number format.
+        parameters: of each tile; None: what the grid chooses.
         damp: lambda as a fraction of the mean of H's diagonal.
-        act_order: columns in descending order of H_ii.
+        act_order: "off"; "static": columns in descending order of H_ii; "group": groups follow that order
+            too.
+        mask: bool (N, K); False: the weight is zero and stays zero.
 
     Raises:
-        NumericsError: H is not finite, or no damping up to 1 makes it invertible.
+        NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
     """
-    W = weight.float().clone()
+    return gptq_shared(
+        [weight],
+        H,
+        grid,
+        parameters=[parameters],
+        damp=damp,
+        act_order=act_order,
+        masks=[mask],
+    )[0]
+
+
+def gptq_shared(
+    weights: Sequence[Tensor],
+    H: Tensor,
+    grid: Grid,
+    *,
+    parameters: Sequence[Parameters | None] | None = None,
+    damp: float = 0.01,
+    act_order: str = "static",
+    masks: Sequence[Tensor | None] | None = None,
+) -> list[Rounded]:
+    """:func:`gptq` of several weights with the same inputs, in one loop over the columns."""
+    W = torch.cat([weight.float() for weight in weights])  # a copy, also of a single one
+    if len(weights) == 1:
+        W = W.clone()
     H = H.float().clone()
     if not (torch.isfinite(H).all() and torch.isfinite(W).all()):
         raise NumericsError(
@@ -63,65 +104,90 @@ def gptq(weight: Tensor, H: Tensor, grid: Grid, *, damp: float = 0.01, act_order
     dead = H.diagonal() <= 0
     W[:, dead] = 0.0
     H[dead, dead] = 1.0
-    parameters = grid.choose(W)
-    order = torch.arange(W.shape[1], device=W.device)
-    if act_order:
+    K = W.shape[1]
+    order = torch.arange(K, device=W.device)
+    if act_order != "off":
         order = torch.argsort(H.diagonal(), descending=True, stable=True)
-    group = order // (grid.group_size or W.shape[1])
+    sizes = [len(weight) for weight in weights]
+    stood = order if act_order == "group" else torch.arange(K, device=W.device)
+    importance = H.diagonal()[stood]
+    chosen = [
+        given or grid.choose(part, importance=importance)
+        for given, part in zip(
+            parameters or [None] * len(sizes), W[:, stood].split(sizes), strict=True
+        )
+    ]
+    group = (torch.arange(K, device=W.device) if act_order == "group" else order) // (grid.group_size or K)
     U, used = inverse_factor(H[order][:, order], damp)
-    codes = _round_columns(W[:, order], U, grid, parameters, group)
-    original = torch.empty_like(codes, dtype=torch.int8)
-    original[:, order] = codes.to(torch.int8)
-    return Rounded(Quantized(grid, original, parameters), used, int(dead.sum()))
+    rows = _stack([grid.by_row(one, size) for one, size in zip(chosen, sizes, strict=True)])
+    mask = _stack_masks(masks, sizes, K, W.device)
+    codes = round_columns(W[:, order], U, grid, rows, group, None if mask is None else mask[:, order])
+    whole = torch.empty(codes.shape, dtype=grid.code_dtype, device=W.device)
+    whole[:, order] = codes.to(grid.code_dtype)
+    g_idx = None
+    if act_order == "group":
+        g_idx = torch.empty_like(order)
+        g_idx[order] = group
+    return [
+        Rounded(Quantized(grid, part.contiguous(), one, g_idx), used, int(dead.sum()))
+        for part, one in zip(whole.split(sizes), chosen, strict=True)
+    ]
 
 
-def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
-    """U, upper triangular with U^T U = (H + lambda I)^-1, and the damping that was needed.
+def round_columns(
+    W: Tensor, U: Tensor, grid: Grid, parameters: Parameters, group: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Codes (N, K), float32, of the columns in the order they stand in; W is not modified.
 
-    Raises:
-        NumericsError: not even a damping of 1 is enough.
-    """
-    mean = H.diagonal().mean()
-    used = damp
-    while True:
-        damped = H.clone()
-        damped.diagonal().add_(used * mean)
-        L, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            U, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(L), upper=True)
-            if not failed and torch.isfinite(U).all():
-                return U, used
-        if used >= 1.0:
-            raise NumericsError(
-                "the Hessian stays singular with a damping of 1",
-                hint="more calibration samples, or --method rtn",
-            )
-        used = max(used * 10.0, 1e-4)
+    Works on transposed blocks, so that a column is contiguous. Inside a block a column collects what the
+    errors before it owe it in one product; the columns after the block get theirs in one matrix product.
 
-
-def _round_columns(W: Tensor, U: Tensor, grid: Grid, parameters: Parameters, group: Tensor) -> Tensor:
-    """Codes (N, K) of the columns in the order they stand in; W is consumed.
-
-    The inner loop works on transposed blocks (columns become contiguous rows), which halves its time.
+    Args:
+        W: (N, K) float32.
+        U: (K, K) upper triangular.
+        parameters: (N, G), a row for each output.
+        group: int64 (K,), the tile that each column belongs to.
+        mask: bool (N, K); False: stays zero.
     """
     columns = W.shape[1]
-    Wt = W.T.contiguous()
+    Wt = W.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty_like(Wt)
+    kept = None if mask is None else mask.T.contiguous()
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
-        block, factor = Wt[start:end], U[start:end, start:end]
-        scale, zero = _per_column(parameters, group[start:end])
+        block, factor = Wt[start:end], U[start:end, start:end].contiguous()
+        spread = parameters.each(lambda value, at=group[start:end]: value.T[at].contiguous())
         errors = torch.empty_like(block)
+        steps = [1.0 / value for value in factor.diagonal().tolist()]
         for i in range(end - start):
-            column = Parameters(scale[i], None if zero is None else zero[i])
-            codes[start + i] = grid.encode(block[i], column)
-            errors[i] = (block[i] - grid.decode(codes[start + i], column)) / factor[i, i]
-            block[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1.0)
-        Wt[end:].addmm_(U[start:end, end:].T, errors, alpha=-1.0)
+            column = block[i]
+            if i:
+                column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
+            at = spread.each(lambda value, i=i: value[i])
+            target = column if kept is None else column * kept[start + i]
+            codes[start + i] = grid.encode(target, at)
+            torch.mul(column - grid.decode(codes[start + i], at), steps[i], out=errors[i])
+        if end < columns:
+            Wt[end:].addmm_(U[start:end, end:].T, errors, alpha=-1.0)
     return codes.T
 
 
-def _per_column(parameters: Parameters, group: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero of each column, contiguous (B, N)."""
-    scale = parameters.scale.T[group].contiguous()
-    return scale, None if parameters.zero is None else parameters.zero.T[group].contiguous()
+def _stack(rows: Sequence[Parameters]) -> Parameters:
+    """Parameters of several weights, one under the other."""
+    if len(rows) == 1:
+        return rows[0]
+
+    def joined(values: list[Tensor | None]) -> Tensor | None:
+        return None if values[0] is None else torch.cat([value for value in values if value is not None])
+
+    scale = torch.cat([one.scale for one in rows])
+    return Parameters(scale, joined([one.zero for one in rows]), joined([one.minimum for one in rows]))
+
+
+def _stack_masks(
+    masks: Sequence[Tensor | None] | None, sizes: Sequence[int], columns: int, device: torch.device
+) -> Tensor | None:
+    if masks is None or all(mask is None for mask in masks):
+        return None
+    full = [torch.ones(size, columns, dtype=torch.bool, device=device) for size in sizes]
+    return torch.cat([one if mask is None else mask for mask, one in zip(masks, full, strict=True)])

@@ -22,10 +22,7 @@ from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.names import stored_names
 from attar.walks.activations import Activations
-
-
-class StopForward(Exception):  # noqa: N818  (control flow, not an error)
-    """Ends a forward pass once all it was run for has been seen."""
+from attar.walks.passes import StopForward
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Skeleton:
         Found out on the meta device, without a weight.
         """
         call, hidden = self._record_first(batch[:1])
-        output = Call(_on_meta(call.args), _on_meta(call.kwargs), call.keyword)(
+        output = Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
             self.blocks[0].module, hidden.to("meta")
         )
         return None if isinstance(output, Tensor) else len(output) - 1
@@ -167,14 +164,14 @@ class Skeleton:
                 _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
     """The same arguments with every tensor on the meta device."""
     if isinstance(value, Tensor):
         return value.to("meta")
     if isinstance(value, tuple | list):
-        return type(value)(_on_meta(item) for item in value)
+        return type(value)(on_meta(item) for item in value)
     if isinstance(value, dict):
-        return {name: _on_meta(item) for name, item in value.items()}
+        return {name: on_meta(item) for name, item in value.items()}
     return value
 
 

@@ -5,23 +5,26 @@
         load the block's tensors
         for group of Linears with one input, in the order they run:      (true sequential)
             run the batches up to the group; its inputs go to one accumulator
-            new weights = solver(weight, accumulator);  put them in place
-        run the batches through the new block: its outputs are the next block's inputs
+            new weights = solver(weights, accumulator);  put them in place
+        run the batches on through the new block: its outputs are the next block's inputs
         write what the solver made of the block to disk, drop the block
 
-Peak memory is the block, its activations (which spill to disk past a limit) and the accumulators of one
-group, whatever the depth. Linears that get the very same input tensor (q/k/v, gate/up) share an accumulator,
-found by running the block, not by their names. A finished block is one file; a killed sweep reads the
-finished ones back, re-runs their forward passes only, and goes on.
+A solver may also ask for the inputs that the original model has at the same place (two streams of hidden
+states), or take a block whole (learned rounding). Peak memory is the block, its activations (which spill to
+disk past a limit) and the accumulators of one group, whatever the depth. Linears that get the very same input
+tensor (q/k/v, gate/up) form a group and share an accumulator, found by running the block, not by their names.
+A finished block is one file; a killed sweep reads the finished ones back, re-runs their forward passes only,
+and goes on.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -31,14 +34,10 @@ from torch import Tensor, nn
 from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
 from attar.walks.activations import Activations
-from attar.walks.skeleton import Call, Skeleton, StopForward
+from attar.walks.passes import Passes, arithmetic, has_bfloat16
+from attar.walks.skeleton import Call, Skeleton, on_meta
 
-
-class Accumulator(Protocol):
-    """Sees the inputs of a group of Linears."""
-
-    def add(self, x: Tensor) -> None:
-        """Add a batch of inputs (..., K)."""
+Select = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,66 @@ class Solution:
 
 
 class Solver(Protocol):
-    """An algorithm as the sweep sees it. Pure: no model, no files."""
+    """An algorithm that works on one group of Linears at a time. Pure: no model, no files.
 
-    def accumulator(self, inputs: int) -> Accumulator:
+    Attributes:
+        original: the accumulator wants the original model's inputs too: ``add(x, original)`` instead of
+            ``add(x)``, both (B, S, K).
+    """
+
+    @property
+    def original(self) -> bool:
+        """See above."""
+
+    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
         """A fresh accumulator for a group of Linears with K inputs."""
 
-    def solve(self, name: str, weight: Tensor, seen: Any) -> Solution:
-        """New weight for the Linear ``name`` with weight (N, K), given its filled accumulator."""
+    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
+        """New weights for a group of Linears (N, K) by name, given their filled accumulator."""
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of a solution read back from disk."""
+
+
+class BlockSolver(Protocol):
+    """An algorithm that works on a whole block at a time."""
+
+    def solve_block(self, view: BlockView) -> dict[str, Solution]:
+        """New weights (N, K) for the view's Linears by name; the module is left as it was."""
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """The weight (N, K) of a solution read back from disk."""
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """A loaded block as a block solver sees it.
+
+    Attributes:
+        module: the block, float32, its original weights.
+        names: full names of the selected Linears.
+        modules: the Linear and Conv1D modules by those names.
+        count: batches.
+    """
+
+    module: nn.Module
+    names: list[str]
+    modules: dict[str, nn.Module]
+    count: int
+    _runner: _BlockRunner
+
+    def inputs(self, number: int) -> Tensor:
+        """Hidden states (B, S, D) behind the quantized prefix."""
+        return self._runner.store[number].to(self._runner.device)
+
+    def targets(self, number: int) -> Tensor:
+        """The original block's output (B, S, D) on the original model's hidden states."""
+        assert self._runner.originals is not None
+        return self._runner.originals[number].to(self._runner.device)
+
+    def __call__(self, hidden: Tensor, number: int) -> Tensor:
+        """The block's output for hidden states of batch ``number`` (its masks and positions)."""
+        return self._runner.call(self.module, hidden)
 
 
 @dataclass(frozen=True)
@@ -91,11 +140,13 @@ class Swept:
 def sweep(
     checkpoint: Any,
     batches: Sequence[Tensor],
-    solver: Solver,
+    solver: Solver | BlockSolver,
     *,
     work: Path,
-    select: Any = lambda name: True,
+    select: Select = lambda name: True,
     spill_bytes: int = 4 * 2**30,
+    waiting_bytes: int = 2**30,
+    precision: str = "auto",
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
     what: str = "sweep",
@@ -105,32 +156,45 @@ def sweep(
     Args:
         checkpoint: an opened checkpoint (attar.checkpoint.Checkpoint) with dense tensors.
         batches: int64 (B, S) token batches, none padded.
-        solver: what to do with each Linear.
+        solver: what to do with each Linear, or each block.
         work: folder for finished blocks and spilled activations; the sweep resumes from it.
         select: which Linears, by full module name, are solved.
-        spill_bytes: activations beyond so many bytes live on disk.
-        device: where the blocks run, in float32.
+        spill_bytes: hidden states beyond so many bytes live on disk.
+        waiting_bytes: what passes that wait between two groups may hold; beyond it they start again for each
+            group, which costs time and no memory.
+        precision: of the passes: "fp32", "bf16", or "auto" (bf16 where the device has fast products of it).
+        device: where the blocks run; weights and hidden states between blocks are float32.
 
     Raises:
         NumericsError: a block's output is not finite.
     """
     work.mkdir(parents=True, exist_ok=True)
-    skeleton = Skeleton(checkpoint, torch.device(device))
+    place = torch.device(device)
+    fast = has_bfloat16(place) if precision == "auto" else precision == "bf16"
+    skeleton = Skeleton(checkpoint, place)
     store = Activations(work / "activations", spill_bytes)
+    whole = hasattr(solver, "solve_block")
+    two = whole or cast(Solver, solver).original
+    originals = Activations(work / "originals", spill_bytes) if two else None
     with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
         calls = skeleton.trace(batches, store)
+        if originals is not None:
+            for number in range(len(store)):
+                originals[number] = store[number]
         files: list[Path] = []
         reports: list[dict[str, Any]] = []
         block_of: dict[str, int] = {}
         for index, block in enumerate(skeleton.blocks):
             file = work / f"block-{index:05d}.safetensors"
+            runner = _BlockRunner(block, calls, index, store, originals, place, fast, waiting_bytes)
+            groups = runner.groups(select)
             with skeleton.loaded(block):
-                runner = _BlockRunner(block, calls, index, store, skeleton.device)
-                if not file.exists():
-                    _solve_block(runner, solver, select, file)
+                if file.exists():
+                    runner.restore(solver, file)
+                elif whole:
+                    runner.solve_whole(cast(BlockSolver, solver), groups, file)
                 else:
-                    _restore_block(block, solver, file)
-                runner.advance()
+                    runner.solve(cast(Solver, solver), groups, file)
             found = _read(file)[1]
             files.append(file)
             reports.extend(found)
@@ -138,33 +202,22 @@ def sweep(
             errors = [float(report["error"]) for report in found if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
     store.clear()
+    if originals is not None:
+        originals.clear()
     return Swept(tuple(files), tuple(reports), block_of)
 
 
-def _solve_block(runner: _BlockRunner, solver: Solver, select: Any, file: Path) -> None:
-    """Solve the groups of one block in order and write the solutions beside, then rename."""
-    tensors: dict[str, Tensor] = {}
-    reports = []
-    for group in runner.groups(select):
-        seen = solver.accumulator(weight_of(runner.modules[group[0]]).shape[1])
-        runner.feed(group, seen)
-        for name in group:
-            module = runner.modules[name]
-            solution = solver.solve(name, weight_of(module), seen)
-            put_weight(module, solution.weight)
-            tensors.update(
-                {f"{name}/{short}": tensor.contiguous() for short, tensor in solution.tensors.items()}
-            )
-            reports.append({"name": name, **solution.report})
+def _write(file: Path, solutions: dict[str, Solution]) -> None:
+    """Write the solutions of one block beside, then rename."""
+    tensors = {
+        f"{name}/{short}": tensor.contiguous()
+        for name, solution in solutions.items()
+        for short, tensor in solution.tensors.items()
+    }
+    reports = [{"name": name, **solution.report} for name, solution in solutions.items()]
     partial = file.with_suffix(".partial")
     save_file(tensors, partial, metadata={"reports": json.dumps(reports)})
     partial.rename(file)
-
-
-def _restore_block(block: Any, solver: Solver, file: Path) -> None:
-    modules = dict(block.module.named_modules())
-    for name, tensors in _read(file)[0].items():
-        put_weight(modules[name.removeprefix(block.name + ".")], solver.restore(name, tensors))
 
 
 def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]]]:
@@ -190,7 +243,7 @@ def put_weight(module: nn.Module, weight: Tensor) -> None:
 
 
 class _BlockRunner:
-    """One loaded block and its inputs."""
+    """One block, its inputs, and how the model calls it."""
 
     def __init__(
         self,
@@ -198,27 +251,38 @@ class _BlockRunner:
         calls: dict[tuple[int, ...], list[Call]],
         index: int,
         store: Activations,
+        originals: Activations | None,
         device: torch.device,
+        fast: bool,
+        waiting_bytes: int,
     ) -> None:
-        self.block, self.store, self.device, self.index = block, store, device, index
-        self.calls = calls
+        self.block, self.calls, self.index = block, calls, index
+        self.store, self.originals = store, originals
+        self.device, self.fast, self.waiting_bytes = device, fast, waiting_bytes
         self.modules = {f"{block.name}.{name}": module for name, module in block.module.named_modules()}
 
-    def call(self, hidden: Tensor) -> Tensor:
-        """The block's output hidden states."""
-        output = self.calls[tuple(hidden.shape[:2])][self.index](self.block.module, hidden)
+    def call(self, module: nn.Module, hidden: Tensor) -> Tensor:
+        """The output hidden states of the block (or of a copy of it)."""
+        output = self.calls[tuple(hidden.shape[:2])][self.index](module, hidden)
         return output if isinstance(output, Tensor) else output[0]
 
-    def groups(self, select: Any) -> list[list[str]]:
-        """The selected Linears in the order they run, those with the very same input together."""
+    def groups(self, select: Select) -> list[list[str]]:
+        """The selected Linears in the order they run, those with the very same input together.
+
+        Found out while the block is on the meta device, without arithmetic.
+        """
         order: list[tuple[str, Tensor]] = []
         hooks = []
         for name in self.block.linears:
             if select(name):
                 note = lambda _, args, name=name: order.append((name, args[0]))  # noqa: E731
                 hooks.append(self.modules[name].register_forward_pre_hook(note))
+        hidden = self.store[0]
+        call = self.calls[tuple(hidden.shape[:2])][self.index]
         try:
-            self.call(self.store[0].to(self.device))
+            Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
+                self.block.module, hidden.to("meta")
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -232,29 +296,88 @@ class _BlockRunner:
                 inputs.append(x)
         return groups
 
-    def feed(self, group: list[str], seen: Accumulator) -> None:
-        """Run every batch up to the group and show its inputs to the accumulator."""
-
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.add(args[0])
-            raise StopForward
-
-        handle = self.modules[group[0]].register_forward_pre_hook(hook)
+    def solve(self, solver: Solver, groups: list[list[str]], file: Path) -> None:
+        """Solve the groups in order; hidden states move on to the block's outputs."""
+        twin = copy.deepcopy(self.block.module) if self.originals is not None else None
+        passes = self._passes(self.block.module, self.store, groups)
+        theirs = None if twin is None else self._passes(twin, cast(Activations, self.originals), groups)
+        solutions: dict[str, Solution] = {}
         try:
-            for number in range(len(self.store)):
-                try:
-                    self.call(self.store[number].to(self.device))
-                except StopForward:
-                    continue
+            for number, group in enumerate(groups):
+                seen = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
+                if theirs is None:
+                    for x in passes.inputs(number):
+                        seen.add(x)
+                else:
+                    for x, original in zip(passes.inputs(number), theirs.inputs(number), strict=True):
+                        seen.add(x, original)
+                weights = {name: weight_of(self.modules[name]).clone() for name in group}
+                solved = solver.solve(weights, seen)
+                for name in group:
+                    put_weight(self.modules[name], solved[name].weight)
+                solutions.update({name: solved[name] for name in group})
+            _write(file, solutions)
+            self._advance(self.store, passes.outputs())
+            if theirs is not None:
+                self._advance(cast(Activations, self.originals), theirs.outputs())
         finally:
-            handle.remove()
+            passes.close()
+            if theirs is not None:
+                theirs.close()
 
-    def advance(self) -> None:
+    def solve_whole(self, solver: BlockSolver, groups: list[list[str]], file: Path) -> None:
+        """Let the solver learn the whole block; hidden states move on to its outputs."""
+        originals = cast(Activations, self.originals)
+        self._advance(originals, self._outputs(self.block.module, originals))
+        names = [name for group in groups for name in group]
+        modules = {name: self.modules[name] for name in names}
+        view = BlockView(self.block.module, names, modules, len(self.store), self)
+        solved = solver.solve_block(view)
+        for name in names:
+            put_weight(self.modules[name], solved[name].weight)
+        _write(file, {name: solved[name] for name in names})
+        self._advance(self.store, self._outputs(self.block.module, self.store))
+
+    def restore(self, solver: Solver | BlockSolver, file: Path) -> None:
+        """Put the weights of a finished block in place; hidden states move on."""
+        if self.originals is not None:
+            self._advance(self.originals, self._outputs(self.block.module, self.originals))
+        for name, tensors in _read(file)[0].items():
+            put_weight(self.modules[name], solver.restore(name, tensors))
+        self._advance(self.store, self._outputs(self.block.module, self.store))
+
+    def _passes(self, module: nn.Module, store: Activations, groups: list[list[str]]) -> Passes:
+        inside = dict(module.named_modules())
+        stops = [inside[group[0].removeprefix(self.block.name + ".")] for group in groups]
+        return Passes(
+            lambda number: self.call(module, store[number].to(self.device)),
+            len(store),
+            stops,
+            waiting=self._may_wait(groups),
+            device=self.device,
+            fast=self.fast,
+        )
+
+    def _may_wait(self, groups: list[list[str]]) -> bool:
+        """Whether what the waiting passes hold (some five hidden states and the widest input of each token)
+        fits the limit."""
+        hidden = self.store[0].shape[-1]
+        widest = max((weight_of(self.modules[group[0]]).shape[1] for group in groups), default=0)
+        tokens = len(self.store) * self.store[0].shape[:2].numel()
+        streams = 1 if self.originals is None else 2
+        return tokens * streams * 4 * (5 * hidden + widest) <= self.waiting_bytes
+
+    def _outputs(self, module: nn.Module, store: Activations) -> Iterator[Tensor]:
+        for number in range(len(store)):
+            with arithmetic(self.device, self.fast):
+                output = self.call(module, store[number].to(self.device))
+            yield output
+
+    def _advance(self, store: Activations, outputs: Iterator[Tensor]) -> None:
         """Replace every batch's hidden states by the block's output."""
-        for number in range(len(self.store)):
-            output = self.call(self.store[number].to(self.device))
+        for number, output in enumerate(outputs):
             if not torch.isfinite(output).all():
                 raise NumericsError(
                     f"the output of {self.block.name} is not finite", hint="the model overflows float32"
                 )
-            self.store[number] = output
+            store[number] = output.float()

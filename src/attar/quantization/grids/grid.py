@@ -153,15 +153,21 @@ class Quantized:
         grid: the number format.
         codes: (N, K) in the grid's code type, in the original column order.
         parameters: what decodes them.
+        g_idx: int64 (K,), the column of tiles that decodes each column, where groups do not follow the column
+            order (GPTQ's "group" act-order); None: they do.
     """
 
     grid: Grid
     codes: Tensor
     parameters: Parameters
+    g_idx: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """The weight that a reader of the codes gets: float32 (N, K), each value rounded once to the storage
         type."""
+        if self.g_idx is not None:
+            rows = self.grid.by_row(self.parameters, len(self.codes))
+            return self.grid.decode(self.codes, rows.column(self.g_idx)).to(self.grid.storage).float()
         spread = self.parameters.each(lambda value: value[:, None, :, None])
         tiled = self.grid.tile(self.codes)
         shape = (self.codes.shape[0], self.codes.shape[1])
@@ -175,6 +181,8 @@ class Quantized:
             value = getattr(self.parameters, name)
             if value is not None:
                 named[name] = value
+        if self.g_idx is not None:
+            named["g_idx"] = self.g_idx
         stored = {f"stored.{name}": value for name, value in self.parameters.stored.items()}
         return {name: value.cpu().contiguous() for name, value in {**named, **stored}.items()}
 
@@ -187,4 +195,4 @@ class Quantized:
             if name.startswith("stored.")
         }
         parameters = Parameters(tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored)
-        return cls(grid, tensors["codes"], parameters)
+        return cls(grid, tensors["codes"], parameters, tensors.get("g_idx"))
