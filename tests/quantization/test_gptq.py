@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attar.errors import NumericsError
-from attar.quantization.gptq import gptq, inverse_factor
+from attar.quantization.gptq import gptq, gptq_shared
 from attar.quantization.grids import IntGrid
-from attar.quantization.hessian import Hessian, output_error
+from attar.quantization.hessian import Hessian, inverse_factor, output_error
 from attar.quantization.rtn import rtn
 
 
@@ -48,7 +48,7 @@ def obs_by_hand(W, H, scale, group, order, low, high, damp):
     return codes
 
 
-@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("act_order", ["off", "static", "group"])
 @pytest.mark.parametrize("group_size", [0, 8, 16])
 @pytest.mark.parametrize("bits", [3, 4])
 def test_agrees_with_brute_force(bits, group_size, act_order):
@@ -57,8 +57,11 @@ def test_agrees_with_brute_force(bits, group_size, act_order):
     grid = IntGrid(bits, group_size)
     result = gptq(W, H, grid, damp=0.01, act_order=act_order)
     columns = torch.arange(32)
-    order = torch.argsort(H.diagonal(), descending=True, stable=True) if act_order else columns
+    order = columns if act_order == "off" else torch.argsort(H.diagonal(), descending=True, stable=True)
     group = columns // (group_size or 32)
+    if act_order == "group":
+        group = result.quantized.g_idx
+        assert torch.equal(group[order], columns // (group_size or 32))
     wanted = obs_by_hand(W, H, result.quantized.parameters.scale, group, order, grid.low, grid.high, 0.01)
     differing = (wanted != result.quantized.codes).sum()
     # float32 may break a tie the other way; one flip moves what follows in that row only
@@ -141,3 +144,61 @@ def test_one_row_and_one_column():
     W, X = layer(rows=1, columns=8)
     assert gptq(W, hessian(X), IntGrid(4, 8)).quantized.codes.shape == (1, 8)
     assert gptq(W[:, :1], hessian(X[:, :1]), IntGrid(8, 0)).quantized.codes.shape == (1, 1)
+
+
+def test_weights_with_one_input_rounded_together_are_those_rounded_alone():
+    W, X = layer(rows=24, columns=64, tokens=900)
+    H = hessian(X)
+    parts = list(W.split([4, 12, 8]))
+    together = gptq_shared(parts, H, IntGrid(4, 16))
+    for part, one in zip(parts, together, strict=True):
+        alone = gptq(part, H, IntGrid(4, 16))
+        assert torch.equal(one.quantized.parameters.scale, alone.quantized.parameters.scale)
+        assert (one.quantized.codes != alone.quantized.codes).float().mean() < 0.01  # order of additions
+    assert torch.allclose(
+        torch.cat([one.quantized.dequantize() for one in together]),
+        gptq(W, H, IntGrid(4, 16)).quantized.dequantize(),
+    )
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_a_scale_that_several_rows_share(rows):
+    W, X = layer()
+    H = hessian(X)
+    grid = IntGrid(4, 16, rows=rows)
+    result = gptq(W, H, grid).quantized
+    assert result.parameters.scale.shape == (-(-12 // rows) if rows else 1, 2)
+    assert output_error(W, result.dequantize(), H) < output_error(W, rtn(W, grid).dequantize(), H)
+
+
+def test_a_mask_keeps_zeros_and_the_rest_makes_up_for_them():
+    W, X = layer(rows=32, columns=64, tokens=900)
+    mask = torch.rand(W.shape, generator=torch.Generator().manual_seed(3)) > 0.5
+    H = hessian(X)
+    kept = gptq(W, H, IntGrid(4, 16), mask=mask).quantized
+    assert (kept.codes[~mask] == 0).all()
+    cut = gptq(W * mask, H, IntGrid(4, 16), mask=mask).quantized
+    assert (cut.codes[~mask] == 0).all()
+    # told of the weights that must go, the others take over a part of their work
+    assert output_error(W, kept.dequantize(), H) < 0.8 * output_error(W, cut.dequantize(), H)
+
+
+def test_group_order_decodes_by_its_own_group_numbers():
+    W, X = layer(rows=16, columns=64, tokens=900)
+    result = gptq(W, hessian(X), IntGrid(4, 16), act_order="group").quantized
+    scale = result.parameters.scale[:, result.g_idx]
+    assert torch.equal(result.dequantize(), result.codes.float() * scale)
+    again = type(result).from_tensors(result.grid, result.tensors())
+    assert torch.equal(again.dequantize(), result.dequantize())
+
+
+def test_float64_is_tried_before_the_damping_is_raised():
+    """Condition 1e9: float32's Cholesky fails, float64's does not."""
+    g = torch.Generator().manual_seed(0)
+    Q, _ = torch.linalg.qr(torch.randn(48, 48, generator=g, dtype=torch.float64))
+    H = (Q * torch.logspace(0, -9, 48, dtype=torch.float64)) @ Q.T
+    damped = H.float()
+    _, failed = torch.linalg.cholesky_ex(damped)
+    assert failed
+    _, used = inverse_factor(H.float() + 3e-8 * torch.eye(48), 1e-7)
+    assert used == 1e-7

@@ -93,9 +93,7 @@ class LayerSolver:
         """The weight (N, K) that stored codes stand for."""
         return Quantized.from_tensors(self.sites[name].grid, tensors).dequantize()
 
-    def _round(
-        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Seen
-    ) -> dict[str, Rounded]:
+    def _round(self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Seen) -> dict[str, Rounded]:
         settings = self.settings
         masks = {name: mask_of(weight, settings.keep_zeros) for name, weight in weights.items()}
         parameters = {
@@ -138,7 +136,9 @@ class LayerSolver:
             )
         elif settings.rounding == "yaqa":
             factors = self.curvature[name]
-            made = yaqa(weight, factors.output, factors.input, grid, parameters=parameters, damp=settings.damp)
+            made = yaqa(
+                weight, factors.output, factors.input, grid, parameters=parameters, damp=settings.damp
+            )
         else:
             return Rounded(rtn(weight, grid, parameters), 0.0, 0)
         return Rounded(made.quantized, made.damp, made.dead)

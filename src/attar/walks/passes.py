@@ -3,8 +3,8 @@
 True sequential quantization wants a group's inputs after the groups before it have got their new weights.
 Running the block anew up to each group costs two to three times a plain pass. A pass that *waits* costs one:
 it runs in a coroutine, hands the group's input up and is resumed when the weights are in place. What a
-waiting pass holds (residual, attention output, the MLP's product) has to stay in memory for every batch; where
-that is more than the limit, passes start again for each group instead. Both ways see the same numbers.
+waiting pass holds (residual, attention output, the MLP's product) has to stay in memory for every batch;
+where that is more than the limit, passes start again for each group instead. Both ways see the same numbers.
 """
 
 from __future__ import annotations

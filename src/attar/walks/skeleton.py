@@ -48,6 +48,7 @@ class Skeleton:
         self.anatomy = discover(self.model)
         self.blocks = self.anatomy.blocks
         self.names = stored_names(self.model, checkpoint)
+        self.first_names = _first_names(self.model)
 
     def trace(self, batches: Sequence[Tensor], store: Activations) -> dict[tuple[int, ...], list[Call]]:
         """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
@@ -61,6 +62,62 @@ class Skeleton:
             store[number] = hidden
         self._drop_outer()
         return calls
+
+    @contextmanager
+    def headed(self, used: Tensor) -> Iterator[None]:
+        """All that stands outside the blocks in memory (the embedding's used rows, final norm, head), for
+        :meth:`logits`."""
+        self._load_outer(used)
+        after = {name: shape for name, shape in self._after().items() if name not in self._outer_names()}
+        for name, shape in after.items():
+            value = self.checkpoint.load(self._stored(name, shape))
+            _set(self.model, name, value.to(self.device, torch.float32))
+        try:
+            yield
+        finally:
+            for name, shape in after.items():
+                _set(self.model, name, torch.empty(shape, device="meta"))
+            self._drop_outer()
+
+    def logits(self, batch: Tensor, hidden: Tensor) -> Tensor | None:
+        """Logits (B, S, V) of a batch whose hidden states (B, S, D) after the last block are known; None for
+        a model without a head. Inside :meth:`headed`."""
+        kinds = self._output_kind(batch)
+        for block in self.blocks:
+            block.module.forward = lambda *_, **__: hidden if kinds is None else (hidden, *[None] * kinds)
+        try:
+            output = self.model(input_ids=batch.to(self.device), **self._no_cache())
+        finally:
+            for block in self.blocks:
+                del block.module.forward
+        found: Tensor | None = getattr(output, "logits", None)
+        return found
+
+    def _after(self) -> dict[str, torch.Size]:
+        """Parameters of what runs after the blocks (final norm, head), tied ones too, with their shapes."""
+        owners = [name for name in (self.anatomy.final_norm, self.anatomy.head) if name]
+        shapes = {}
+        for owner in owners:
+            for leaf, parameter in self.model.get_submodule(owner).named_parameters():
+                shapes[f"{owner}.{leaf}"] = parameter.shape
+        return shapes
+
+    def _stored(self, name: str, shape: torch.Size) -> str:
+        """The stored tensor of a parameter; of one that the checkpoint has under another family's old name,
+        the tensor of that shape that belongs to nothing else; else the one it is tied to."""
+        first = self.first_names[name]
+        if first in self.names:
+            return self.names[first]
+        known = set(self.names.values())
+        spare = [
+            stored
+            for stored, info in self.checkpoint.tensors.items()
+            if stored not in known and tuple(info.shape) == tuple(shape)
+        ]
+        return spare[0] if len(spare) == 1 else self.names[f"{self.anatomy.embedding}.weight"]
+
+    def _outer_names(self) -> set[str]:
+        return {name for name, _ in self._outer()}
 
     def _record(self, batch: Tensor, extra: int | None) -> tuple[list[Call], Tensor]:
         """One pass with every block replaced by a recorder that returns what it is given."""
@@ -111,12 +168,12 @@ class Skeleton:
 
     def _load_outer(self, used: Tensor) -> None:
         """Materialise what runs before the blocks; of the embedding only the rows that the tokens use."""
-        for name, parameter in self._outer():
+        for name, _ in self._outer():
             module, leaf = self._owner(name)
             if name == f"{self.anatomy.embedding}.weight":
-                rows = _rows(self.checkpoint, self.names[name], used)
+                rows = stored_rows(self.checkpoint, self.names[name], used)
                 setattr(module, leaf, nn.Parameter(rows.float().to(self.device), requires_grad=False))
-                self.remap = _remap(module, used.to(self.device), parameter.shape[0])
+                self.remap = _remap(module, used.to(self.device))
             else:
                 value = self.checkpoint.load(self.names[name]).to(self.device, torch.float32)
                 setattr(module, leaf, nn.Parameter(value, requires_grad=False))
@@ -164,6 +221,15 @@ class Skeleton:
                 _set(block.module, name, torch.empty_like(block.module.get_parameter(name), device="meta"))
 
 
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every parameter's name to the first name of the same parameter: tied ones have several."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
 def on_meta(value: Any) -> Any:
     """The same arguments with every tensor on the meta device."""
     if isinstance(value, Tensor):
@@ -180,9 +246,12 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(module.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
-    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in
-    memory."""
+def stored_rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
+    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in memory (a
+    packed one is decoded as a whole)."""
+    if getattr(checkpoint, "decodes", False):
+        decoded: Tensor = checkpoint.load(name)[used]
+        return decoded
     info = checkpoint.tensors[name]
     kept = []
     for start in range(0, info.shape[0], chunk):
@@ -196,9 +265,9 @@ def _rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor
     return rows
 
 
-def _remap(module: nn.Module, used: Tensor, vocabulary: int) -> Any:
+def _remap(module: Any, used: Tensor) -> Any:
     """Make an embedding that holds the used rows only take the original token numbers."""
-    lookup = torch.zeros(vocabulary, dtype=torch.int64, device=used.device)
+    lookup = torch.zeros(module.num_embeddings, dtype=torch.int64, device=used.device)
     lookup[used] = torch.arange(len(used), device=used.device)
-    module.padding_idx = None  # type: ignore[assignment]
+    module.padding_idx = None
     return module.register_forward_pre_hook(lambda _, args: (lookup[args[0]], *args[1:]))

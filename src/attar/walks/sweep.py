@@ -280,9 +280,7 @@ class _BlockRunner:
         hidden = self.store[0]
         call = self.calls[tuple(hidden.shape[:2])][self.index]
         try:
-            Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
-                self.block.module, hidden.to("meta")
-            )
+            Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(self.block.module, hidden.to("meta"))
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,0 +1,269 @@
+"""Kronecker factors of the Hessian of the whole model's KL divergence, for two-sided rounding: Tseng, Sun, De
+Sa 2025, "Model-Preserving Adaptive Rounding" (YAQA), arXiv 2505.22988, the sketch over sequence gradients.
+
+At the original weights the Hessian of E KL(original || changed) in one weight is the Fisher matrix F = E[ vec
+G vec G^T ], G the gradient of the log-likelihood of labels drawn from the model's own output. The nearest
+Kronecker product H_O (x) H_I is found by power iteration:
+
+    H_I <- E[ G^T H_O G ] ,  H_O <- E[ G H_I G^T ]          both from the factors of the round before
+
+Letters: N outputs, K inputs of a Linear; x_t (K,) its input and g_t (N,) the gradient at its output for token
+t; G (N, K) = sum over the tokens of a sequence of g_t x_t^T; S tokens a sequence.
+
+A whole sequence makes one G because a label's loss reaches a layer through several tokens (attention), and
+their products belong to the Hessian; labels of different positions are independent, so their products have
+mean zero.
+
+Scale: H_O has trace N (mean diagonal 1) and H_I carries the rest, tr(H_O) tr(H_I) = E ||G||^2 / S, so that
+1/2 tr(E^T H_O E H_I) estimates the KL, in nats per token, that a change E of the weight costs.
+
+Differs from the paper: every round draws fresh labels, so that what one round's factor owes to chance is not
+met again in the next; contexts are the calibration text as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.errors import ModelError, NumericsError
+from attar.progress import SILENT, Progress
+
+Seen = Callable[[str, Tensor, Tensor], None]  # name, inputs (B, S, K), output gradients (B, S, N)
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """The factors of one Linear's Hessian.
+
+    Attributes:
+        output: H_O, float32 (N, N), trace N.
+        input: H_I, float32 (K, K), with the scale.
+    """
+
+    output: Tensor
+    input: Tensor
+
+
+def collect(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    rounds: int = 2,
+    draws: int = 1,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    progress: Progress = SILENT,
+    device: str | torch.device = "cpu",
+) -> dict[str, Kronecker]:
+    """The factors of some Linears. Memory beside the model and one backward pass: 2 (N^2 + K^2) numbers for
+    each; ask for the modules in portions where that is too much. Does not modify the model.
+
+    Args:
+        model: a causal language model in memory, in evaluation mode, on ``device``.
+        batches: int64 (B, S) token batches, none padded.
+        names: paths of ``nn.Linear`` or Conv1D modules.
+        rounds: power iterations from H_O = 1, H_I = 1; each is one pass over the batches.
+        draws: label sets drawn for a batch in each round; more of them is less noise.
+        seed: of the labels.
+        autocast: run the model in this type (bfloat16); the factors are float32 all the same.
+        device: where the model is.
+
+    Raises:
+        ModelError: a named module is no Linear.
+        NumericsError: a gradient is NaN or infinite.
+    """
+    shapes = {name: _shape(model, name) for name in names}
+    factors = {
+        name: Kronecker(torch.eye(N, device=device), torch.eye(K, device=device))
+        for name, (N, K) in shapes.items()
+    }
+    generator = torch.Generator(device).manual_seed(seed)
+    with progress.task("kronecker", total=rounds * draws * len(batches)) as task:
+        for _ in range(rounds):
+            sums = {name: _Sums(factor) for name, factor in factors.items()}
+            watch = _Watch(names, partial(_add, sums))
+            passes = _gradients(model, batches, watch, draws, generator, autocast)
+            for _ in passes:
+                task.advance()
+            factors = {name: total.value() for name, total in sums.items()}
+    for name, factor in factors.items():
+        if not (torch.isfinite(factor.input).all() and torch.isfinite(factor.output).all()):
+            raise NumericsError(f"the gradient at {name} is NaN or infinite", hint="use float32")
+    return factors
+
+
+def _add(sums: dict[str, _Sums], name: str, x: Tensor, g: Tensor) -> None:
+    sums[name].add(x, g)
+
+
+def token_importance(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    draws: int = 1,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    progress: Progress = SILENT,
+    device: str | torch.device = "cpu",
+) -> dict[str, list[Tensor]]:
+    """How much each token's output of a Linear matters to the model's KL: g_t^T g_t.
+
+    A Hessian of inputs weighted by it is :func:`collect`'s H_I after one round, without the products between
+    tokens. One pass, and no memory to speak of. Does not modify the model.
+
+    Args:
+        as for :func:`collect`.
+
+    Returns:
+        for each name, for each batch, float32 (B * S,) with mean 1 over all batches, in the order of the
+        batch's tokens.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for name in names:
+        _shape(model, name)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def add(name: str, _: Tensor, g: Tensor) -> None:
+        found[name].append(g.float().square().sum(-1).flatten())
+
+    with progress.task("token importance", total=draws * len(batches)) as task:
+        for _ in _gradients(model, batches, _Watch(names, add), draws, generator, autocast):
+            task.advance()
+    return {name: _normalised(values, draws) for name, values in found.items()}
+
+
+def _normalised(values: list[Tensor], draws: int) -> list[Tensor]:
+    """The mean over the draws of each batch, divided by the mean over all tokens."""
+    means = [torch.stack(values[at : at + draws]).mean(0) for at in range(0, len(values), draws)]
+    whole = torch.cat(means).mean().clamp(min=1e-30)
+    return [mean / whole for mean in means]
+
+
+class _Sums:
+    """Sums of G^T H_O G and G H_I G^T over sequences."""
+
+    def __init__(self, factor: Kronecker) -> None:
+        self.factor = factor
+        self.output, self.input = torch.zeros_like(factor.output), torch.zeros_like(factor.input)
+        self.energy = torch.zeros((), dtype=torch.float64, device=factor.output.device)
+        self.tokens = 0
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        """Add the sequences of a batch: inputs (B, S, K), gradients (B, S, N)."""
+        for G in torch.einsum("bsn,bsk->bnk", g.float(), x.float()):
+            self.input.addmm_(G.T, self.factor.output @ G)
+            self.output.addmm_(G @ self.factor.input, G.T)
+            self.energy += G.double().square().sum()
+        self.tokens += x.shape[0] * x.shape[1]
+
+    def value(self) -> Kronecker:
+        """The factors, with the scale in H_I; a Linear that no gradient reached has a zero H_I."""
+        output, into = _symmetric(self.output), _symmetric(self.input)
+        N, energy = len(output), (self.energy / max(self.tokens, 1)).float()
+        output = output * (N / output.trace().clamp(min=1e-30))
+        return Kronecker(output, into * (energy / N / into.trace().clamp(min=1e-30)))
+
+
+def _symmetric(H: Tensor) -> Tensor:
+    return (H + H.T) / 2
+
+
+class _Watch:
+    """Hooks that give ``seen`` the input and the output gradient of each named module, sequence by sequence.
+    Backward goes no deeper than the first of them.
+
+    Attributes:
+        shape: (B, S) of the batch that is running.
+    """
+
+    def __init__(self, names: Sequence[str], seen: Seen) -> None:
+        self.names, self.seen = names, seen
+        self.shape = (0, 0)
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[None]:
+        """Hooks set, and no gradients of parameters: only what flows through the activations is wanted."""
+        asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        handles = []
+        for name in self.names:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(self._start))
+            handles.append(module.register_forward_hook(partial(self._note, name)))
+        try:
+            for parameter in asked:
+                parameter.requires_grad_(False)
+            yield
+        finally:
+            for parameter in asked:
+                parameter.requires_grad_(True)
+            for handle in handles:
+                handle.remove()
+
+    @staticmethod
+    def _start(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        return None if args[0].requires_grad else (args[0].detach().requires_grad_(True), *args[1:])
+
+    def _note(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        x = self._sequences(args[0].detach())
+        output.register_hook(lambda g: self.seen(name, x, self._sequences(g)))
+
+    def _sequences(self, value: Tensor) -> Tensor:
+        """(B, S, features). Some families flatten the batch before a Linear; an expert that sees some of the
+        tokens gets them as one sequence."""
+        if value.ndim == 3:
+            return value
+        whole = value.shape[0] == self.shape[0] * self.shape[1]
+        return value.reshape(self.shape[0] if whole else 1, -1, value.shape[-1])
+
+
+def _gradients(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    watch: _Watch,
+    draws: int,
+    generator: torch.Generator,
+    autocast: torch.dtype | None,
+) -> Iterator[None]:
+    """Run each batch forward and, with each set of labels drawn from its output, backward."""
+    device = generator.device
+    with watch.on(model):
+        for batch in batches:
+            watch.shape = (batch.shape[0], batch.shape[1])
+            context = torch.autocast(device.type, autocast) if autocast else nullcontext()
+            with torch.enable_grad(), context:
+                logits = _logits(model, batch.to(device)).flatten(0, -2).float()
+            for left in reversed(range(draws)):
+                labels = _drawn(logits.detach(), generator)
+                with torch.enable_grad():
+                    loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+                loss.backward(retain_graph=left > 0)
+                yield
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
+    return logits
+
+
+def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A label for each row of logits (T, V), drawn from their softmax: int64 (T,)."""
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+def _shape(model: nn.Module, name: str) -> tuple[int, int]:
+    """(N, K) of a Linear or a Conv1D (which stores its weight transposed)."""
+    module = model.get_submodule(name)
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(module, nn.Embedding):
+        raise ModelError(f"{name} is no Linear", hint="name Linear or Conv1D modules")
+    outputs, inputs = weight.shape if isinstance(module, nn.Linear) else weight.T.shape
+    return outputs, inputs
