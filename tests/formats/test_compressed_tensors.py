@@ -1,70 +1,178 @@
-"""The packed layout: shapes announced, round trips, an independent decoder written with plain loops."""
+"""The config of a packed checkpoint, and reading it tensor by tensor."""
+
+import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from attar.checkpoint import Checkpoint
-from attar.checkpoint.tensors import stored_dtype
-from attar.errors import CheckpointError
+from attar.checkpoint import open_checkpoint
+from attar.errors import CheckpointError, NumericsError
 from attar.formats.compressed_tensors import (
-    Integers,
-    decode,
-    dense_tensor,
-    encode,
-    encoded_layout,
+    EMBEDDING,
+    TRANSPOSED,
+    Group,
+    Reader,
+    Scheme,
+    dequantize_state,
     quantization_config,
 )
-from attar.quantization.grids import IntGrid
-from attar.quantization.rtn import rtn
+from attar.formats.layouts import Coded, encode
+from attar.formats.rules import FLOAT, INT, NAIVE, PACK, ActivationRule, WeightRule
+
+W4 = WeightRule("int", 4, "group", 16)
+W8 = WeightRule("int", 8, "channel")
+FP8 = WeightRule("float", 8, "tensor")
+TOKEN = ActivationRule("int", 8, "token")
+STATIC = ActivationRule("float", 8, "tensor", dynamic=False)
 
 
-def by_loops(tensors, bits):
-    """Decode one weight element by element from the format's description."""
-    rows, columns = tensors["weight_shape"].tolist()
-    scale, offset = tensors["weight_scale"], 2 ** (bits - 1)
-    group = columns // scale.shape[1]
+def packed(folder, groups, weights, *, aside=None, **config):
+    """A folder with these weights; ``weights`` maps module names to (rule, form)."""
+    folder.mkdir(exist_ok=True)
+    tensors = dict(aside or {})
+    for number, (name, (rule, form)) in enumerate(weights.items()):
+        g = torch.Generator().manual_seed(number)
+        shape = (8, 32)
+        if rule.kind == "float":
+            codes = torch.randn(shape, generator=g).to(torch.float8_e4m3fn)
+        else:
+            half = 2 ** (rule.bits - 1)
+            codes = torch.randint(-half, half, shape, generator=g).to(torch.int8)
+        scale = torch.rand(rule.tiles(shape), generator=g) + 0.1
+        made = encode(Coded(codes, scale), rule, form, torch.float32)
+        tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in made.items()}
+    save_file(tensors, folder / "model.safetensors")
+    said = quantization_config(groups, ignore=[], **config) if isinstance(groups, list) else groups
+    whole = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": said}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return open_checkpoint(folder)
 
-    def field(words, index):
-        number = sum((int(word) & 0xFFFFFFFF) << (32 * place) for place, word in enumerate(words))
-        return number >> (index * bits) & (2**bits - 1)
 
-    weight = torch.zeros(rows, columns)
-    for n in range(rows):
-        for k in range(columns):
-            code = field(tensors["weight_packed"][n], k) - offset
-            if "weight_zero_point" in tensors:
-                code -= field(tensors["weight_zero_point"][:, k // group], n) - offset
-            weight[n, k] = code * float(scale[n, k // group])
-    return weight.to(scale.dtype)
+def test_one_layout_names_itself_and_several_are_mixed():
+    one = quantization_config([Group(("Linear",), W4)], ignore=["lm_head"])
+    assert one["format"] == PACK and one["ignore"] == ["lm_head"] and "kv_cache_scheme" not in one
+    same = quantization_config([Group(("Linear",), W4), Group(("a.b",), W8)], ignore=[])
+    assert same["format"] == PACK
+    mixed = quantization_config(
+        [Group(("Linear",), W4), Group(("a.b",), FP8, STATIC, FLOAT)], ignore=[], kv_cache=STATIC
+    )
+    assert mixed["format"] == "mixed-precision"
+    assert [group["format"] for group in mixed["config_groups"].values()] == [PACK, FLOAT]
+    assert mixed["kv_cache_scheme"]["type"] == "float"
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [0, 16])
-def test_agrees_with_a_decoder_made_of_loops(bits, symmetric, group):
-    weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(bits))
-    made = rtn(weight, IntGrid(bits, group, symmetric, torch.bfloat16))
-    tensors = encode(Integers(made.codes, made.parameters.scale, made.parameters.zero, bits), torch.bfloat16)
-    assert torch.equal(decode(tensors, bits), by_loops(tensors, bits))
-    assert torch.equal(decode(tensors, bits).float(), made.dequantize())
-    announced = encoded_layout((6, 48), made.grid.groups(48), bits, "BF16", zero=not symmetric)
-    assert announced == {
-        name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
+def test_transposed_checkpoints_are_refused_by_name_but_for_the_embedding():
+    groups = [Group(("Linear",), W4), Group(("transformer.wte",), EMBEDDING, None, NAIVE)]
+    config = quantization_config(groups, ignore=[], transposed=True)
+    assert config["format"] == TRANSPOSED
+    assert [group["format"] for group in config["config_groups"].values()] == [TRANSPOSED, NAIVE]
+    read = Scheme(config)
+    assert read.transposed and [group.form for group in read.groups] == [PACK, NAIVE]
+
+
+def test_the_more_exact_name_decides():
+    groups = [
+        Group(("Linear",), W4),
+        Group(("re:.*down_proj$",), W8, TOKEN, INT),
+        Group(("model.layers.1.mlp.down_proj",), FP8, STATIC, FLOAT),
+    ]
+    scheme = Scheme(quantization_config(groups, ignore=["lm_head", "re:.*gate$"]))
+    assert scheme.group("model.layers.0.mlp.up_proj", "Linear") == groups[0]
+    assert scheme.group("model.layers.0.mlp.down_proj", "Linear") == groups[1]
+    assert scheme.group("model.layers.1.mlp.down_proj", "Linear") == groups[2]
+    assert scheme.group("model.layers.11.mlp.down_proj", "Linear") == groups[1]
+    assert scheme.named("layers.1.mlp.down_proj") == groups[2]  # stored without the prefix
+    assert scheme.group("lm_head", "Linear") is None
+    assert scheme.group("model.layers.0.mlp.gate", "Linear") is None
+    assert scheme.group("model.embed_tokens", "Embedding") is None
+
+
+def test_groups_that_leave_out_their_format():
+    said = quantization_config([Group(("Linear",), FP8, STATIC, FLOAT)], ignore=[])
+    del said["config_groups"]["group_0"]["format"]
+    assert Scheme(said).groups[0].form == FLOAT
+    said["format"] = "mixed-precision"
+    assert Scheme(said).groups[0].form == FLOAT
+
+
+def test_reading_each_layout_beside_the_others(tmp_path):
+    groups = [Group(("Linear",), W4), Group(("b.x",), W8, TOKEN, INT), Group(("c.x",), FP8, STATIC, FLOAT)]
+    weights = {"a.x": (W4, PACK), "b.x": (W8, INT), "c.x": (FP8, FLOAT)}
+    aside = {"c.x.input_scale": torch.ones(1), "c.k_scale": torch.ones(1), "norm.weight": torch.ones(8)}
+    checkpoint = packed(tmp_path / "a", groups, weights, aside=aside)
+    state = dequantize_state(checkpoint)
+    assert sorted(state) == ["a.x.weight", "b.x.weight", "c.x.weight", "norm.weight"]
+    assert all(state[f"{name}.x.weight"].shape == (8, 32) for name in "abc")
+    scale = checkpoint.load("c.x.weight_scale")
+    assert torch.equal(state["c.x.weight"], checkpoint.load("c.x.weight").float() * scale)
+    reader = Reader(checkpoint)
+    slots = [reader.slot(info) for info in checkpoint.tensors.values()]
+    assert {slot[0]: slot[1:] for slot in slots if slot} == {
+        name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()
     }
 
 
-def test_tied_int8_heads_are_targets_and_not_ignored():
-    config = quantization_config(
-        bits=4, group_size=32, ignore=["lm_head"], embedding=True, tied_head="lm_head"
-    )
-    assert config["ignore"] == [] and config["format"] == "mixed-precision"
-    assert config["config_groups"]["group_1"]["targets"] == ["Embedding", r"re:.*lm_head$"]
-    untied = quantization_config(bits=4, group_size=32, ignore=["lm_head"], embedding=True)
-    assert untied["ignore"] == ["lm_head"]
+def test_class_names_are_told_apart_by_their_tensors(tmp_path):
+    groups = [Group(("Linear",), W4, TOKEN, INT), Group(("Embedding",), W8, None, NAIVE)]
+    checkpoint = packed(tmp_path / "a", groups, {"embed": (W8, NAIVE), "a.x": (W4, INT)})
+    codes, scale = checkpoint.load("embed.weight").float(), checkpoint.load("embed.weight_scale")
+    assert torch.equal(dequantize_state(checkpoint)["embed.weight"], codes * scale)
+    assert dequantize_state(checkpoint)["a.x.weight"].shape == (8, 32)
 
 
-def test_a_missing_scale_is_named(tmp_path):
-    config = {"quantization_config": quantization_config(bits=4, group_size=32, ignore=[])}
-    half = Checkpoint(tmp_path, "half", config, None, dict.fromkeys(["a.weight_packed", "a.weight_shape"]))
-    with pytest.raises(CheckpointError, match=r"a.weight_scale is missing"):
-        dense_tensor(half, "a.weight_packed")
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_shape"])
+def test_a_missing_tensor_is_named(leaf, tmp_path):
+    checkpoint = packed(tmp_path / "a", [Group(("Linear",), W4)], {"a.x": (W4, PACK)})
+    del checkpoint.tensors[f"a.x.{leaf}"]
+    with pytest.raises(CheckpointError, match=rf"a.x.{leaf} is missing"):
+        dequantize_state(checkpoint)
+
+
+@pytest.mark.parametrize("rule", [WeightRule("int", 8, "group", 16), WeightRule("int", 4, "group", 32)])
+def test_a_config_that_does_not_fit_its_tensors_is_refused(rule, tmp_path):
+    checkpoint = packed(tmp_path / "a", [Group(("Linear",), rule)], {"a.x": (W4, PACK)})
+    with pytest.raises(CheckpointError, match=r"tensors of a.x do not fit"):
+        dequantize_state(checkpoint)
+
+
+def test_groups_without_weights_are_refused(tmp_path):
+    said = quantization_config([Group(("Linear",), W4)], ignore=[])
+    said["config_groups"]["group_0"]["weights"] = None
+    with pytest.raises(CheckpointError, match="quantizes no weights"):
+        Reader(packed(tmp_path / "a", said, {"a.x": (W4, PACK)}))
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "input_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_scales_that_cannot_be_right(leaf, value, tmp_path):
+    aside = {"a.x.input_scale": torch.ones(1)}
+    groups = [Group(("Linear",), FP8, STATIC, FLOAT)]
+    checkpoint = packed(tmp_path / "a", groups, {"a.x": (FP8, FLOAT)}, aside=aside)
+    Reader(checkpoint).check("a.x.weight")
+    from safetensors.torch import load_file
+
+    tensors = load_file(checkpoint.path / "model.safetensors")
+    tensors[f"a.x.{leaf}"].fill_(value)
+    save_file(tensors, checkpoint.path / "model.safetensors")
+    with pytest.raises(NumericsError, match="zero, negative or infinite"):
+        Reader(open_checkpoint(checkpoint.path)).check("a.x.weight")
+
+
+@pytest.mark.parametrize(("rule", "form"), [(W4, PACK), (W8, INT), (FP8, FLOAT)])
+def test_constant_codes_are_refused(rule, form, tmp_path):
+    groups = [Group(("Linear",), rule, None, form)]
+    checkpoint = packed(tmp_path / "a", groups, {"a.x": (rule, form)})
+    name = "a.x.weight_packed" if form == PACK else "a.x.weight"
+    Reader(checkpoint).check(name)
+    from safetensors.torch import load_file
+
+    tensors = load_file(checkpoint.path / "model.safetensors")
+    wide = torch.ones_like(tensors[name].view(torch.uint8).repeat(1, 4)).view(tensors[name].dtype)
+    tensors[name] = wide
+    if form == PACK:
+        tensors["a.x.weight_shape"] = torch.tensor([8, 128])
+        tensors["a.x.weight_scale"] = tensors["a.x.weight_scale"].repeat(1, 4)
+    save_file(tensors, checkpoint.path / "model.safetensors")
+    with pytest.raises(NumericsError, match=r"a.x: nearly all codes are the same"):
+        Reader(open_checkpoint(checkpoint.path)).check(name)

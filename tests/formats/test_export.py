@@ -9,18 +9,16 @@ from attar.errors import ModelError, NumericsError
 from attar.formats.export import export
 from attar.formats.settings import ExportSettings
 from attar.models.load import load_model
-from attar.quantization.settings import QuantizeSettings
-from attar.quantization.stage import quantize
+from attar.quantization.schemes import SCHEMES
 from tests import tiny_models
+from tests.quantization.packing import pack, save
 
 
 @pytest.fixture
 def packed(tmp_path):
     def make(family="smollm", **settings):
         folder = tiny_models.save(tiny_models.build(family), tmp_path / "dense", dtype=torch.bfloat16)
-        return quantize(
-            folder, tmp_path / "packed", QuantizeSettings(method="rtn", group_size=32, **settings)
-        )
+        return pack(folder, tmp_path / "packed", **settings)[1]
 
     return make
 
@@ -40,6 +38,25 @@ def test_dense_export_is_the_decoded_model(packed, tmp_path, family, dtype):
     assert "quantization_config" not in made.config
     kinds = {info.dtype for info in made.tensors.values()}
     assert kinds == ({"BF16"} if dtype == "auto" else {"F32"})
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+def test_every_scheme_leaves_dense_and_is_checked(tmp_path, family, name):
+    source = pack(save(tmp_path / "dense", family), tmp_path / "packed", scheme=name)[1]
+    made = export(source, tmp_path / "out", ExportSettings(format="dense"))
+    wanted, got = load_model(source).state_dict(), load_model(made).state_dict()
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(tensor, got[key]) for key, tensor in wanted.items())
+    if family == "llama3" and name != "NF4":
+        again = export(source, tmp_path / "again", ExportSettings(format="compressed-tensors"))
+        assert again.tensors.keys() == source.tensors.keys()
+
+
+def test_nf4_leaves_dense_alone(tmp_path):
+    source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="NF4")[1]
+    with pytest.raises(ModelError, match="in the layout of bitsandbytes"):
+        export(source, tmp_path / "out", ExportSettings())
 
 
 def test_packed_export_is_the_same_bytes(packed, tmp_path):

@@ -1,22 +1,60 @@
-"""Bytes against the compressed-tensors library: packing, scales, decoding."""
+"""Bytes and numbers against the compressed-tensors library: presets, packing, scales, activations."""
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import dequantize
-from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
-from compressed_tensors.quantization.utils import calculate_qparams
 
-from attar.formats.compressed_tensors import Integers, decode, encode
+pytest.importorskip("compressed_tensors")
+
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize, fake_quantize
+from compressed_tensors.quantization.lifecycle.forward import quantize as ct_quantize
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
+
 from attar.formats.dense_pack import dense_pack, dense_unpack
+from attar.formats.layouts import Coded, decode, encode
+from attar.formats.rules import ActivationRule, WeightRule
+from attar.models.fake_quant import quantize_activation
 from attar.quantization.grids import IntGrid
+from attar.quantization.ranges import ActivationRange
 from attar.quantization.rtn import rtn
+from attar.quantization.schemes import SCHEMES
 
 pytestmark = pytest.mark.peers
 
+LIBRARY = [name for name in SCHEMES if name != "NF4"]
 
-@pytest.mark.parametrize("bits", range(2, 9))
+
+def library_scheme(name):
+    """The library's object for a scheme of ours, through our config."""
+    scheme = SCHEMES[name]
+    activations = scheme.activations.config() if scheme.activations else None
+    return QuantizationScheme(
+        targets=["Linear"], weights=scheme.weights.config(), input_activations=activations, format=scheme.form
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name != "W8A8_STATIC"])
+def test_presets_are_theirs(name):
+    assert name in PRESET_SCHEMES
+    theirs, ours = preset_name_to_scheme(name, ["Linear"]), library_scheme(name)
+    for part in ("weights", "input_activations", "output_activations"):
+        one, other = getattr(theirs, part), getattr(ours, part)
+        skip = {"observer", "observer_kwargs", "zp_dtype"}
+        assert (one and one.model_dump(exclude=skip)) == (other and other.model_dump(exclude=skip)), part
+    assert infer_module_format(torch.nn.Linear, theirs).value == SCHEMES[name].form
+
+
+def test_the_static_scheme_is_accepted():
+    ours = library_scheme("W8A8_STATIC")
+    assert infer_module_format(torch.nn.Linear, ours).value == SCHEMES["W8A8_STATIC"].form
+    assert ours.input_activations.dynamic is False
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("columns", [32, 48, 33, 7])
 def test_packing_is_byte_for_byte_theirs(bits, columns):
     g = torch.Generator().manual_seed(bits)
@@ -44,10 +82,79 @@ def test_scales_and_codes_are_theirs(bits, symmetric):
     assert torch.allclose(ours.dequantize(), dequantize(theirs, scale, zero, arguments), atol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_their_decoder_reads_our_tensors_to_the_same_weight(name, dtype):
+    scheme = SCHEMES[name]
+    weight = torch.randn(130, 256, generator=torch.Generator().manual_seed(2))
+    made = rtn(weight, scheme.grid(dtype))
+    parameters = made.parameters
+    coded = Coded(made.codes, parameters.scale, parameters.zero, parameters.stored.get("global_scale"))
+    tensors = encode(coded, scheme.weights, scheme.form, dtype)
+    theirs = BaseCompressor.get_value_from_registry(scheme.form).decompress(tensors, library_scheme(name))
+    ours = decode(tensors, scheme.weights, scheme.form)
+    assert ours.dtype == theirs["weight"].dtype and torch.equal(ours, theirs["weight"])
+    assert torch.equal(ours.float(), made.dequantize())
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_decoding_inverts_encoding(bits, symmetric):
-    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(2))
-    made = rtn(weight, IntGrid(bits, 32, symmetric, torch.bfloat16))
-    whole = Integers(made.codes, made.parameters.scale, made.parameters.zero, bits)
-    assert torch.equal(decode(encode(whole, torch.bfloat16), bits).float(), made.dequantize())
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_their_packer_makes_our_bytes(strategy, symmetric, bits):
+    rule = WeightRule("int", bits, strategy, 32 if strategy == "group" else 0, symmetric)
+    g = torch.Generator().manual_seed(bits)
+    half = 2 ** (bits - 1)
+    codes = torch.randint(-half, half, (24, 96), generator=g).to(torch.int8)
+    tiles = rule.tiles((24, 96))
+    scale = torch.rand(tiles, generator=g) + 0.5
+    zero = None if symmetric else torch.randint(-half, half, tiles, generator=g).float()
+    ours = encode(Coded(codes, scale, zero), rule, "pack-quantized", torch.float32)
+    scheme = QuantizationScheme(targets=["Linear"], weights=rule.config(), format="pack-quantized")
+    state = {"weight": decode(ours, rule, "pack-quantized"), "weight_scale": ours["weight_scale"]}
+    if zero is not None:
+        state["weight_zero_point"] = zero.to(torch.int8).reshape(ours["weight_scale"].shape)
+    theirs = BaseCompressor.get_value_from_registry("pack-quantized").compress(state, scheme)
+    assert {name: value.shape for name, value in theirs.items()} == {
+        name: value.shape for name, value in ours.items()
+    }
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+RULES = [
+    ActivationRule("int", 8, "token"),
+    ActivationRule("int", 4, "token"),
+    ActivationRule("int", 8, "token", symmetric=False),
+    ActivationRule("int", 8, "tensor"),
+    ActivationRule("int", 8, "tensor", dynamic=False),
+    ActivationRule("float", 8, "token"),
+    ActivationRule("float", 8, "group", group_size=32),
+    ActivationRule("int", 8, "group", group_size=32),
+    ActivationRule("float", 8, "tensor", dynamic=False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", RULES)
+def test_activations_are_rounded_as_theirs(rule, dtype):
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)).to(dtype) * 3
+    x[0, 0] = 0
+    scale, arguments = torch.tensor([0.03], dtype=dtype), QuantizationArgs(**rule.config())
+    chosen, zero = scale, None
+    if rule.dynamic:
+        chosen, zero = compute_dynamic_scales_and_zp(x, arguments, torch.nn.Module())
+    theirs = fake_quantize(x, chosen, zero, arguments)
+    assert torch.equal(quantize_activation(x, rule, scale), theirs)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_static_scales_are_theirs(symmetric, kind):
+    if kind == "float" and not symmetric:
+        pytest.skip("no zero points in float8")
+    rule = ActivationRule(kind, 8, "tensor", dynamic=False, symmetric=symmetric)
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(7)) + 0.5
+    seen = ActivationRange(rule)
+    for batch in x:
+        seen.add(batch)
+    scale, zero = calculate_qparams(x.min(), x.max(), QuantizationArgs(**rule.config()))
+    assert seen.scale() == pytest.approx(scale.item(), rel=1e-6) and seen.zero() == zero.item()

@@ -65,14 +65,14 @@ def exact_factors(model, rows, name, rounds):
 def test_agrees_with_the_expectation_over_every_label(name, rounds):
     model, rows = Toy(), tokens()
     H_O, H_I = exact_factors(model, rows, name, rounds)
-    found = collect(model, [rows], [name], rounds=rounds, draws=1500)[name]
+    found = collect(model, [rows], [name], rounds=rounds, draws=1500, span=0)[name]
     assert (found.output - H_O).norm() < 0.1 * H_O.norm()
     assert (found.input - H_I).norm() < 0.1 * H_I.norm()
 
 
 def test_the_scale_is_the_divergence_of_a_small_change():
     model, rows = Toy(), tokens()
-    found = collect(model, [rows], ["head"], rounds=3, draws=1000)["head"]
+    found = collect(model, [rows], ["head"], rounds=3, draws=1000, span=0)["head"]
     with torch.no_grad():
         before = model(rows).logits.double().log_softmax(-1)
         divergences, estimates = [], []
@@ -97,7 +97,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
     drawn = []
     pick = lambda logits, _: drawn.append(logits.argmin(-1)) or drawn[-1]  # noqa: E731
     monkeypatch.setattr("attar.walks.kronecker._drawn", pick)
-    found = collect(model, list(rows.split(2)), [name], rounds=1)[name]
+    found = collect(model, list(rows.split(2)), [name], rounds=1, span=0)[name]
     labels = torch.cat(drawn).reshape(3, 6)
     wanted_O = wanted_I = 0.0
     for row, label in zip(rows, labels, strict=True):
@@ -111,12 +111,31 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
     assert torch.allclose(found.input, wanted_I * (scale / wanted_I.trace()), atol=1e-4 * scale)
 
 
-def test_token_importance_weights_a_hessian_into_the_factor_without_token_products():
-    """One token a sequence leaves no products between tokens: H_I must be the weighted Hessian."""
-    model, rows = Toy(), tokens(batch=5)[:, :1]
+@pytest.mark.parametrize("span", [1, 2, 3])
+def test_a_span_is_its_tokens_gradient(span, monkeypatch):
+    """By hand: the products g_t x_t^T summed over each span, the last one shorter."""
+    model, rows = Toy(), tokens()
+    monkeypatch.setattr("attar.walks.kronecker._drawn", lambda logits, _: logits.argmin(-1))
+    found = collect(model, [rows], ["first"], rounds=1, span=span)["first"]
+    x = model.embedding(rows).detach()
+    hidden = model.first(x)
+    count = torch.arange(1, LENGTH + 1)[:, None]
+    log = model.head(torch.tanh(hidden.cumsum(1) / count)).log_softmax(-1)
+    (g,) = torch.autograd.grad(-log.min(-1).values.sum(), hidden)
+    spans = [
+        (x[row, at : at + span], g[row, at : at + span]) for row in range(2) for at in range(0, LENGTH, span)
+    ]
+    gradients = [D.T @ X for X, D in spans]
+    H_O, H_I = sum(G @ G.T for G in gradients), sum(G.T @ G for G in gradients)
+    assert torch.allclose(found.output, H_O * (3 / H_O.trace()), atol=1e-5)
+    assert torch.allclose(found.input, H_I / (3 * rows.numel()), atol=1e-6)
+
+
+def test_token_importance_weights_a_hessian_into_the_factor_of_a_span_of_one():
+    model, rows = Toy(), tokens(batch=5)
     found = collect(model, list(rows.split(2)), ["first"], rounds=1, seed=3)["first"]
     weights = token_importance(model, list(rows.split(2)), ["first"], seed=3)["first"]
-    assert [len(weight) for weight in weights] == [2, 2, 1]
+    assert [len(weight) for weight in weights] == [6, 6, 3]
     assert float(torch.cat(weights).mean()) == pytest.approx(1.0)
     H = Hessian(5)
     for batch, weight in zip(rows.split(2), weights, strict=True):

@@ -26,15 +26,14 @@ from attar.checkpoint.output import produce
 from attar.checkpoint.shards import Slot
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, NumericsError
-from attar.formats.compressed_tensors import PACKED, SCALE, SHAPE, TRANSPOSED, ZERO, dense_tensor, is_packed
+from attar.formats.compressed_tensors import TRANSPOSED, is_packed
+from attar.formats.readers import reader
 from attar.formats.settings import VERSION, ExportSettings
 from attar.progress import SILENT, Progress
 from attar.walks.stream import stream
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-
-CONSTANT = 0.999  # a layer whose codes are all but one in a thousand the same is broken
 
 
 def export(
@@ -57,17 +56,8 @@ def export(
         NumericsError: a tensor would not survive the format.
     """
     source = open_checkpoint(model)
-    packed = is_packed(source.config)
-    if settings.format == "compressed-tensors" and not packed:
-        raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
-    if (
-        settings.format == "compressed-tensors"
-        and source.config["quantization_config"]["format"] == TRANSPOSED
-    ):
-        raise ModelError(
-            f"{source.path}: compressed-tensors has no transposed Linears ({source.config['model_type']})",
-            hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
-        )
+    if settings.format == "compressed-tensors":
+        _refuse(source)
     with produce(
         out,
         stage="export",
@@ -87,6 +77,23 @@ def export(
     return open_checkpoint(out)
 
 
+def _refuse(source: Checkpoint) -> None:
+    """Raise where a checkpoint cannot leave as compressed-tensors."""
+    said = source.config.get("quantization_config")
+    if not said:
+        raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
+    if not is_packed(source.config):
+        raise ModelError(
+            f"{source.path} is in the layout of {said.get('quant_method')}",
+            hint="it loads as it is; --format dense loads everywhere",
+        )
+    if said["format"] == TRANSPOSED:
+        raise ModelError(
+            f"{source.path}: compressed-tensors has no transposed Linears ({source.config['model_type']})",
+            hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
+        )
+
+
 def _write_dense(
     source: Checkpoint, folder: Path, work: Path, settings: ExportSettings, progress: Progress
 ) -> None:
@@ -96,55 +103,27 @@ def _write_dense(
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
     _write_config(folder, config)
+    read = reader(source)
 
     def layout(info: Any) -> Sequence[Slot]:
-        shape = _dense_shape(source, info)
-        if shape is None:
+        made = read.slot(info)
+        if made is None:
             return []
-        kind = _decoded_dtype(source, info)
+        name, kind, shape = made
         if dtype is not None and kind in ("F32", "F16", "BF16"):
             kind = stored_dtype(dtype)
-        return [Slot(info.name.removesuffix("_packed"), kind, shape)]
+        return [Slot(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
-        tensor = dense_tensor(source, name)
-        assert tensor is not None, "scales have no slot"
-        return {
-            name.removesuffix("_packed"): tensor.to(dtype) if dtype is not None and _casts(tensor) else tensor
-        }
+        tensor, made = read.dense(name), read.slot(source.tensors[name])
+        assert tensor is not None and made is not None, "scales have no slot"
+        return {made[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
 
     stream(source, layout, transform, folder, work=work / "shards", progress=progress, what="export dense")
 
 
-def _casts(tensor: Tensor) -> bool:
-    return bool(tensor.is_floating_point())
-
-
 def _target(source: Checkpoint, settings: ExportSettings) -> torch.dtype | None:
     return None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-
-
-def _dense_shape(source: Checkpoint, info: Any) -> tuple[int, ...] | None:
-    """Shape of what a stored tensor decodes to; None for scales and the like."""
-    base, _, leaf = info.name.rpartition(".")
-    if leaf in (SCALE, SHAPE, ZERO):
-        return None
-    if leaf == PACKED:
-        rows, columns = (int(size) for size in source.load(f"{base}.{SHAPE}"))
-        return (
-            (columns, rows)
-            if source.config["quantization_config"]["format"] == TRANSPOSED
-            else (rows, columns)
-        )
-    shape: tuple[int, ...] = info.shape
-    return shape
-
-
-def _decoded_dtype(source: Checkpoint, info: Any) -> str:
-    """Stored type of what a tensor decodes to: that of its scale, where it has one."""
-    scale = source.tensors.get(f"{info.name.rpartition('.')[0]}.{SCALE}")
-    kind: str = scale.dtype if scale is not None and info.dtype in ("I32", "I8") else info.dtype
-    return kind
 
 
 def _write_packed(source: Checkpoint, folder: Path, work: Path, progress: Progress) -> None:
@@ -176,15 +155,16 @@ def verify(
         NumericsError: a tensor differs, overflows, or is degenerate.
     """
     target = _target(source, settings) if settings.format == "dense" else None
+    before, after = reader(source), reader(written)
     checked = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name in source.tensors:
-            wanted = dense_tensor(source, name)
+            wanted = before.dense(name)
             if wanted is not None:
-                _check_codes(source, name)
-                stored = name.removesuffix("_packed") if settings.format == "dense" else name
-                got = dense_tensor(written, stored)
-                _compare(stored, wanted, got, target)
+                before.check(name)
+                slot = before.slot(source.tensors[name])
+                stored = slot[0] if slot and settings.format == "dense" else name
+                _compare(stored, wanted, after.dense(stored), target)
                 checked += 1
             task.advance()
     return [f"{checked} tensors read back equal", "scales finite and not zero", "no layer of constant codes"]
@@ -201,22 +181,4 @@ def _compare(name: str, wanted: Tensor, got: Tensor | None, target: torch.dtype 
         raise NumericsError(
             f"{name} reads back differently from what was written",
             hint="the disk may be failing; run it again",
-        )
-
-
-def _check_codes(source: Checkpoint, name: str) -> None:
-    """Scales that decode, codes that vary."""
-    base, _, leaf = name.rpartition(".")
-    if leaf != PACKED:
-        return
-    scale = source.load(f"{base}.{SCALE}").float()
-    if not (torch.isfinite(scale).all() and (scale > 0).all()):
-        raise NumericsError(
-            f"{base}.{SCALE} holds zero, negative or infinite scales", hint="quantize the model again"
-        )
-    words = source.load(name).flatten()
-    same = float((words == words[0]).float().mean()) if words.numel() > 64 else 0.0
-    if same > CONSTANT:
-        raise NumericsError(
-            f"{base}: nearly all codes are the same", hint="the weights were zero or damaged before"
         )

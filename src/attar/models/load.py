@@ -44,7 +44,8 @@ def load_model(
 ) -> Any:
     """Load a model in evaluation mode, of the class that its config names.
 
-    Quantized compressed-tensors checkpoints come back dense.
+    Quantized checkpoints (compressed-tensors, bitsandbytes NF4) come back dense; where their scheme rounds
+    activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`).
 
     Args:
         model: a folder, a hub id, ``attar:tiny``, or an open checkpoint.
@@ -62,16 +63,12 @@ def load_model(
     config = load_config(checkpoint.path, checkpoint.config)
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
-    if packing := checkpoint.config.get("quantization_config"):
-        from attar.formats.compressed_tensors import dequantize_state, is_packed
+    if checkpoint.config.get("quantization_config"):
+        from attar.formats import readers
 
-        if not is_packed(checkpoint.config):
-            raise ModelError(
-                f"{checkpoint.path}: quantized with {packing.get('quant_method')!r}, which attar cannot read",
-                hint="start from the dense model",
-            )
+        layout = readers.METHODS[str(readers.method(checkpoint))]
         del config.quantization_config
-        source = {"pretrained_model_name_or_path": None, "state_dict": dequantize_state(checkpoint)}
+        source = {"pretrained_model_name_or_path": None, "state_dict": layout.dequantize_state(checkpoint)}
     with quiet():
         try:
             loaded, report = kind.from_pretrained(
@@ -88,7 +85,58 @@ def load_model(
             ) from error
     _check_report(checkpoint, loaded, report)
     _check_numbers(checkpoint, loaded)
+    round_activations(checkpoint, loaded)
     return loaded.eval().to(where)
+
+
+def round_activations(checkpoint: Checkpoint, model: Any) -> None:
+    """Attach what a checkpoint's scheme does to activations and to the KV cache."""
+    from attar.formats import compressed_tensors
+
+    if not compressed_tensors.is_packed(checkpoint.config):
+        return
+    scheme = compressed_tensors.Scheme(checkpoint.config["quantization_config"])
+    if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
+        return
+    from attar.models.anatomy import discover, is_linear
+    from attar.models.fake_quant import round_cache, round_inputs
+
+    for name, module in model.named_modules():
+        group = scheme.group(name, "Linear") if is_linear(module) else None
+        if group and group.activations:
+            scale = _scale(checkpoint, model, f"{name}.{compressed_tensors.INPUT_SCALE}", group.activations)
+            zero = _beside(checkpoint, model, f"{name}.{compressed_tensors.INPUT_ZERO}")
+            round_inputs(module, group.activations, scale, zero)
+    rule = scheme.kv_cache
+    for block in discover(model).blocks if rule else ():
+        assert rule is not None
+        name = block.attention.name
+        scales = [
+            _scale(checkpoint, model, f"{name}.{leaf}", rule)
+            for leaf in (compressed_tensors.K_SCALE, compressed_tensors.V_SCALE)
+        ]
+        round_cache(model.get_submodule(name), rule, *scales)
+
+
+def _scale(checkpoint: Checkpoint, model: Any, name: str, rule: Any) -> torch.Tensor | None:
+    """The stored scale of a static rule; None where the scale is dynamic."""
+    if rule.dynamic:
+        return None
+    found = _beside(checkpoint, model, name)
+    if found is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} is missing", hint="the packed checkpoint is incomplete"
+        )
+    return found
+
+
+def _beside(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tensor | None:
+    """A stored tensor that is no parameter, with or without the model's prefix; None where there is none."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        if candidate in checkpoint.tensors:
+            return checkpoint.load(candidate)
+    return None
 
 
 def empty_model(config: Mapping[str, Any] | Any) -> Any:

@@ -18,7 +18,6 @@ share their inputs share H, U and the loop over the columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,24 +25,10 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
+from attar.quantization.rounded import Rounded
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
 ORDERS = ("off", "static", "group")
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """What a second-order rounding returns.
-
-    Attributes:
-        quantized: the codes.
-        damp: lambda that was used, as a fraction of the mean diagonal.
-        dead: how many columns had no input.
-    """
-
-    quantized: Quantized
-    damp: float
-    dead: int
 
 
 def gptq(
@@ -113,9 +98,7 @@ def gptq_shared(
     importance = H.diagonal()[stood]
     chosen = [
         given or grid.choose(part, importance=importance)
-        for given, part in zip(
-            parameters or [None] * len(sizes), W[:, stood].split(sizes), strict=True
-        )
+        for given, part in zip(parameters or [None] * len(sizes), W[:, stood].split(sizes), strict=True)
     ]
     group = (torch.arange(K, device=W.device) if act_order == "group" else order) // (grid.group_size or K)
     U, used = inverse_factor(H[order][:, order], damp)
@@ -156,14 +139,15 @@ def round_columns(
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         block, factor = Wt[start:end], U[start:end, start:end].contiguous()
-        spread = parameters.each(lambda value, at=group[start:end]: value.T[at].contiguous())
+        at_block = group[start:end]
+        spread = parameters.each(lambda value, at=at_block: value.T[at].contiguous())  # type: ignore[misc]
         errors = torch.empty_like(block)
         steps = [1.0 / value for value in factor.diagonal().tolist()]
         for i in range(end - start):
             column = block[i]
             if i:
                 column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
-            at = spread.each(lambda value, i=i: value[i])
+            at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
             target = column if kept is None else column * kept[start + i]
             codes[start + i] = grid.encode(target, at)
             torch.mul(column - grid.decode(codes[start + i], at), steps[i], out=errors[i])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attar.errors import SettingsError
-SCHEMES: dict[str, int] = {"W4A16": 4, "W8A16": 8}
+from attar.quantization.schemes import SCHEMES
 from attar.walks.settings import check_range
 
 VERSION = 2
@@ -60,6 +60,10 @@ class QuantizeSettings:
     rotate: bool = field(
         default=False, metadata={"help": "rotate the residual stream by a Hadamard matrix first"}
     )
+    untie: bool = field(
+        default=False,
+        metadata={"help": "rotate: a head tied to the embedding may become a tensor of its own"},
+    )
     smooth: str = field(
         default="auto",
         metadata={
@@ -77,6 +81,13 @@ class QuantizeSettings:
             "help": "how a scale is chosen; auto: mse at 4 bits and below for methods that see data, "
             "else absmax",
             "choices": SCALES,
+        },
+    )
+    refine: int = field(
+        default=4,
+        metadata={
+            "help": "gptq, gptaq, qronos: passes of coordinate descent over the codes afterwards, the scales "
+            "refitted between two; 0: off"
         },
     )
     damp: float = field(
@@ -139,11 +150,9 @@ class QuantizeSettings:
         default="python-stdlib",
         metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
     )
-    max_kl: float = field(
-        default=1.0,
-        metadata={
-            "help": "KL to the original (nats a token) above which the result is called garbage; 0: no check"
-        },
+    check_tokens: int = field(
+        default=2048,
+        metadata={"help": "held-out tokens on which the result is compared with the original; 0: no check"},
     )
     precision: str = field(
         default="auto",
@@ -179,7 +188,8 @@ class QuantizeSettings:
         for name in ("samples", "batch_size", "iterations", "rounds", "steps"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
-        check_range("max_kl", self.max_kl, 0.0, float("inf"), "0 (no check) or more")
+        check_range("check_tokens", self.check_tokens, 0, 2**40, "0 (no check) or more")
+        check_range("refine", self.refine, 0, 2**20, "0 (off) or more")
         for override in self.overrides:
             if not all(override.rpartition("=")[::2]):
                 raise SettingsError("overrides", override, "MODULE=SCHEME")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.walks.activations import Activations
+from attar.walks.objectives import token_kl
 from attar.walks.passes import arithmetic
 from attar.walks.skeleton import Call, Skeleton
 
@@ -30,12 +31,15 @@ class Compared:
         kl: mean KL(original || changed) per token, in nats; None for a model without a head; NaN or infinite
             where the changed model's logits are.
         top1: fraction of tokens where both would choose the same one; None without a head.
+        blind: the KL of the one distribution that knows the original's average but nothing of the context;
+            None without a head.
         tokens: tokens compared.
         drift: relative squared error of the hidden states after each block.
     """
 
     kl: float | None
     top1: float | None
+    blind: float | None
     tokens: int
     drift: tuple[float, ...]
 
@@ -113,28 +117,34 @@ def _drift(theirs: Activations, ours: Activations) -> float:
 
 def _end(
     sides: Sequence[Skeleton], stores: Sequence[Activations], batches: Sequence[Tensor]
-) -> tuple[float | None, float | None, int]:
-    """KL and agreement of the logits; one head in memory at a time, the original's logits kept."""
+) -> tuple[float | None, float | None, float | None, int]:
+    """KL, agreement and the blind KL of the logits; one head in memory at a time, the original's logits
+    kept."""
     used = torch.cat([batch.flatten() for batch in batches]).unique()
-    kept: list[Tensor | None] = []
     with sides[0].headed(used):
-        for number, batch in enumerate(batches):
-            kept.append(_log_probabilities(sides[0], batch, stores[0][number]))
-    total = agreed = 0.0
-    tokens = 0
+        kept = [_logits(sides[0], batch, stores[0][number]) for number, batch in enumerate(batches)]
+    tokens = sum(batch.numel() for batch in batches)
+    total = same = entropy = 0.0
+    mean: Tensor | float = 0.0
     with sides[1].headed(used):
         for number, batch in enumerate(batches):
-            theirs, ours = kept[number], _log_probabilities(sides[1], batch, stores[1][number])
-            if theirs is None or ours is None:
-                return None, None, sum(batch.numel() for batch in batches)
-            width = min(theirs.shape[-1], ours.shape[-1])
-            p, q = theirs[..., :width], ours[..., :width]
-            total += float((p.exp() * (p - q)).sum(dtype=torch.float64))
-            agreed += float((p.argmax(-1) == q.argmax(-1)).sum())
-            tokens += batch.numel()
-    return total / tokens, agreed / tokens, tokens
+            p, q = kept[number], _logits(sides[1], batch, stores[1][number])
+            if p is None or q is None:
+                return None, None, None, tokens
+            width = min(p.shape[-1], q.shape[-1])
+            p, q = p[:, :width], q[:, :width]
+            total += float(token_kl(p, q).sum())
+            same += float((p.argmax(-1) == q.argmax(-1)).sum())
+            known = p.softmax(-1)
+            entropy -= float(torch.special.xlogy(known, known).sum(dtype=torch.float64))
+            mean = mean + known.sum(0, dtype=torch.float64)
+    assert isinstance(mean, Tensor)
+    average = mean / tokens
+    blind = -float(torch.special.xlogy(average, average).sum()) - entropy / tokens
+    return total / tokens, same / tokens, max(blind, 0.0), tokens
 
 
-def _log_probabilities(side: Skeleton, batch: Tensor, hidden: Tensor) -> Tensor | None:
+def _logits(side: Skeleton, batch: Tensor, hidden: Tensor) -> Tensor | None:
+    """Logits (B * S, V), float32."""
     logits = side.logits(batch, hidden.to(side.device))
-    return None if logits is None else torch.log_softmax(logits.float(), -1)
+    return None if logits is None else logits.flatten(0, 1).float()

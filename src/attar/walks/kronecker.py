@@ -1,21 +1,25 @@
 """Kronecker factors of the Hessian of the whole model's KL divergence, for two-sided rounding: Tseng, Sun, De
-Sa 2025, "Model-Preserving Adaptive Rounding" (YAQA), arXiv 2505.22988, the sketch over sequence gradients.
+Sa 2025, "Model-Preserving Adaptive Rounding" (YAQA), arXiv 2505.22988, the sketches over tokens and over
+sequences.
 
-At the original weights the Hessian of E KL(original || changed) in one weight is the Fisher matrix F = E[ vec
-G vec G^T ], G the gradient of the log-likelihood of labels drawn from the model's own output. The nearest
-Kronecker product H_O (x) H_I is found by power iteration:
+At the original weights the Hessian of the KL in one weight is the Fisher matrix F = E[ vec G vec G^T ], G the
+gradient of the log-likelihood of labels drawn from the model's own output. The nearest Kronecker product H_O
+(x) H_I is found by power iteration:
 
     H_I <- E[ G^T H_O G ] ,  H_O <- E[ G H_I G^T ]          both from the factors of the round before
 
 Letters: N outputs, K inputs of a Linear; x_t (K,) its input and g_t (N,) the gradient at its output for token
-t; G (N, K) = sum over the tokens of a sequence of g_t x_t^T; S tokens a sequence.
+t; G (N, K) = sum over the tokens of a span of g_t x_t^T; S tokens a sequence; X (c, K) and D (c, N) inputs
+and gradients of a span of c tokens, so that G^T H_O G = X^T (D H_O D^T) X and no G is formed.
 
-A whole sequence makes one G because a label's loss reaches a layer through several tokens (attention), and
-their products belong to the Hessian; labels of different positions are independent, so their products have
-mean zero.
+The span: a label's loss reaches a layer through several tokens (attention), so products of g_t x_t^T and g_u
+x_u^T of different tokens belong to the Hessian. With a span of the whole sequence (0) F is exact in the mean,
+but a sequence is one sample, drowned in products of labels at different positions, whose mean is zero: it
+takes thousands of sequences. With a span of 1 every token is a sample, and products between tokens are left
+out.
 
-Scale: H_O has trace N (mean diagonal 1) and H_I carries the rest, tr(H_O) tr(H_I) = E ||G||^2 / S, so that
-1/2 tr(E^T H_O E H_I) estimates the KL, in nats per token, that a change E of the weight costs.
+Scale: H_O has trace N (mean diagonal 1) and H_I carries the rest, tr(H_O) tr(H_I) = E ||G||^2 a token, so
+that 1/2 tr(E^T H_O E H_I) estimates the KL, in nats per token, that a change E of the weight costs.
 
 Differs from the paper: every round draws fresh labels, so that what one round's factor owes to chance is not
 met again in the next; contexts are the calibration text as it is.
@@ -58,6 +62,7 @@ def collect(
     *,
     rounds: int = 2,
     draws: int = 1,
+    span: int = 1,
     seed: int = 0,
     autocast: torch.dtype | None = None,
     progress: Progress = SILENT,
@@ -72,6 +77,7 @@ def collect(
         names: paths of ``nn.Linear`` or Conv1D modules.
         rounds: power iterations from H_O = 1, H_I = 1; each is one pass over the batches.
         draws: label sets drawn for a batch in each round; more of them is less noise.
+        span: c, tokens whose products with each other count; 0: all of a sequence.
         seed: of the labels.
         autocast: run the model in this type (bfloat16); the factors are float32 all the same.
         device: where the model is.
@@ -88,7 +94,7 @@ def collect(
     generator = torch.Generator(device).manual_seed(seed)
     with progress.task("kronecker", total=rounds * draws * len(batches)) as task:
         for _ in range(rounds):
-            sums = {name: _Sums(factor) for name, factor in factors.items()}
+            sums = {name: _Sums(factor, span) for name, factor in factors.items()}
             watch = _Watch(names, partial(_add, sums))
             passes = _gradients(model, batches, watch, draws, generator, autocast)
             for _ in passes:
@@ -117,8 +123,8 @@ def token_importance(
 ) -> dict[str, list[Tensor]]:
     """How much each token's output of a Linear matters to the model's KL: g_t^T g_t.
 
-    A Hessian of inputs weighted by it is :func:`collect`'s H_I after one round, without the products between
-    tokens. One pass, and no memory to speak of. Does not modify the model.
+    A Hessian of inputs weighted by it is :func:`collect`'s H_I after one round with a span of 1. One
+    pass, and no memory to speak of. Does not modify the model.
 
     Args:
         as for :func:`collect`.
@@ -149,20 +155,21 @@ def _normalised(values: list[Tensor], draws: int) -> list[Tensor]:
 
 
 class _Sums:
-    """Sums of G^T H_O G and G H_I G^T over sequences."""
+    """Sums of G^T H_O G and G H_I G^T over spans of tokens."""
 
-    def __init__(self, factor: Kronecker) -> None:
-        self.factor = factor
+    def __init__(self, factor: Kronecker, span: int) -> None:
+        self.factor, self.span = factor, span
         self.output, self.input = torch.zeros_like(factor.output), torch.zeros_like(factor.input)
         self.energy = torch.zeros((), dtype=torch.float64, device=factor.output.device)
         self.tokens = 0
 
     def add(self, x: Tensor, g: Tensor) -> None:
         """Add the sequences of a batch: inputs (B, S, K), gradients (B, S, N)."""
-        for G in torch.einsum("bsn,bsk->bnk", g.float(), x.float()):
-            self.input.addmm_(G.T, self.factor.output @ G)
-            self.output.addmm_(G @ self.factor.input, G.T)
-            self.energy += G.double().square().sum()
+        X, D = _spans(x.float(), self.span), _spans(g.float(), self.span)  # (number, c, K or N)
+        through_output, through_input = D @ self.factor.output, X @ self.factor.input
+        self.input.addmm_(X.flatten(0, 1).T, (through_output @ D.mT @ X).flatten(0, 1))
+        self.output.addmm_(D.flatten(0, 1).T, (through_input @ X.mT @ D).flatten(0, 1))
+        self.energy += ((D @ D.mT) * (X @ X.mT)).sum(dtype=torch.float64)
         self.tokens += x.shape[0] * x.shape[1]
 
     def value(self) -> Kronecker:
@@ -171,6 +178,13 @@ class _Sums:
         N, energy = len(output), (self.energy / max(self.tokens, 1)).float()
         output = output * (N / output.trace().clamp(min=1e-30))
         return Kronecker(output, into * (energy / N / into.trace().clamp(min=1e-30)))
+
+
+def _spans(value: Tensor, span: int) -> Tensor:
+    """(B, S, features) cut into (number, c, features), the last span of a sequence filled up with zeros."""
+    span = span or value.shape[1]
+    filled = nn.functional.pad(value, (0, 0, 0, -value.shape[1] % span))
+    return filled.reshape(-1, span, value.shape[-1])
 
 
 def _symmetric(H: Tensor) -> Tensor:

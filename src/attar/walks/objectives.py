@@ -3,7 +3,7 @@ how far a changed model's predictions are from the original's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -119,3 +119,47 @@ def _flat_logits(model: Any, batch: Tensor, kept: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=batch.clamp(min=0).to(device)).logits.flatten(0, 1)
     return logits if bool(kept.all()) else logits[kept.to(logits.device)]
+
+
+def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The train walk's plainest loss: :func:`next_token_loss` of the model's logits.
+
+    Args:
+        model: gives ``.logits`` (B, S, V).
+        tokens: int64 (B, S); -100 where there is no token.
+    """
+    return next_token_loss(model(input_ids=tokens.clamp(min=0)).logits, tokens)
+
+
+def agreement(
+    teacher: nn.Module, alpha: float = 1.0, temperature: float = 1.0
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """A loss for the train walk: alpha T^2 KL(teacher || model) + (1 - alpha) cross-entropy, in nats, mean
+    over the predicted tokens.
+
+    Args:
+        teacher: run beside the model, without gradients; it must not share the parameters that are trained.
+        alpha: weight of the soft loss, 0 to 1.
+        temperature: T.
+    """
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        shown, predicted = tokens.clamp(min=0), tokens[:, 1:] >= 0
+        logits = model(input_ids=shown).logits
+        total = logits.new_zeros((), dtype=torch.float32)
+        if alpha > 0.0:
+            with torch.no_grad():
+                guide = teacher(input_ids=shown).logits[:, :-1][predicted]
+            total = total + alpha * divergence(logits[:, :-1][predicted], guide, temperature)
+        if alpha < 1.0:
+            total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
+        return total
+
+    return loss
+
+
+def divergence(logits: Tensor, guide: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(softmax(guide / T) || softmax(logits / T)) in nats, mean over tokens; both (n, V)."""
+    log_q = F.log_softmax(logits.float() / temperature, dim=-1)
+    log_p = F.log_softmax(guide.float() / temperature, dim=-1)
+    return temperature**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)

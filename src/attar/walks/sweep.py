@@ -147,6 +147,7 @@ def sweep(
     spill_bytes: int = 4 * 2**30,
     waiting_bytes: int = 2**30,
     precision: str = "auto",
+    prepare: Callable[[nn.Module], None] | None = None,
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
     what: str = "sweep",
@@ -163,6 +164,8 @@ def sweep(
         waiting_bytes: what passes that wait between two groups may hold; beyond it they start again for each
             group, which costs time and no memory.
         precision: of the passes: "fp32", "bf16", or "auto" (bf16 where the device has fast products of it).
+        prepare: called with the model, its parameters on the meta device, before anything runs: to hook what
+            a solver does not see (keys and values, say). Hooks are also called with meta tensors.
         device: where the blocks run; weights and hidden states between blocks are float32.
 
     Raises:
@@ -172,6 +175,8 @@ def sweep(
     place = torch.device(device)
     fast = has_bfloat16(place) if precision == "auto" else precision == "bf16"
     skeleton = Skeleton(checkpoint, place)
+    if prepare is not None:
+        prepare(skeleton.model)
     store = Activations(work / "activations", spill_bytes)
     whole = hasattr(solver, "solve_block")
     two = whole or cast(Solver, solver).original
@@ -363,7 +368,7 @@ class _BlockRunner:
         widest = max((weight_of(self.modules[group[0]]).shape[1] for group in groups), default=0)
         tokens = len(self.store) * self.store[0].shape[:2].numel()
         streams = 1 if self.originals is None else 2
-        return tokens * streams * 4 * (5 * hidden + widest) <= self.waiting_bytes
+        return bool(tokens * streams * 4 * (5 * hidden + widest) <= self.waiting_bytes)
 
     def _outputs(self, module: nn.Module, store: Activations) -> Iterator[Tensor]:
         for number in range(len(store)):

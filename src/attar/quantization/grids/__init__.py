@@ -1,7 +1,24 @@
 """Grids: which values a code can take, and how its scale and zero are chosen. One file per family of number
 formats; none of them knows how weights are rounded."""
 
+from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
+from attar.quantization.grids.ggml import GGML, GGMLGrid
 from attar.quantization.grids.grid import Grid, Parameters, Quantized
 from attar.quantization.grids.integer import IntGrid
+from attar.quantization.grids.nf4 import NF4Grid
+from attar.quantization.grids.scales import choose_scales
 
-__all__ = ["Grid", "IntGrid", "Parameters", "Quantized"]
+__all__ = [
+    "GGML",
+    "Float8Grid",
+    "GGMLGrid",
+    "Grid",
+    "IntGrid",
+    "MXFP4Grid",
+    "NF4Grid",
+    "NVFP4Grid",
+    "Parameters",
+    "Quantized",
+    "choose_scales",
+]

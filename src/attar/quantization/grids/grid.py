@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +58,10 @@ class Grid(ABC):
             unless the grid says otherwise.
         group_size: c, columns of a tile; 0: all.
         rows: r, rows of a tile; 0: all. (1, g) is a group of g inputs, (1, 0) a channel, (0, 0) the tensor.
+        searches: its own ``choose`` looks for the parameters of least error and takes ``importance``.
     """
+
+    searches: ClassVar[bool] = False
 
     storage: torch.dtype
     group_size: int
@@ -88,6 +92,11 @@ class Grid(ABC):
             importance: (K,) weight of each input's squared error (the diagonal of H), for grids whose own
                 rule searches; the others ignore it.
         """
+
+    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+        """The parameters with other scales (P, G), rounded as they are stored; None where a tile's scale
+        cannot be chosen freely (scales of scales, powers of two)."""
+        return None
 
     @abstractmethod
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
@@ -196,3 +205,10 @@ class Quantized:
         }
         parameters = Parameters(tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored)
         return cls(grid, tensors["codes"], parameters, tensors.get("g_idx"))
+
+
+def stored_scale(scale: Tensor, storage: torch.dtype) -> Tensor:
+    """The scale as it will be read back, float32; a tile of zeros gets scale 1, and tiny scales the smallest
+    normal number of the storage type."""
+    kept = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return kept.clamp(min=torch.finfo(storage).tiny).to(storage).float()

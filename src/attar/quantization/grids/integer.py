@@ -1,4 +1,4 @@
-"""Whole numbers times a scale: int2 to int8, symmetric or with a zero, per tensor, channel, group or block."""
+"""Whole numbers times a scale: int2 to int8, symmetric or with a zero, by tensor, channel, group or block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, Parameters, stored_scale
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,10 @@ class IntGrid(Grid):
         scale = stored_scale((top - bottom) / steps, self.storage)
         return Parameters(scale, (self.low - bottom / scale).round().clamp(self.low, self.high))
 
+    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+        """Any positive scale, in the storage type."""
+        return Parameters(stored_scale(scale, self.storage), parameters.zero)
+
     def nearest(self, values: Tensor) -> Tensor:
         """Rounded half to even, kept within the codes."""
         return values.round().clamp_(self.low, self.high)
@@ -68,10 +72,3 @@ class IntGrid(Grid):
     def level(self, codes: Tensor) -> Tensor:
         """The code itself."""
         return codes.float()
-
-
-def stored_scale(scale: Tensor, storage: torch.dtype) -> Tensor:
-    """The scale as it will be read back, float32; a tile of zeros gets scale 1, and tiny scales the smallest
-    normal number of the storage type."""
-    kept = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return kept.clamp(min=torch.finfo(storage).tiny).to(storage).float()

@@ -1,0 +1,99 @@
+"""One virtual environment a tool, built when it is first needed.
+
+    python benchmarks/peers/environments.py [NAME ...]      builds what is missing, prints the versions
+
+They stand under ``$ATTAR_PEERS``, or ``~/.cache/attar/peers``. torch comes first and by its exact version, so
+that every tool computes with the same one (and pip finds the build without CUDA's packages where it has one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A tool.
+
+    Attributes:
+        name: of its environment, and of its distribution on the package index.
+        runner: the script beside this file that runs in it.
+        more: distributions it needs besides its own dependencies.
+    """
+
+    name: str
+    runner: str
+    more: tuple[str, ...] = ()
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("llmcompressor", "llmcompressor_run.py"),
+        Peer("gptqmodel", "gptqmodel_run.py"),
+        Peer("auto-round", "autoround_run.py"),
+        Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
+    )
+}
+
+
+def folder() -> Path:
+    """Where the environments stand."""
+    return Path(os.environ.get("ATTAR_PEERS") or "~/.cache/attar/peers").expanduser()
+
+
+def python(name: str) -> Path:
+    """The interpreter of a tool's environment, which is built if it is missing or was left half done.
+
+    Raises:
+        SystemExit: no such tool, or pip failed; says which and where its log is.
+    """
+    if name not in PEERS:
+        raise SystemExit(f"no peer {name!r}; there are {', '.join(PEERS)}")
+    interpreter = folder() / name / "bin" / "python"
+    if version(name) is None:
+        build(PEERS[name])
+    return interpreter
+
+
+def version(name: str) -> str | None:
+    """The tool's version in its environment, or None where it is not installed."""
+    interpreter = folder() / name / "bin" / "python"
+    if not interpreter.exists():
+        return None
+    script = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
+    found = subprocess.run([interpreter, "-c", script, name], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def build(peer: Peer) -> None:
+    """Make an environment; its log stands beside it."""
+    place = folder() / peer.name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    print(f"building {place}", file=sys.stderr)
+    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCH]
+    with place.with_name(f"{peer.name}.log").open("w") as log:
+        for command in ([sys.executable, "-m", "venv", place], pip, [*pip, peer.name, *peer.more]):
+            if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
+                raise SystemExit(f"{peer.name}: {' '.join(map(str, command))} failed; see {log.name}")
+
+
+def main() -> None:
+    """Build and list."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=list(PEERS), metavar="NAME")
+    for name in parser.parse_args().names:
+        print(f"{name:<16}{version(name) if python(name) else ''}")
+
+
+if __name__ == "__main__":
+    main()

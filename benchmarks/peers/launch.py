@@ -1,0 +1,122 @@
+"""Start a runner in its environment and read its answer; write the tokens that all of them calibrate on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from attar.checkpoint import open_checkpoint
+from attar.data.calibration import calibration_batches
+from attar.data.packing import row_length
+from attar.models.load import load_tokenizer
+from peers import environments
+from peers.job import Job
+
+HERE = Path(__file__).parent
+OURS = "attar"
+
+
+class RunnerError(Exception):
+    """A runner ended without an answer; carries the end of what it said."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One tool's way to round.
+
+    Attributes:
+        tool: attar or a peer.
+        name: what the tool's runner calls it.
+        changes: fields of the job and, for attar, settings that differ from the usual.
+    """
+
+    tool: str
+    name: str
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it was asked for: ``gptq,act_order=none``."""
+        return ",".join([self.name, *(f"{key}={value}" for key, value in self.changes)])
+
+
+def parse_method(tool: str, text: str) -> Method:
+    """A method from ``name`` or ``name,key=value,...``; values are JSON where they can be, else text."""
+    name, *pairs = text.split(",")
+    changes = []
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise SystemExit(f"{text}: {pair} is not key=value")
+        try:
+            changes.append((key, json.loads(value)))
+        except json.JSONDecodeError:
+            changes.append((key, value))
+    return Method(tool, name, tuple(changes))
+
+
+def with_method(job: Job, method: Method) -> Job:
+    """The job with a method's name and changes; what is no field of a job becomes an option."""
+    known = {field.name for field in fields(Job)}
+    mine = {key: value for key, value in method.changes if key in known}
+    options = {key: value for key, value in method.changes if key not in known}
+    return replace(job, method=method.name, options=options, **mine)
+
+
+def write_tokens(model: str, file: Path, *, samples: int, length: int, seed: int, data: str) -> None:
+    """The calibration rows that attar would take, int64 (samples, length), as ``tokens``."""
+    checkpoint = open_checkpoint(model)
+    rows = calibration_batches(
+        load_tokenizer(checkpoint),
+        data,
+        samples=samples,
+        sequence_length=row_length(length, checkpoint.config),
+        batch_size=8,
+        seed=seed,
+    )
+    save_file({"tokens": torch.cat(rows)}, file)
+
+
+def launch(tool: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
+    """Run a job in a process of its own.
+
+    Returns:
+        the runner's line: seconds, wall, peak_rss_mb, start_rss_mb, out, versions.
+
+    Raises:
+        RunnerError: it failed, or took longer than ``timeout`` seconds.
+    """
+    if tool == OURS:
+        command = [sys.executable, HERE / "attar_run.py"]
+    else:
+        command = [environments.python(tool), HERE / environments.PEERS[tool].runner]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as place:  # some tools write where they stand
+        text = replace(job, started=time.time()).text()
+        try:
+            ended = subprocess.run(
+                [*map(str, command), text],
+                cwd=place,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired:
+            raise RunnerError(f"{tool}: longer than {timeout:.0f} s") from None
+    lines = ended.stdout.splitlines()
+    if ended.returncode or not lines:
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise RunnerError(f"{tool}: {said[-1] if said else f'exit code {ended.returncode}'}")
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer

@@ -1,0 +1,322 @@
+"""What each way of rounding keeps: attar and other tools on the same models, tokens, bits and measure.
+
+    python benchmarks/quality.py --models attar:tiny DIR --schemes W4:128 W3:128 W2:64 W8A8 FP8 NF4
+        [--methods gptq rtn,...] [--peers llmcompressor gptqmodel auto-round bitsandbytes] [--seeds 3]
+        [--cache FILE]
+
+Every cell is one process: a tool quantizes the model on the seed's calibration tokens (the same token ids for
+everyone) and leaves a dense checkpoint of the weights that its own file stands for. All of these are measured
+here by attar on the same held-out text against the original: KL in nats per token, top-1 agreement,
+perplexity. Seeds change the calibration rows and whatever a method draws; methods without data run once.
+With ``--dtype float32`` everyone gets the same copy of the model in float32, so that scales are not rounded
+to bf16 by one tool and kept by another (GPTQModel and auto-round compute in bf16 all the same); with ``auto``
+the checkpoint as it is, which is what people do.
+
+A scheme is W<bits>:<group>[:asym], or W8A8, FP8, FP8_DYNAMIC, NF4[:<block>]. A method is a name, or
+``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings they are.
+Finished cells go to the cache file at once, and a run that was killed goes on from there; ``--again attar``
+(or ``attar/gptq``) measures these anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from peers.activations import measure
+from peers.job import Job
+from peers.launch import OURS, Method, RunnerError, launch, parse_method, with_method, write_tokens
+
+import attar
+from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.checkpoint.hashing import sha256_file
+from attar.errors import AttarError
+from attar.measure.reference import Reference, make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.quantization.settings import METHODS
+
+PEER_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
+    "llmcompressor": {
+        "INT": ("rtn", "gptq,act_order=none", "gptq", "awq"),
+        "W8A8": ("rtn", "gptq", "smoothquant", "smoothquant-gptq"),
+        "FP8": ("rtn", "gptq"),
+        "FP8_DYNAMIC": ("rtn", "gptq"),
+    },
+    "gptqmodel": {"INT": ("rtn", "gptq,act_order=none", "gptq", "gptq,act_order=group", "gptaq")},
+    "auto-round": {"INT": ("rtn", "autoround")},
+    "bitsandbytes": {"NF4": ("rtn", "double")},
+}
+PLAIN = "gptq,scales=absmax,refine=0"  # the paper's GPTQ with a static order of columns, as the peers have it
+DATALESS = {"rtn", "double"}  # but for the static scales of FP8
+STATIC = ("FP8",)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of the table.
+
+    Attributes:
+        key: everything that decides the result, as it stands in the cache.
+        job: without its folders.
+        method: the tool and what it is asked for.
+    """
+
+    key: dict[str, Any]
+    job: Job
+    method: Method
+
+    @property
+    def text(self) -> str:
+        """The key as one string."""
+        return json.dumps(self.key, sort_keys=True)
+
+
+def parse_scheme(text: str) -> dict[str, Any]:
+    """Fields of a job from a scheme's short name.
+
+    Raises:
+        SystemExit: not a scheme.
+    """
+    if found := re.fullmatch(r"W([2-8]):(\d+)(:asym)?", text):
+        return {
+            "scheme": "INT",
+            "bits": int(found[1]),
+            "group_size": int(found[2]),
+            "symmetric": found[3] is None,
+        }
+    if found := re.fullmatch(r"NF4(?::(\d+))?", text):
+        return {"scheme": "NF4", "bits": 4, "group_size": int(found[1] or 64)}
+    if text in ("W8A8", "FP8", "FP8_DYNAMIC"):
+        return {"scheme": text, "bits": 8, "group_size": 0}
+    raise SystemExit(f"{text} is no scheme: W4:128, W4:128:asym, W8A8, FP8, FP8_DYNAMIC, NF4 or NF4:64")
+
+
+def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
+    """Every cell of one model, in the order in which they are run: seeds outermost, tools interleaved."""
+    for seed in range(args.seeds):
+        for scheme in args.schemes:
+            for method in methods(args, parse_scheme(scheme)["scheme"]):
+                fields = parse_scheme(scheme)
+                if seed and method.name in DATALESS and fields["scheme"] not in STATIC:
+                    continue
+                job = with_method(Job(model="", tokens="", out="", method="", seed=seed, **fields), method)
+                job = replace(job, dtype="auto", data=args.data)
+                if method.name == "autoround":
+                    job = replace(job, iterations=dict(method.changes).get("iterations", args.iterations))
+                key = {
+                    "model": digest,
+                    "scheme": scheme,
+                    "tool": method.tool,
+                    "method": method.label,
+                    "seed": seed,
+                    "samples": args.samples,
+                    "length": args.length,
+                    "data": args.data,
+                    "tokens": args.tokens,
+                    "dtype": args.dtype,
+                }
+                if method.name == "autoround":
+                    key["iterations"] = job.iterations
+                yield Cell(key, job, method)
+
+
+def methods(args: argparse.Namespace, kind: str) -> list[Method]:
+    """attar's methods, then those of each peer that has this kind of scheme."""
+    ours = [parse_method(OURS, name) for name in args.methods]
+    theirs = [
+        parse_method(peer, name) for peer in args.peers for name in PEER_METHODS.get(peer, {}).get(kind, ())
+    ]
+    return ours + theirs
+
+
+def read_cache(file: Path | None) -> dict[str, dict[str, Any]]:
+    """Finished cells by key; a line that a kill cut short is left out."""
+    if file is None or not file.is_file():
+        return {}
+    found = {}
+    for line in file.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[json.dumps(row["key"], sort_keys=True)] = row["found"]
+    return found
+
+
+def forgotten(cell: Cell, again: list[str]) -> bool:
+    """Whether a cell is to be measured anew: its tool, or tool/method, is named."""
+    return cell.method.tool in again or f"{cell.method.tool}/{cell.method.label}" in again
+
+
+def run_cell(
+    cell: Cell,
+    model: str,
+    tokens: Path,
+    settings: EvaluateSettings,
+    reference: Reference,
+    work: Path,
+    limit: float,
+) -> dict[str, Any]:
+    """Quantize and measure one cell."""
+    out = work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    job = replace(cell.job, model=model, tokens=str(tokens), out=str(out))
+    answer = launch(cell.method.tool, job, limit)
+    found = measure(out, settings, reference)
+    return {
+        "kl": found.kl_mean,
+        "kl_p99": found.kl_p99,
+        "top1": found.top1_agreement,
+        "perplexity": found.perplexity,
+        **{name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "versions")},
+    }
+
+
+def given_model(checkpoint: Checkpoint, dtype: str, copy: Path) -> Path:
+    """The folder that every tool is given: the checkpoint itself, or a copy of it in another type."""
+    if dtype == "auto":
+        return checkpoint.path
+    return attar.export(checkpoint, copy, format="dense", dtype=dtype, force=True).path
+
+
+def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, Any]], work: Path) -> str:
+    """Fill the cells of one model; its tables."""
+    checkpoint = open_checkpoint(name)
+    digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
+    settings = EvaluateSettings(data=args.data, tokens=args.tokens, speed=False, sample="")
+    reference: Reference | None = None
+    source: Path | None = None
+    failures: dict[str, str] = {}
+    wanted = list(cells(args, digest))
+    for number, cell in enumerate(wanted, 1):
+        if cell.text in cache and not forgotten(cell, args.again):
+            continue
+        reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
+        source = source or given_model(checkpoint, args.dtype, work / digest[:16])
+        tokens = work / f"{digest[:16]}-{cell.job.seed}.safetensors"
+        if not tokens.exists():
+            write_tokens(
+                name, tokens, samples=args.samples, length=args.length, seed=cell.job.seed, data=args.data
+            )
+        label = f"{cell.key['scheme']} {cell.method.tool} {cell.method.label} seed {cell.job.seed}"
+        try:
+            found = run_cell(cell, str(source), tokens, settings, reference, work, args.limit)
+        except (RunnerError, AttarError) as error:
+            failures[label] = str(error)
+            print(f"[{number}/{len(wanted)}] {label}: {error}", file=sys.stderr, flush=True)
+            continue
+        cache[cell.text] = found
+        if args.cache:
+            with args.cache.open("a") as file:
+                file.write(json.dumps({"key": cell.key, "found": found}) + "\n")
+        print(
+            f"[{number}/{len(wanted)}] {label}: KL {found['kl']:.3e}, {found['seconds']:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    return report(checkpoint.name, args, wanted, cache, failures)
+
+
+def report(
+    name: str,
+    args: argparse.Namespace,
+    wanted: list[Cell],
+    cache: dict[str, dict[str, Any]],
+    failures: dict[str, str],
+) -> str:
+    """A heading, a table for each scheme, and what failed."""
+    head = (
+        f"### {name}: {args.samples} x {args.length} calibration tokens, {args.tokens} held-out tokens, "
+        f"{args.seeds} seed{'s' if args.seeds > 1 else ''}"
+    )
+    parts = [head]
+    for scheme in args.schemes:
+        rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for cell in wanted:
+            if cell.key["scheme"] == scheme and cell.text in cache:
+                rows.setdefault((cell.method.tool, cell.method.label), []).append(cache[cell.text])
+        if rows:
+            parts.append(table(scheme, rows))
+    if failures:
+        parts.append("Did not end:\n\n" + "\n".join(f"- {label}: {why}" for label, why in failures.items()))
+    return "\n\n".join(parts)
+
+
+def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """Markdown: one row a method, best first.
+
+    Args:
+        rows: by (tool, method), the cells of its seeds. KL is their mean and sample standard deviation.
+    """
+
+    def mean(row: tuple[str, str], name: str) -> float:
+        return statistics.fmean(cell[name] for cell in rows[row])
+
+    theirs = [mean(row, "kl") for row in rows if row[0] != OURS]
+    best = min(theirs) if theirs else math.nan
+    lines = [
+        f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | call, s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: mean(row, "kl")):
+        values = [cell["kl"] for cell in rows[row]]
+        spread = f" ± {statistics.stdev(values):.1e}" if len(values) > 1 else ""
+        ratio = "–" if math.isnan(best) else f"{mean(row, 'kl') / best:.2f}"
+        lines.append(
+            f"| {row[0]} | {row[1]} | {mean(row, 'kl'):.3e}{spread} | {mean(row, 'kl_p99'):.2e} "
+            f"| {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} | {ratio} "
+            f"| {mean(row, 'seconds'):.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["attar:tiny"])
+    parser.add_argument("--schemes", nargs="+", default=["W4:128", "W3:128", "W2:64", "W8A8", "FP8", "NF4"])
+    parser.add_argument("--methods", nargs="*", default=[*METHODS, PLAIN], help="attar's")
+    parser.add_argument("--peers", nargs="*", default=[], help=" ".join(PEER_METHODS))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=65_536, help="held-out")
+    parser.add_argument("--iterations", type=int, default=200, help="of auto-round and of our autoround")
+    parser.add_argument("--data", default="python-stdlib")
+    parser.add_argument("--dtype", default="float32", help="float32, or auto: the checkpoint's")
+    parser.add_argument("--limit", type=float, default=7200.0, help="seconds that one cell may take")
+    parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")
+    parser.add_argument("--again", nargs="*", default=[], metavar="TOOL[/METHOD]")
+    parser.add_argument("--work", type=Path, help="folder for what is written meanwhile")
+    return parser
+
+
+def main() -> None:
+    """Print the tables."""
+    args = arguments().parse_args()
+    for scheme in args.schemes:
+        parse_scheme(scheme)
+    if unknown := [peer for peer in args.peers if peer not in PEER_METHODS]:
+        raise SystemExit(f"no peer {unknown[0]!r}; there are {', '.join(PEER_METHODS)}")
+    cache = read_cache(args.cache)
+    with tempfile.TemporaryDirectory(dir=args.work) as work:
+        for name in args.models:
+            print(run_model(name, args, cache, Path(work)), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Which reader a checkpoint needs: by the ``quant_method`` in its config, or none for a dense one."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.formats import bitsandbytes, compressed_tensors
+
+METHODS: dict[str, ModuleType] = {module.METHOD: module for module in (compressed_tensors, bitsandbytes)}
+
+
+class Reader(Protocol):
+    """Reads a checkpoint tensor by tensor, whatever its layout."""
+
+    def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Name, type and shape of what a stored tensor stands for; None for scales and the like."""
+
+    def dense(self, name: str) -> Tensor | None:
+        """What a stored tensor stands for; None for scales and the like."""
+
+    def check(self, name: str) -> None:
+        """Raise NumericsError where codes or scales cannot be right."""
+
+
+class Dense:
+    """The reader of a checkpoint that is not quantized: everything stands for itself."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+
+    def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Its own name, type and shape."""
+        return info.name, info.dtype, info.shape
+
+    def dense(self, name: str) -> Tensor | None:
+        """The tensor itself."""
+        tensor: Tensor = self.checkpoint.load(name)
+        return tensor
+
+    def check(self, name: str) -> None:
+        """Nothing to check."""
+
+
+def method(checkpoint: Any) -> str | None:
+    """The ``quant_method`` of a checkpoint; None where it is dense.
+
+    Raises:
+        ModelError: attar cannot read it.
+    """
+    said = checkpoint.config.get("quantization_config")
+    if not said:
+        return None
+    name = said.get("quant_method")
+    if name not in METHODS:
+        raise ModelError(
+            f"{checkpoint.path}: quantized with {name!r}, which attar cannot read",
+            hint="start from the dense model",
+        )
+    return str(name)
+
+
+def reader(checkpoint: Any) -> Reader:
+    """The reader of a checkpoint.
+
+    Raises:
+        ModelError: it is quantized in a way that attar cannot read.
+    """
+    name = method(checkpoint)
+    made: Reader = METHODS[name].Reader(checkpoint) if name else Dense(checkpoint)
+    return made

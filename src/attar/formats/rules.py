@@ -1,0 +1,160 @@
+"""What a scheme does to a weight and to what flows into it, in the words of compressed-tensors: plain data,
+no torch.
+
+A rule says which numbers there are (``kind``, ``bits``) and which of them share a scale (``strategy``):
+``tensor`` all, ``channel`` a row of the weight, ``group`` g neighbours in a row, ``block`` a rectangle,
+``tensor_group`` groups whose scales have one scale above them, ``token`` one vector of an activation,
+``attn_head`` one head of the KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+FORMATS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
+"""Layouts of one Linear, as compressed-tensors calls them; layouts.py knows their bytes."""
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """How a weight becomes codes.
+
+    Attributes:
+        kind: ``int``, ``float`` or ``nf4``.
+        bits: of a code.
+        strategy: ``tensor``, ``channel``, ``group``, ``block`` or ``tensor_group``.
+        group_size: g where the strategy has groups; 0: it has none.
+        symmetric: no zero points.
+        block: (rows, columns) of a block.
+        double: NF4 whose block scales are 8-bit codes themselves.
+        ordered: each input names its group in ``weight_g_idx`` (act-order ``group``).
+    """
+
+    kind: str
+    bits: int
+    strategy: str
+    group_size: int = 0
+    symmetric: bool = True
+    block: tuple[int, int] | None = None
+    double: bool = False
+    ordered: bool = False
+
+    def tile(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """(rows, columns) of a weight (N, K) that share a scale."""
+        if self.block:
+            return self.block
+        if self.strategy == "tensor":
+            return shape
+        return 1, self.group_size or shape[1]
+
+    def tiles(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """(P, G): how many tiles a weight (N, K) has."""
+        height, width = self.tile(shape)
+        return -(-shape[0] // height), -(-shape[1] // width)
+
+    def config(self) -> dict[str, Any]:
+        """The ``weights`` entry of a config group."""
+        said: dict[str, Any] = {
+            "num_bits": self.bits,
+            "type": self.kind,
+            "symmetric": self.symmetric,
+            "strategy": self.strategy,
+            "group_size": self.group_size or None,
+            "dynamic": False,
+        }
+        if self.block:
+            said["block_structure"] = list(self.block)
+        if self.ordered:
+            said["actorder"] = "group"
+        if self.kind == "float" and self.bits == 4:
+            said["scale_dtype"] = "torch.float8_e4m3fn" if self.strategy == "tensor_group" else "torch.uint8"
+        return said
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> WeightRule:
+        """The rule that a ``weights`` entry states; what it leaves out is filled in as the library does."""
+        block = said.get("block_structure")
+        if isinstance(block, str):  # "128x128", as older files have it
+            block = [int(size) for size in block.split("x")]
+        strategy, size = _sharing(said)
+        return cls(
+            kind=said.get("type") or "int",
+            bits=int(said.get("num_bits", 8)),
+            strategy=strategy,
+            group_size=size,
+            symmetric=said.get("symmetric") is not False,
+            block=(int(block[0]), int(block[1])) if block else None,
+            ordered=said.get("actorder") in ("group", "dynamic"),
+        )
+
+
+@dataclass(frozen=True)
+class ActivationRule:
+    """How the inputs of a Linear, or the keys and values of a cache, are rounded.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        bits: of a code.
+        strategy: ``token``, ``tensor``, ``group`` or ``attn_head``.
+        dynamic: the scale is taken from the numbers themselves; False: from the file.
+        group_size: g of the strategy ``group``.
+        symmetric: no zero points.
+    """
+
+    kind: str
+    bits: int
+    strategy: str
+    dynamic: bool = True
+    group_size: int = 0
+    symmetric: bool = True
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The smallest and the largest code."""
+        if self.kind == "int":
+            return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
+        return (-448.0, 448.0) if self.bits == 8 else (-6.0, 6.0)
+
+    def config(self) -> dict[str, Any]:
+        """The ``input_activations`` entry of a config group, or ``kv_cache_scheme``."""
+        return {
+            "num_bits": self.bits,
+            "type": self.kind,
+            "symmetric": self.symmetric,
+            "strategy": self.strategy,
+            "group_size": self.group_size or None,
+            "dynamic": self.dynamic,
+        }
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> ActivationRule:
+        """The rule that such an entry states."""
+        strategy, size = _sharing(said)
+        return cls(
+            kind=said.get("type") or "int",
+            bits=int(said.get("num_bits", 8)),
+            strategy=strategy,
+            dynamic=bool(said.get("dynamic")),
+            group_size=size,
+            symmetric=said.get("symmetric") is not False,
+        )
+
+
+def _sharing(said: Mapping[str, Any]) -> tuple[str, int]:
+    """Strategy and group size; a strategy that is not said follows from the group size."""
+    size = int(said.get("group_size") or 0)
+    implied = "group" if size > 0 else "channel" if size == -1 else "tensor"
+    return said.get("strategy") or implied, max(size, 0)
+
+
+def format_of(weights: WeightRule, activations: ActivationRule | None) -> str:
+    """The layout that compressed-tensors chooses for a Linear with these rules."""
+    if weights.kind == "float" and weights.bits == 4:
+        return NVFP4 if weights.strategy == "tensor_group" else MXFP4
+    if activations is None:
+        return PACK if weights.kind == "int" else NAIVE
+    return INT if weights.kind == "int" else FLOAT

@@ -1,0 +1,307 @@
+"""Gates after a quantization: what must be true of the codes, of each layer and of the whole model, before a
+result may be called one.
+
+An **error** means that the result is no model, and decides the exit code. A **warning** goes into the report.
+
+    scales     not finite: error.  Zero where the weights are not: error when those tiles held more than 0.1 %
+               of the layer's squared weight, else a warning (a k-quant's smallest block may underflow)
+    codes      u = H(codes of the weights that are not 0) / log2(levels), the part of the stored bits that
+               carries anything.  u < 1/4: warning.  u < 1/8, or one code for different weights: error
+    layer      output error not finite: error.  Above RTN's, or 1 and more: warning
+    tokens     none seen: error.  Few: warning
+    model      KL(original || result) not finite, or at least that of a model blind to the context: error.
+               At least half of that: warning.  A greedy sample that is one token repeated: error
+
+Why u, and not the plain share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights
+with the scale at the largest of a tile, u is 0.66 at 2 bits (65 % zeros) and 0.87 at 4 bits in groups of 128,
+and 0.47 and 0.76 with one scale for 4096 inputs. u < 1/4 takes 92 % zeros at 4 levels, 86 % at 8, 79 % at 16,
+42 % at 256, which is a largest weight of 5, 11, 19 and 143 standard deviations in every tile: outliers own
+the scale. u < 1/8 takes 96 %, 95 %, 92 % and 79 %. Weights that are zero already (a pruned layer) do not
+count.
+
+Why blind: the reference's own average distribution, given at every place, has KL H(mean p) - mean H(p). What
+is that far away has kept nothing of the model; see ``Distance.blind`` in attar.walks.objectives.
+
+Nothing here runs a model: numbers are given, findings come back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.errors import NumericsError
+from attar.quantization.grids import Grid, Quantized
+
+LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
+USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
+WORSE = 1.001  # an output error above so many times RTN's is worse
+FEW_TOKENS = 128
+CHUNK = 1 << 22  # codes counted at once
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        layer: name of the module, or "" for the model as a whole.
+        check: "scales", "codes", "layer", "tokens" or "model".
+        severity: "error" or "warning".
+        message: one line that says what, without the name.
+        mend: how to mend it.
+    """
+
+    layer: str
+    check: str
+    severity: str
+    message: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.layer}: {self.message}" if self.layer else self.message
+
+
+def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
+    """What the gates want to know of a quantized weight; part of its report. Does not modify its inputs.
+
+    Args:
+        quantized: codes (N, K) and what decodes them.
+        weight: (N, K), what was quantized.
+
+    Returns:
+        ``bad_scales``: scales, zeros and minima that are not finite; ``zero_scales``: tiles of scale zero
+        whose weights are not all zero; ``lost``: the share of the squared weight in them; ``used``: u;
+        ``zeros``: share of the weights not 0 that became 0; ``codes``: codes that occur; ``varied``: whether
+        the weights are not all equal.
+    """
+    parameters, grid = quantized.parameters, quantized.grid
+    named = (parameters.scale, parameters.zero, parameters.minimum)
+    bad = sum(int((~torch.isfinite(value)).sum()) for value in named if value is not None)
+    energy = grid.tile(weight).square().sum((1, 3))
+    empty = (parameters.scale == 0) & (energy > 0)
+    lost = float(energy[empty].sum() / energy.sum().clamp(min=1e-30))
+    kept = weight != 0
+    counts = _histogram(quantized.codes[kept])
+    zeros = float((quantized.dequantize()[kept] == 0).float().mean()) if bool(kept.any()) else 0.0
+    return {
+        "bad_scales": bad,
+        "zero_scales": int(empty.sum()),
+        "lost": lost,
+        "used": _entropy(counts) / math.log2(levels(grid)),
+        "zeros": zeros,
+        "codes": int((counts > 0).sum()),
+        "varied": bool(kept.any()) and bool((weight[kept] != weight[kept][0]).any()),
+    }
+
+
+def levels(grid: Grid) -> int:
+    """How many codes a grid can give, found by encoding every magnitude there is."""
+    magnitudes = torch.logspace(-6, 6, 16384)
+    values = torch.cat([-magnitudes, torch.zeros(1), magnitudes])
+    return max(int(grid.nearest(values).unique().numel()), 2)
+
+
+def _histogram(codes: Tensor) -> Tensor:
+    """Occurrences of each of the 256 bytes that a code can be."""
+    bytes_ = codes.contiguous().view(torch.uint8).flatten()
+    counts = torch.zeros(256, dtype=torch.int64, device=codes.device)
+    for part in bytes_.split(CHUNK):
+        counts += torch.bincount(part.int(), minlength=256)
+    return counts
+
+
+def _entropy(counts: Tensor) -> float:
+    """Bits a code carries."""
+    share = counts.double() / counts.sum().clamp(min=1)
+    return float(-torch.special.xlogy(share, share).sum() / math.log(2))
+
+
+def check_layers(
+    reports: Sequence[Mapping[str, Any]], *, few_tokens: int = FEW_TOKENS, method: str = ""
+) -> list[Finding]:
+    """Judge the layers by their reports, in order.
+
+    Args:
+        reports: one for each Linear, with its ``name`` and any of: what :func:`code_numbers` gives; ``error``
+            and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator. What is absent is
+            not judged.
+        few_tokens: fewer tokens than this are a warning.
+        method: name of the rounding, for the messages.
+    """
+    checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
+    return [finding for report in reports for check in checks for finding in check(report)]
+
+
+def _scales(report: Mapping[str, Any]) -> list[Finding]:
+    name = str(report["name"])
+    mend = "check the weight; another grid or group size, or leave the layer out with --ignore"
+    found = []
+    if report.get("bad_scales"):
+        found.append(Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend))
+    if report.get("zero_scales"):
+        lost = float(report.get("lost", 1.0))
+        text = f"{report['zero_scales']} scales are zero, with {lost:.2%} of the layer's squared weight"
+        found.append(Finding(name, "scales", "error" if lost > LOST else "warning", text, mend))
+    return found
+
+
+def _codes(report: Mapping[str, Any]) -> list[Finding]:
+    if not report.get("varied") or "used" not in report:
+        return []
+    name, used, zeros = str(report["name"]), float(report["used"]), float(report.get("zeros", 0.0))
+    mend = "a smaller group size, scales searched by squared error, or more bits for this layer"
+    if report.get("codes") == 1:
+        return [Finding(name, "codes", "error", "every weight has the same code", mend)]
+    if used >= USED_WARNING:
+        return []
+    text = f"codes collapsed: {zeros:.0%} of its weights became zero, {used:.0%} of the bits carry anything"
+    return [Finding(name, "codes", "error" if used < USED_ERROR else "warning", text, mend)]
+
+
+def _error(report: Mapping[str, Any], method: str) -> list[Finding]:
+    if report.get("error") is None:
+        return []
+    name, error, rtn = str(report["name"]), float(report["error"]), report.get("rtn_error")
+    mend = "more calibration text, more damping, or more bits for this layer"
+    if not math.isfinite(error):
+        return [Finding(name, "layer", "error", f"its output error is {error}", mend)]
+    found = []
+    if rtn is not None and error > WORSE * float(rtn):
+        text = f"{method or 'the rounding'} has output error {error:.3g}, round to nearest {float(rtn):.3g}"
+        found.append(Finding(name, "layer", "warning", text, mend))
+    if error >= 1.0:
+        text = f"its output error is {error:.3g} of the output itself"
+        found.append(Finding(name, "layer", "warning", text, mend))
+    return found
+
+
+def _tokens(report: Mapping[str, Any], few: int) -> list[Finding]:
+    if report.get("tokens") is None or int(report["tokens"]) >= few:
+        return []
+    name, tokens = str(report["name"]), int(report["tokens"])
+    mend = "more --samples, or text that this layer is used for"
+    if tokens == 0:
+        return [Finding(name, "tokens", "error", "no calibration token reached it", mend)]
+    return [Finding(name, "tokens", "warning", f"only {tokens} calibration tokens reached it", mend)]
+
+
+def judge_output(
+    kl: float,
+    blind: float,
+    *,
+    top1: float | None = None,
+    sample: Sequence[int] = (),
+    original_sample: Sequence[int] = (),
+    culprit: str = "",
+) -> list[Finding]:
+    """Judge the whole model by numbers measured on held-out text.
+
+    Args:
+        kl: mean KL(original || result), nats a token.
+        blind: the KL of the original's average distribution (``Distance.blind``).
+        top1: agreement of the preferred tokens, for the message.
+        sample: tokens of a greedy continuation by the result.
+        original_sample: the same by the original.
+        culprit: the layer that did it, where known (:func:`blame`, :func:`suspect`).
+    """
+    agree = "" if top1 is None else f", same first choice at {top1:.0%} of the tokens"
+    mend = "more bits (for this layer: an override), another method, or more calibration text"
+    found = []
+    if not math.isfinite(kl):
+        found.append(Finding(culprit, "model", "error", f"the model's KL to the original is {kl}", mend))
+    elif kl >= blind / 2 and kl > 0:
+        text = f"KL to the original is {kl:.3g} nats{agree}; the context's whole worth is {blind:.3g}"
+        severe = kl >= blind
+        text = f"the model turned to garbage: {text}" if severe else text
+        found.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
+    if _stuck(sample) and not _stuck(original_sample):
+        text = f"a greedy sample is token {_last(sample)} again and again; the original's is not"
+        found.append(Finding(culprit, "model", "error", text, mend))
+    return found
+
+
+def _last(sample: Sequence[int]) -> int:
+    return int(sample[-1])
+
+
+def _stuck(sample: Sequence[int]) -> bool:
+    """Whether nine tenths of a sample of 8 tokens or more are one token."""
+    counts = [list(sample).count(token) for token in dict.fromkeys(sample)]
+    return len(sample) >= 8 and max(counts) >= 0.9 * len(sample)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The layer that does the most harm by itself.
+
+    Attributes:
+        layer: its name.
+        kl: the model's KL with this layer alone quantized.
+        alone: whether that is at least half of the whole model's KL; if not, the harm adds up over layers.
+    """
+
+    layer: str
+    kl: float
+    alone: bool
+
+
+def blame(layers: Sequence[str], kl_with: Callable[[Sequence[str]], float], whole: float) -> Culprit:
+    """Find the layer that did it, by halving: of two halves, the one that does more harm while everything
+    else is restored to the original is halved again.
+
+    Args:
+        layers: all quantized layers (or blocks), in order; at least one.
+        kl_with: ``kl_with(restored)``, the KL with these layers restored and all others quantized; called
+            about 2 log2(n) times. Not a number counts as worst.
+        whole: the KL with nothing restored.
+    """
+    assert layers, "nothing was quantized"
+
+    def harm(quantized: Sequence[str]) -> float:
+        kl = kl_with([name for name in layers if name not in quantized])
+        return math.inf if math.isnan(kl) else kl
+
+    left, worst = list(layers), whole
+    while len(left) > 1:
+        halves = left[: len(left) // 2], left[len(left) // 2 :]
+        harms = [harm(half) for half in halves]
+        side = int(harms[1] > harms[0])
+        left, worst = halves[side], harms[side]
+    alone = not math.isfinite(worst) or worst >= 0.5 * whole
+    return Culprit(left[0], worst, alone)
+
+
+def suspect(reports: Sequence[Mapping[str, Any]]) -> str:
+    """The layer that most likely did it, from the reports alone: one whose error is no number, else the one
+    with the largest output error relative to RTN's where that is above 1, else the largest error. "" when no
+    report has an error."""
+    known = [report for report in reports if report.get("error") is not None]
+    if not known:
+        return ""
+
+    def rank(report: Mapping[str, Any]) -> tuple[bool, float, float]:
+        error, rtn = float(report["error"]), float(report.get("rtn_error") or 0.0)
+        if not math.isfinite(error):
+            return True, 0.0, 0.0
+        ratio = error / rtn if rtn > 0 else 1.0
+        return False, ratio if ratio > WORSE else 1.0, error
+
+    return str(max(known, key=rank)["name"])
+
+
+def raise_on_error(findings: Sequence[Finding]) -> None:
+    """Raise for the first error, naming its layer and how many more there are.
+
+    Raises:
+        NumericsError: there is an error among the findings.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise NumericsError(f"{errors[0]}{more}", hint=errors[0].mend)

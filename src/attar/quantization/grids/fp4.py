@@ -1,0 +1,147 @@
+"""Four-bit floating point, e2m1: NVFP4 (groups of 16, e4m3 scales under a global scale) and MXFP4 (groups of
+32, power-of-two scales).
+
+Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification v1.0", sections 5.2 to 6.3; NVIDIA
+2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2. Both as compressed-tensors
+stores and reads them.
+
+    NVFP4:  a = 448 * 6 / max|W| ,  t = e4m3(a * max|w| / 6) ,  s = t / a
+    MXFP4:  e = floor(log2(1.001b rounding of max|w|)) - 2 ,    s = 2^e
+    w' = s * F[q]
+
+Letters: a global scale of the whole weight W; t stored scale of a group of weights w; s scale as the reader
+computes it; e exponent of a group; F the eight magnitudes 0 .5 1 1.5 2 3 4 6; q code 0 to 15: bit 3 the sign,
+bits 0 to 2 the place in F.
+
+Differs from the MX specification: the exponent is that of max|w| after 1/4 of its leading bit was added, so
+that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
+(compressed-tensors; the specification cuts off and saturates). Halves round to the even code. Where every
+weight of a group is zero its scale is 1 (MXFP4), and exponents stay in -126 to 127.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attar.quantization.grids.grid import Grid, Parameters
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = 6.0
+E4M3_LARGEST = 448.0
+BIAS = 127  # of E8M0 exponents
+
+
+def nearest_fp4(values: Tensor) -> Tensor:
+    """Codes, float32, of values on the unit scale; halves go to the even code, the sign of zero is kept.
+
+    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the place is the least of three roundings.
+    """
+    magnitudes = values.abs()
+    place = (magnitudes * 2).round_()
+    place = place.minimum((magnitudes - 2).round_().add_(4))
+    place = place.minimum(magnitudes.sub_(4).mul_(0.5).round_().add_(6)).clamp_(max=7)
+    return place.add_(torch.signbit(values), alpha=8)
+
+
+def level_fp4(codes: Tensor) -> Tensor:
+    """Values on the unit scale, float32, of codes 0 to 15."""
+    table = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)], device=codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+
+@dataclass(frozen=True)
+class NVFP4Grid(Grid):
+    """w = s * F[q], groups of 16; s = t / a with t in e4m3.
+
+    ``Parameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
+    (N, K / 16).
+
+    Attributes:
+        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
+        peak: largest magnitude of all weights that are to have one global scale (engines fuse q, k, v and
+            gate, up); 0: of this weight alone.
+    """
+
+    storage: torch.dtype = torch.float32
+    peak: float = 0.0
+    group_size: int = field(default=16, init=False)
+    rows: int = field(default=1, init=False)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Unsigned bytes."""
+        return torch.uint8
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight: codes, e4m3 scales and the global scale."""
+        tiles_down, tiles_across = self.tiles(shape)
+        return 4 + (8 * tiles_down * tiles_across + 32) / (shape[0] * shape[1])
+
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> Parameters:
+        """The global scale from the largest magnitude of all, then each group's; ``shrink`` acts on the
+        groups alone. A group of zeros gets t = 1/8."""
+        top = self.tile(weight).abs().amax((1, 3))
+        peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
+        whole = E4M3_LARGEST * LARGEST / peak.clamp(min=torch.finfo(torch.float32).tiny)
+        whole = torch.nan_to_num(whole, nan=1.0, posinf=1.0).reshape(1)
+        local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
+        local = torch.where(local.float() == 0, 0.125, local.float())
+        stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
+        return Parameters(local / whole, stored=stored)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Codes 0 to 15, halves to even."""
+        return nearest_fp4(values)
+
+    def level(self, codes: Tensor) -> Tensor:
+        """e2m1 values."""
+        return level_fp4(codes)
+
+
+@dataclass(frozen=True)
+class MXFP4Grid(Grid):
+    """w = 2^e * F[q], groups of 32.
+
+    ``Parameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
+
+    Attributes:
+        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
+    """
+
+    storage: torch.dtype = torch.float32
+    group_size: int = field(default=32, init=False)
+    rows: int = field(default=1, init=False)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Unsigned bytes."""
+        return torch.uint8
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight: codes and exponents."""
+        tiles_down, tiles_across = self.tiles(shape)
+        return 4 + 8 * tiles_down * tiles_across / (shape[0] * shape[1])
+
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> Parameters:
+        """The exponent of each group from the largest magnitude of its weights."""
+        top = self.tile(weight).abs().amax((1, 3)) * shrink
+        fraction, power = torch.frexp(top)  # top = fraction * 2^power, fraction in [1/2, 1)
+        exponent = power - 1 + (fraction >= 0.875).int() - 2
+        exponent = torch.where(top > 0, exponent.clamp(1 - BIAS, BIAS), torch.zeros_like(exponent))
+        stored = {"exponent": (exponent + BIAS).to(torch.uint8)}
+        return Parameters(torch.exp2(exponent.float()), stored=stored)
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Codes 0 to 15, halves to even."""
+        return nearest_fp4(values)
+
+    def level(self, codes: Tensor) -> Tensor:
+        """e2m1 values."""
+        return level_fp4(codes)

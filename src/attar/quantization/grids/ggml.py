@@ -1,0 +1,133 @@
+"""llama.cpp's block formats as grids: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (a scale for 32 weights) and the k-quants
+Q2_K to Q6_K (scales of 16 or 32 weights, themselves codes under a scale for 256).
+
+Gerganov, Kawrakow and others, ggml, ``ggml-common.h``. There is no paper.
+
+    w' = s * (q - h) - m ,    s = d * (c - k) ,   m = d_m * c_m        (k-quants)
+                              s = d ,             m = -(stored min)     (Q4_0 to Q8_0)
+
+Letters: q code, h the code of zero; s, m scale and minimum of a tile of 16 or 32 weights; c, c_m their codes
+(4, 6 or 8 bits), k the code of zero among c; d, d_m float16, of a block of 32 or 256 weights.
+
+How s and m are chosen is in ggml_search.py; how the bytes are laid out is the business of the file format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attar.errors import SettingsError
+from attar.quantization.grids.ggml_search import Layout, clipped, search, weights
+from attar.quantization.grids.grid import Grid, Parameters
+
+CHUNK = 1 << 18  # weights searched at a time: they stay in the cache
+
+LAYOUTS = {
+    "Q4_0": Layout(18, 32, 32, 0, 15, 8, False),
+    "Q4_1": Layout(20, 32, 32, 0, 15, 0, True),
+    "Q5_0": Layout(22, 32, 32, 0, 31, 16, False),
+    "Q5_1": Layout(24, 32, 32, 0, 31, 0, True),
+    "Q8_0": Layout(34, 32, 32, -127, 127, 0, False),
+    "Q2_K": Layout(84, 256, 16, 0, 3, 0, True, (0, 15)),
+    "Q3_K": Layout(110, 256, 16, 0, 7, 4, False, (-32, 31), 32),
+    "Q4_K": Layout(144, 256, 32, 0, 15, 0, True, (0, 63)),
+    "Q5_K": Layout(176, 256, 32, 0, 31, 0, True, (0, 63)),
+    "Q6_K": Layout(210, 256, 16, 0, 63, 32, False, (-128, 127)),
+}
+
+
+@dataclass(frozen=True)
+class GGMLGrid(Grid):
+    """A block format of llama.cpp. A tile is a row's 16 or 32 inputs.
+
+    ``Parameters.stored`` holds what the file does: "d" float16 (N, K / block); with a minimum "dmin"
+    (k-quants) or "m" (Q4_1, Q5_1), float16 of the same shape; for k-quants "scale_codes" (N, G), int8 for
+    Q6_K and uint8 for the others, and "minimum_codes" uint8 (N, G).
+
+    Attributes:
+        kind: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K" or "Q6_K".
+        storage: the type in which a reader gets the decoded weight; no scale is stored in it.
+
+    Raises:
+        SettingsError: no such kind.
+    """
+
+    searches = True
+
+    kind: str
+    storage: torch.dtype = torch.float32
+    group_size: int = field(init=False)
+    rows: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in LAYOUTS:
+            raise SettingsError("kind", self.kind, " or ".join(LAYOUTS))
+        object.__setattr__(self, "group_size", self.layout.tile)
+
+    @property
+    def layout(self) -> Layout:
+        """What the format stores."""
+        return LAYOUTS[self.kind]
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Unsigned bytes; signed ones for Q8_0."""
+        return torch.int8 if self.layout.low < 0 else torch.uint8
+
+    def bits_per_weight(self, shape: tuple[int, int]) -> float:
+        """Stored bits of a weight: the bytes of its block."""
+        return self.layout.size * 8 / self.layout.block
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Rounded half to even, kept within the codes."""
+        return (values + self.layout.zero).round_().clamp_(self.layout.low, self.layout.high)
+
+    def level(self, codes: Tensor) -> Tensor:
+        """q - h."""
+        return codes.float() - self.layout.zero
+
+    def choose(
+        self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
+    ) -> Parameters:
+        """Scales and minimums of least error, weighted by ``importance``. ``shrink`` clips the weights of
+        each tile to that part of their range before the search.
+
+        Raises:
+            SettingsError: K is no multiple of the block.
+        """
+        rows, columns = weight.shape
+        block, tile = self.layout.block, self.layout.tile
+        if columns % block:
+            raise SettingsError(
+                "kind", self.kind, f"one whose block divides K: {columns} is not a multiple of {block}"
+            )
+        v = weights(importance, columns, weight.device).reshape(1, -1, block // tile, tile)
+        shrink = torch.as_tensor(shrink, dtype=torch.float32, device=weight.device)
+        shrink = shrink.expand(rows, columns // tile)
+        step = max(1, CHUNK // columns)
+        parts = []
+        for start in range(0, rows, step):
+            x = weight[start : start + step].float().reshape(-1, columns // block, block // tile, tile)
+            parts.append(search(self, self.layout, clipped(x, shrink[start : start + step]), v))
+        stored = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
+        return self._parameters(stored)
+
+    def _parameters(self, stored: dict[str, Tensor]) -> Parameters:
+        """Scale and minimum of each tile as a reader computes them."""
+        if self.layout.codes is None:
+            minimum = -stored["m"].float() if self.layout.minimum else None
+            return Parameters(stored["d"].float(), minimum=minimum, stored=stored)
+        tiles = self.layout.block // self.layout.tile
+        codes = stored["scale_codes"].float() - self.layout.bias
+        scale = stored["d"].float().repeat_interleave(tiles, 1) * codes
+        if not self.layout.minimum:
+            return Parameters(scale, stored=stored)
+        whole = stored["dmin"].float().repeat_interleave(tiles, 1)
+        return Parameters(scale, minimum=whole * stored["minimum_codes"].float(), stored=stored)
+
+
+GGML = {kind: GGMLGrid(kind) for kind in LAYOUTS}
+"""Every format by name, decoded in float32."""

@@ -1,0 +1,135 @@
+"""The last step of every quantization: the written files are read back and compared with the original, and
+the gates decide (gates.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.data.packing import evaluation_batches, row_length
+from attar.formats.decoded import Decoded
+from attar.models.device import pick_device
+from attar.models.load import load_model, load_tokenizer, round_activations
+from attar.quantization.gates import check_layers, judge_output, raise_on_error, suspect
+from attar.quantization.scheme import Plan
+from attar.quantization.settings import QuantizeSettings
+from attar.walks.compare import Compared, compare
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+LENGTH = 256  # tokens in a row of the comparison
+SPOKEN = 24  # tokens of the greedy sample
+SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
+
+
+def judge(
+    original: Checkpoint,
+    written: Checkpoint,
+    chosen: Plan,
+    reports: Sequence[Mapping[str, Any]],
+    settings: QuantizeSettings,
+    work: Path,
+) -> dict[str, Any]:
+    """Check the layers, then the whole model on held-out text.
+
+    Returns:
+        for the card: ``kl``, ``top1`` and ``tokens`` of the comparison, ``sample``, and ``warnings``.
+
+    Raises:
+        NumericsError: a gate failed; names the layer and the mend.
+    """
+    findings = check_layers(reports, method=settings.method)
+    raise_on_error(findings)
+    found: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
+    if not settings.check_tokens:
+        return found
+    compared = _compare(original, written, settings, work)
+    spoken = _samples(original, written, settings)
+    if compared.kl is not None and compared.blind is not None:
+        output = judge_output(
+            compared.kl,
+            compared.blind,
+            top1=compared.top1,
+            sample=spoken.get("sample", ()),
+            original_sample=spoken.get("original", ()),
+            culprit=culprit(compared, chosen, reports),
+        )
+        raise_on_error(output)
+        found["warnings"] += [str(finding) for finding in output]
+    found.update({key: value for key, value in asdict(compared).items() if key != "drift"})
+    return found | ({"sample": spoken["text"]} if "text" in spoken else {})
+
+
+def culprit(compared: Compared, chosen: Plan, reports: Sequence[Mapping[str, Any]]) -> str:
+    """The layer that most likely did it: in the block where the drift jumps, the one that looks worst."""
+    blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
+    inside = [
+        report
+        for report in reports
+        if compared.worst < len(blocks) and _block(str(report["name"])) == blocks[compared.worst]
+    ]
+    return suspect(inside) or (blocks[compared.worst] if compared.worst < len(blocks) else "")
+
+
+def _block(module: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj``."""
+    parts = module.split(".")
+    last = max((place for place, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
+
+
+def _number(block: str) -> int:
+    tail = block.rpartition(".")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _compare(original: Checkpoint, written: Checkpoint, settings: QuantizeSettings, work: Path) -> Compared:
+    length = row_length(min(LENGTH, settings.sequence_length), original.config)
+    batches = evaluation_batches(
+        load_tokenizer(original),
+        settings.data,
+        tokens=settings.check_tokens,
+        sequence_length=length,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    decoded = Decoded(written)
+    return compare(
+        original,
+        decoded,
+        batches,
+        work=work / "compare",
+        device=pick_device(settings.device),
+        prepare=partial(round_activations, written),
+    )
+
+
+def _samples(original: Checkpoint, written: Checkpoint, settings: QuantizeSettings) -> dict[str, Any]:
+    """Greedy continuations of a held-out text by both, where the model is small enough to be loaded whole."""
+    if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
+        return {}
+    tokenizer = load_tokenizer(original)
+    batch = evaluation_batches(
+        tokenizer, settings.data, tokens=32, sequence_length=32, batch_size=1, seed=settings.seed
+    )[0][:1]
+    device = pick_device(settings.device)
+    ours = _continue(load_model(written, dtype=torch.float32, device=device), batch)
+    theirs = _continue(load_model(original, dtype=torch.float32, device=device), batch)
+    return {"sample": ours, "original": theirs, "text": tokenizer.decode(ours)}
+
+
+def _continue(model: Any, batch: Tensor) -> list[int]:
+    """Greedy tokens after a prompt (1, S)."""
+    tokens = batch.to(next(model.parameters()).device)
+    with torch.no_grad():
+        for _ in range(SPOKEN):
+            following = model(input_ids=tokens).logits[:, -1].argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, following], 1)
+    return [int(token) for token in tokens[0, batch.shape[1] :]]

@@ -1,0 +1,112 @@
+"""Mixed precision: bits for each layer, chosen by what each costs the model when it alone is rounded.
+
+The measurements stay in a file of their own in the user's cache, named after the checkpoint, the text and the
+candidates; later runs with other budgets measure nothing again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attar.checkpoint.hashing import sha256_text
+from attar.data.calibration import calibration_batches
+from attar.data.packing import row_length
+from attar.data.sources import fingerprint
+from attar.models.anatomy import discover
+from attar.models.device import pick_device
+from attar.models.load import load_model, load_tokenizer
+from attar.models.precision import stored_precision
+from attar.progress import Progress
+from attar.quantization.grids import Grid
+from attar.quantization.scheme import group_size, plan
+from attar.quantization.sensitivity import (
+    Key,
+    integer_candidates,
+    interaction,
+    measure,
+    mix,
+    shared_groups,
+)
+from attar.quantization.settings import QuantizeSettings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+ROWS = 32  # calibration sequences that sensitivities are measured on
+
+
+def mixture(
+    checkpoint: Checkpoint, settings: QuantizeSettings, work: Path, progress: Progress
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The scheme of each Linear under the average that the settings ask for.
+
+    Returns:
+        scheme by module name, and for the card: the mix, its predicted and measured KL, the trade-off curve.
+
+    Raises:
+        SettingsError: not even the smallest candidates fit the budget.
+    """
+    sites = {site.module: site for site in plan(checkpoint, settings).sites.values()}
+    shapes = {name: site.shape for name, site in sites.items()}
+    device = torch.device(pick_device(settings.device))
+    storage = stored_precision(checkpoint)
+    model = load_model(checkpoint, dtype=torch.float32, device=device)
+    blocks = discover(model).blocks
+    candidates = integer_candidates(group_size(shapes, settings.group_size))
+    batches = calibration_batches(
+        load_tokenizer(checkpoint),
+        settings.data,
+        samples=min(settings.samples, ROWS),
+        sequence_length=row_length(settings.sequence_length, checkpoint.config),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+    key = Key(
+        model=checkpoint.fingerprint(),
+        data=sha256_text(str(fingerprint(settings.data))),
+        tokens=sum(batch.numel() for batch in batches),
+        sequence_length=batches[0].shape[1],
+        seed=settings.seed,
+    )
+    file = cache_folder() / key.file_name()
+    found = measure(
+        model,
+        shared_groups(blocks, list(sites)),
+        candidates,
+        batches,
+        file,
+        key=key,
+        blocks=[block.name for block in blocks],
+        storage=storage,
+        fits=_fits,
+        progress=progress,
+    )
+    chosen = mix(found, shapes, settings.bits)
+    whole = interaction(model, chosen, candidates, batches, work / "interaction", storage=storage)
+    report = {
+        "bits_per_weight": chosen.bits_per_weight,
+        "gap": chosen.gap,
+        **asdict(whole),
+        "curve": [list(point) for point in chosen.curve],
+        "schemes": chosen.schemes,
+        "measurements": file.name,
+    }
+    return chosen.schemes, report
+
+
+def _fits(grid: Grid, shape: tuple[int, int]) -> bool:
+    return not grid.group_size or shape[1] % grid.group_size == 0
+
+
+def cache_folder() -> Path:
+    """Where measurements live that outlast a run: ``$ATTAR_CACHE``, or ``attar`` in the user's cache."""
+    said = os.environ.get("ATTAR_CACHE")
+    base = Path(said) if said else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
+    folder = base / "sensitivity"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

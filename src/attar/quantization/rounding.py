@@ -1,0 +1,278 @@
+"""Codes for every site of a plan, by whatever method the settings name: which walk it takes, what it leaves.
+
+rtn with scales that need no data              streams: codes are made as tensors pass by
+gptq, gptaq, qronos, yaqa, awq's clipping      sweep, one Linear at a time     (layerwise.py)
+autoround                                      sweep, one block at a time      (autoround_solver.py)
+qat                                            the train walk                  (qat.py)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.data.packing import pack, row_length
+from attar.errors import NumericsError
+from attar.models.device import pick_device
+from attar.models.load import load_model, load_tokenizer
+from attar.progress import Progress
+from attar.quantization import qat
+from attar.quantization.autoround_solver import AutoRoundSolver, gptq_start
+from attar.quantization.curvature import Curvature
+from attar.quantization.gates import code_numbers
+from attar.quantization.grids import Quantized, choose_scales
+from attar.quantization.layerwise import LayerSolver, mask_of, masked, scale_choice
+from attar.quantization.observe import StaticScales, observe
+from attar.quantization.preparation import calibration
+from attar.quantization.scheme import Plan, Site
+from attar.quantization.settings import QuantizeSettings
+from attar.quantization.write import Codes
+from attar.walks.objectives import agreement
+from attar.walks.settings import TrainSettings
+from attar.walks.sweep import Swept, sweep
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class RoundedModel:
+    """What a rounding leaves.
+
+    Attributes:
+        codes: see attar.quantization.write.
+        reports: one row a layer, once all codes have been asked for.
+        input_scales: static scales of inputs, by module name.
+        kv_scales: of keys and values, by the name of the attention module.
+        curve: of a training run.
+    """
+
+    codes: Codes
+    reports: Callable[[], list[dict[str, Any]]]
+    input_scales: Mapping[str, float] = field(default_factory=dict)
+    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+def round_all(
+    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> RoundedModel:
+    """Round every site of a plan.
+
+    Args:
+        checkpoint: dense; the plan was made for it.
+        work: where finished parts survive a kill.
+
+    Raises:
+        NumericsError: a weight, an activation or a result is not finite.
+    """
+    seen = _static_scales(checkpoint, chosen, settings, work, progress)
+    if settings.rounding == "qat":
+        made = _trained(checkpoint, chosen, settings, work, progress)
+    elif settings.method == "rtn" or (settings.rounding == "rtn" and settings.method != "awq"):
+        nearest = _Nearest(chosen, settings, work / "errors.jsonl")
+        made = RoundedModel(nearest, nearest.reports)
+    else:
+        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress))
+        made = RoundedModel(swept, swept.reports)
+    inputs = {**seen.inputs, **made.input_scales}
+    return replace(made, input_scales=inputs, kv_scales=seen.caches)
+
+
+def _static_scales(
+    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> StaticScales:
+    if not chosen.caches and not any(site.static for site in chosen.sites.values()):
+        return StaticScales({}, {})
+    return observe(
+        checkpoint,
+        chosen,
+        calibration(checkpoint, settings),
+        work=work / "ranges",
+        precision=settings.precision,
+        device=torch.device(pick_device(settings.device)),
+        progress=progress,
+    )
+
+
+def _sweep(
+    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> Swept:
+    batches = calibration(checkpoint, settings)
+    sites = {site.module: site for site in chosen.sites.values()}
+    solver: LayerSolver | AutoRoundSolver
+    if settings.rounding == "autoround":
+        solver = _autoround(checkpoint, chosen, settings)
+    else:
+        curvature = None
+        if settings.rounding == "yaqa":
+            curvature = Curvature(checkpoint, chosen, batches, settings, work / "curvature", progress)
+        solver = LayerSolver(sites, settings, curvature)
+    return sweep(
+        checkpoint,
+        batches,
+        solver,
+        work=work / "blocks",
+        select=sites.__contains__,
+        precision=settings.precision,
+        device=pick_device(settings.device),
+        progress=progress,
+        what=settings.method,
+    )
+
+
+def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings) -> AutoRoundSolver:
+    masks = {}
+    for stored, site in chosen.sites.items() if settings.keep_zeros else ():
+        mask = mask_of(dense_weight(checkpoint.load(stored), site), True)
+        if mask is not None:
+            masks[site.module] = mask
+    return AutoRoundSolver(
+        {site.module: site.grid for site in chosen.sites.values()},
+        iterations=settings.iterations,
+        batch=settings.batch_size,
+        precision=settings.precision,
+        seed=settings.seed,
+        start=gptq_start if settings.start == "gptq" else None,
+        masks=masks or None,
+    )
+
+
+def _trained(
+    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> RoundedModel:
+    """Quantization-aware training, from the codes of another rounding."""
+    sites = {site.module: site for site in chosen.sites.values()}
+    first = replace(settings, method=settings.start, smooth="none")
+    start = _Swept(chosen, _sweep(checkpoint, chosen, first, work / "start", progress)).all()
+    device = pick_device(settings.device)
+    model, teacher = (load_model(checkpoint, dtype=torch.float32, device=device) for _ in range(2))
+    teacher.requires_grad_(False)
+    schedule = TrainSettings(
+        steps=settings.steps,
+        batch_size=settings.batch_size,
+        sequence_length=settings.sequence_length,
+        learning_rate=settings.learning_rate,
+        weight_decay=0.0,
+        precision="fp32" if settings.precision == "fp32" else "bf16",
+        data=settings.data,
+        seed=settings.seed,
+        device=settings.device,
+    )
+    rows = pack(
+        load_tokenizer(checkpoint),
+        settings.data,
+        "train",
+        length=row_length(settings.sequence_length, checkpoint.config),
+        rows=settings.steps * settings.batch_size,
+        seed=settings.seed,
+    )
+    rules = {name: site.scheme.activations for name, site in sites.items()}
+    learned = qat.learn(
+        model,
+        {name: site.grid for name, site in sites.items()},
+        {name: rule for name, rule in rules.items() if rule is not None},
+        rows,
+        schedule,
+        loss=agreement(teacher, settings.distill),
+        train="scales" if settings.train == "scales" else "weights",
+        work=work / "train",
+        progress=progress,
+        start=start,
+    )
+    held = _Held(chosen, learned.weights, teacher, settings)
+    scales = {name: float(found["scale"]) for name, found in learned.activations.items()}
+    return RoundedModel(held, held.reports, input_scales=scales, curve=learned.history.curve)
+
+
+class _Swept:
+    """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
+    order."""
+
+    def __init__(self, chosen: Plan, swept: Swept) -> None:
+        self.chosen, self.swept = chosen, swept
+        self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
+
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+        site = self.chosen.sites[stored]
+        number = self.swept.block_of[site.module]
+        if self.held[0] != number:
+            self.held = (number, self.swept.tensors(number))
+        return Quantized.from_tensors(site.grid, self.held[1][site.module])
+
+    def all(self) -> dict[str, Quantized]:
+        """Every site's codes at once, by module name."""
+        return {site.module: self(stored, Tensor) for stored, site in self.chosen.sites.items()}
+
+    def reports(self) -> list[dict[str, Any]]:
+        """One row a layer, in the order of the blocks."""
+        return list(self.swept.reports)
+
+
+class _Held:
+    """Codes in memory, by module name."""
+
+    def __init__(
+        self, chosen: Plan, weights: Mapping[str, Quantized], original: Any, settings: QuantizeSettings
+    ) -> None:
+        self.chosen, self.weights, self.rows = chosen, dict(weights), []
+        for site in chosen.sites.values():
+            weight = dense_weight(original.get_submodule(site.module).weight.detach(), site)
+            mask = mask_of(weight, settings.keep_zeros)
+            if mask is not None:
+                self.weights[site.module] = masked(self.weights[site.module], mask)
+            made = self.weights[site.module]
+            self.rows.append({"name": site.module, **weight_numbers(weight, made)})
+
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+        return self.weights[self.chosen.sites[stored].module]
+
+    def reports(self) -> list[dict[str, Any]]:
+        """One row a layer, in the order of the file."""
+        return self.rows
+
+
+class _Nearest:
+    """Codes rounded to nearest as the tensors stream by; notes each layer's numbers in a file that survives a
+    kill."""
+
+    def __init__(self, chosen: Plan, settings: QuantizeSettings, errors: Path) -> None:
+        self.chosen, self.settings, self.errors = chosen, settings, errors
+
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+        site = self.chosen.sites[stored]
+        weight = dense_weight(load(), site)
+        if not torch.isfinite(weight).all():
+            raise NumericsError(f"{stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        parameters = choose_scales(weight, site.grid, scale_choice(self.settings, site.grid))
+        made = site.grid.quantize(weight, parameters)
+        mask = mask_of(weight, self.settings.keep_zeros)
+        if mask is not None:
+            made = masked(made, mask)
+        with self.errors.open("a") as file:
+            file.write(json.dumps({"name": site.module, **weight_numbers(weight, made)}) + "\n")
+        return made
+
+    def reports(self) -> list[dict[str, Any]]:
+        """One row a layer, in the order of the file."""
+        rows = [json.loads(line) for line in self.errors.read_text().splitlines() if line.endswith("}")]
+        return list({row["name"]: row for row in rows}.values())
+
+
+def dense_weight(stored: Tensor, site: Site) -> Tensor:
+    """A site's weight (N, K) from the tensor as it is stored."""
+    return stored.T.contiguous() if site.transposed else stored
+
+
+def weight_numbers(weight: Tensor, made: Quantized) -> dict[str, Any]:
+    """A report where no inputs were seen: the relative squared error of the weight, and what the gates want
+    to know of the codes."""
+    whole = weight.double().square().sum().clamp(min=1e-30)
+    lost = (weight.double() - made.dequantize().double()).square().sum()
+    return {"weight_error": float(lost / whole), **code_numbers(made, weight.float())}

@@ -1,0 +1,133 @@
+"""Schemes by name: which numbers weights and activations become. The names are those of compressed-tensors
+(W4A16: weights of 4 bits, activations of 16) and mean the same; W8A8_STATIC and NF4 are ours.
+
+A scheme here is a preset, free of torch; scheme.py decides where it applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from attar.formats.rules import ActivationRule, WeightRule, format_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from attar.quantization.grids import Grid
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What happens to a Linear.
+
+    Attributes:
+        name: as in :data:`SCHEMES`.
+        weights: how its weight is coded.
+        activations: how its input is rounded; None: not at all.
+    """
+
+    name: str
+    weights: WeightRule
+    activations: ActivationRule | None = None
+
+    @property
+    def resizable(self) -> bool:
+        """Whether the group size is a setting; other formats have their own."""
+        return self.weights.kind == "int" and self.weights.strategy == "group"
+
+    @property
+    def divisor(self) -> int:
+        """What must divide the inputs of a Linear; 1: nothing."""
+        inputs = self.activations.group_size if self.activations else 0
+        return max(self.weights.group_size, inputs, 1)
+
+    @property
+    def form(self) -> str:
+        """The layout of its tensors in compressed-tensors."""
+        return format_of(self.weights, self.activations)
+
+    def sized(self, group_size: int) -> Scheme:
+        """The scheme with another group size where that is a setting; 0: one scale for each output."""
+        if not self.resizable:
+            return self
+        strategy = "group" if group_size else "channel"
+        return replace(self, weights=replace(self.weights, strategy=strategy, group_size=group_size))
+
+    def grid(self, storage: torch.dtype, group_size: int | None = None) -> Grid:
+        """The number format of the weights.
+
+        Args:
+            storage: type of the stored scales and of the weight that a reader gets. The FP4 formats are
+                decoded to bfloat16 whatever it is.
+            group_size: inputs that share a scale, where that is a setting; 0: a whole row; None: as the
+                scheme has it.
+        """
+        rule = self.weights if group_size is None else self.sized(group_size).weights
+        if rule.kind == "int":
+            return _integers(rule, storage)
+        return _floats(rule, storage)
+
+
+def _integers(rule: WeightRule, storage: torch.dtype) -> Grid:
+    from attar.quantization.grids import IntGrid
+
+    rows = 0 if rule.strategy == "tensor" else 1
+    return IntGrid(rule.bits, rule.group_size, rule.symmetric, storage, rows)
+
+
+def _floats(rule: WeightRule, storage: torch.dtype) -> Grid:
+    import torch
+
+    from attar.quantization.grids.float8 import Float8Grid
+    from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
+    from attar.quantization.grids.nf4 import NF4Grid
+
+    if rule.kind == "nf4":
+        return NF4Grid(rule.group_size, rule.double, storage)
+    if rule.bits == 4:
+        return (NVFP4Grid if rule.strategy == "tensor_group" else MXFP4Grid)(torch.bfloat16)
+    height, width = rule.block or (0 if rule.strategy == "tensor" else 1, rule.group_size)
+    return Float8Grid("e4m3fn", group_size=width, rows=height, storage=storage)
+
+
+def _integer(bits: int, symmetric: bool = True) -> WeightRule:
+    return WeightRule("int", bits, "group", 128, symmetric)
+
+
+_INT8 = WeightRule("int", 8, "channel")
+_TOKEN8 = ActivationRule("int", 8, "token")
+_FP8_TOKEN = ActivationRule("float", 8, "token")
+_FP8_TENSOR = ActivationRule("float", 8, "tensor", dynamic=False)
+_FP8_GROUP = ActivationRule("float", 8, "group", group_size=128)
+
+_ALL = (
+    *(Scheme(f"W{bits}A16", _integer(bits)) for bits in (8, 6, 5, 4, 3, 2)),
+    Scheme("W4A16_ASYM", _integer(4, symmetric=False)),
+    Scheme("W8A8", _INT8, _TOKEN8),
+    Scheme("W8A8_STATIC", _INT8, ActivationRule("int", 8, "tensor", dynamic=False)),
+    Scheme("W4A8", _integer(4), _TOKEN8),
+    Scheme("FP8", WeightRule("float", 8, "tensor"), _FP8_TENSOR),
+    Scheme("FP8_DYNAMIC", WeightRule("float", 8, "channel"), _FP8_TOKEN),
+    Scheme("FP8_BLOCK", WeightRule("float", 8, "block", block=(128, 128)), _FP8_GROUP),
+    Scheme("NVFP4A16", WeightRule("float", 4, "tensor_group", 16)),
+    Scheme("MXFP4A16", WeightRule("float", 4, "group", 32)),
+    Scheme("NF4", WeightRule("nf4", 4, "group", 64)),
+)
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+    {scheme.name: scheme for scheme in _ALL} | {"INT8": next(s for s in _ALL if s.name == "W8A8")}
+)
+"""Every scheme by name; INT8 is another name of W8A8."""
+
+KV_CACHES: Mapping[str, ActivationRule | None] = MappingProxyType(
+    {
+        "none": None,
+        "fp8": _FP8_TENSOR,
+        "int8": ActivationRule("int", 8, "group"),
+    }
+)
+"""How keys and values are rounded: fp8 with one calibrated scale for each layer's keys and one for its
+values; int8 with a scale for each token and head, taken as they come (the group is one head)."""

@@ -1,0 +1,112 @@
+"""Refinement: every step lowers the layer's error; nothing a single code could do is left."""
+
+import pytest
+import torch
+
+from attar.quantization.gptq import gptq
+from attar.quantization.grids import IntGrid, NF4Grid, NVFP4Grid
+from attar.quantization.hessian import CrossHessian, Hessian, output_error
+from attar.quantization.refine import descend, output_cost, refine, refit
+from attar.quantization.rtn import rtn
+
+
+def layer(rows=16, columns=64, tokens=800, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + 0.4 * torch.randn(columns, columns, generator=g)
+    X = (torch.randn(tokens, columns, generator=g) * torch.linspace(0.2, 2.0, columns)) @ mix
+    h = Hessian(columns)
+    h.add(X)
+    return torch.randn(rows, columns, generator=g) * 0.1, h.value(), X
+
+
+GRIDS = [IntGrid(3, 16), IntGrid(4, 16, symmetric=False), IntGrid(2, 0), NF4Grid(64), NVFP4Grid()]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_pass_lowers_the_error(grid):
+    W, H, _ = layer()
+    B = W @ H
+    made = gptq(W, H, grid).quantized
+    costs = [output_cost(made, H, B)]
+    for step in (descend, refit, descend, refit, descend):
+        made = step(made, H, B)
+        costs.append(output_cost(made, H, B))
+    slack = 1e-4 * abs(costs[0])
+    assert all(after <= before + slack for before, after in zip(costs, costs[1:], strict=False)), costs
+    before = output_error(W, gptq(W, H, grid).quantized.dequantize(), H)
+    assert output_error(W, refine(gptq(W, H, grid).quantized, H, B, weight=W).dequantize(), H) < before
+
+
+def test_one_pass_is_coordinate_descent_by_hand():
+    W, H, _ = layer(rows=5, columns=24)
+    grid = IntGrid(3, 8)
+    start = rtn(W, grid)
+    ours = descend(start, H, W @ H)
+    s = start.parameters.scale.double().repeat_interleave(8, 1)
+    Wd, Hd, q = W.double(), H.double(), start.codes.double()
+    for k in range(24):
+        slope = ((q * s - Wd) @ Hd)[:, k]
+        q[:, k] = ((q[:, k] * s[:, k] - slope / Hd[k, k]) / s[:, k]).round().clamp(-4, 3)
+    assert (ours.codes != q.to(torch.int8)).sum() <= 1
+
+
+def test_no_single_code_can_do_better_once_it_has_settled():
+    W, H, _ = layer(rows=4, columns=24)
+    grid = IntGrid(3, 8)
+    made, B = rtn(W, grid), W @ H
+    for _ in range(30):
+        made = descend(made, H, B)
+    s = made.parameters.scale.repeat_interleave(8, 1)
+    base = ((made.codes * s - W) @ H * (made.codes * s - W)).sum(1)
+    for k in range(24):
+        for change in (-1, 1):
+            other = made.codes.float().clone()
+            other[:, k] = (other[:, k] + change).clamp(-4, 3)
+            E = other * s - W
+            assert ((E @ H * E).sum(1) >= base * (1 - 1e-4)).all()
+
+
+def test_refitted_scales_are_the_least_squares_ones():
+    W, H, _ = layer(rows=6, columns=32)
+    made = rtn(W, IntGrid(3, 8))
+    ours = refit(made, H, W @ H).parameters.scale
+    L = torch.linalg.cholesky(H.double())
+    for row in range(6):
+        C = torch.zeros(32, 4, dtype=torch.float64)
+        for g in range(4):
+            C[g * 8 : (g + 1) * 8, g] = made.codes[row, g * 8 : (g + 1) * 8].double()
+        wanted = torch.linalg.lstsq(L.T @ C, L.T @ W[row].double()[:, None]).solution[:, 0]
+        assert torch.allclose(ours[row].double(), wanted, rtol=2e-3)
+
+
+def test_asymmetric_target_is_the_original_output():
+    """With B = W C the codes approach the original model's output, not that of the disturbed inputs."""
+    W, _, X = layer(tokens=2000)
+    disturbed = 1.1 * X + 0.3 * torch.randn(X.shape, generator=torch.Generator().manual_seed(5))
+    seen = CrossHessian(64)
+    seen.add(disturbed, X)
+    H, C = seen.value(), seen.cross()
+    start = gptq(W, H, IntGrid(4, 16)).quantized
+    wanted = X @ W.T
+
+    def miss(quantized):
+        return float((disturbed @ quantized.dequantize().T - wanted).square().sum())
+
+    assert miss(refine(start, H, W @ C)) < 0.9 * miss(refine(start, H, W @ H))
+
+
+def test_a_mask_is_kept():
+    W, H, _ = layer()
+    mask = torch.rand(W.shape, generator=torch.Generator().manual_seed(1)) > 0.5
+    start = gptq(W * mask, H, IntGrid(4, 16), mask=mask).quantized
+    made = refine(start, H, W @ H, weight=W, mask=mask)
+    assert (made.codes[~mask] == 0).all()
+    assert output_error(W, made.dequantize(), H) < output_error(W, start.dequantize(), H)
+
+
+def test_inputs_are_untouched():
+    W, H, _ = layer()
+    start = gptq(W, H, IntGrid(4, 16)).quantized
+    kept = H.clone(), start.codes.clone()
+    refine(start, H, W @ H, weight=W)
+    assert torch.equal(H, kept[0]) and torch.equal(start.codes, kept[1])
