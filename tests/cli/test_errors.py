@@ -44,7 +44,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         ),
         (
             ["quantize", "m", "-o", "x", "--scheme", "w4a16"],
-            "--scheme is 'w4a16', but must be W4A16 or W8A16",
+            "--scheme is 'w4a16', but must be W8A16, W6A16, W5A16, W4A16",
         ),
         (["recover", "m", "-o", "x"], "Missing option '--teacher'"),
         (["evaluate", "m", "--tokens", "0"], "--tokens is 0, but must be at least 2"),

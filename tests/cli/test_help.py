@@ -92,7 +92,7 @@ def test_help_shows_every_setting_with_its_default_and_choices(
     ("words", "expected"),
     [
         ("attar qu", ["quantize"]),
-        ("attar quantize m --method ", ["rtn", "gptq"]),
+        ("attar quantize m --method g", ["gptq", "gptaq"]),
         ("attar prune m --rat", ["--ratio"]),
     ],
 )

@@ -215,7 +215,7 @@ def sweep(
 def _write(file: Path, solutions: dict[str, Solution]) -> None:
     """Write the solutions of one block beside, then rename."""
     tensors = {
-        f"{name}/{short}": tensor.contiguous()
+        f"{name}/{short}": tensor.clone(memory_format=torch.contiguous_format)
         for name, solution in solutions.items()
         for short, tensor in solution.tensors.items()
     }
