@@ -1,6 +1,6 @@
 """Time and memory of quantization: attar and other tools, the same model, calibration tokens and bits.
 
-    python benchmarks/quantize.py [--model attar:tiny|DIR] [--shape 1.1b] [--methods rtn gptq awq]
+    python benchmarks/quantize.py [--model attar:tiny|DIR] [--shape 1.1b] [--methods rtn gptq,refine=0 awq]
         [--peers llmcompressor gptqmodel] [--samples 128 --length 512] [--rounds 1]
 
 Every run is a process of its own; a round runs every tool once for each method, tools interleaved, every
@@ -73,6 +73,10 @@ KNOWN: dict[str, tuple[str, ...]] = {
 """Which methods of the weight-only schemes a peer has."""
 
 
+PLAIN = "gptq,scales=absmax,refine=0"
+"""The paper's GPTQ, which is the peers'; ours goes on from there by default."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What one process took."""
@@ -119,10 +123,10 @@ def chosen(args: argparse.Namespace) -> list[Method]:
     """Each method with every tool that has it, attar first."""
     found = []
     for text in args.methods:
-        found.append(parse_method(OURS, text))
         plain = text.split(",")[0]
+        found.append(parse_method(OURS, text))
         found += [parse_method(peer, plain) for peer in args.peers if plain in KNOWN[peer]]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def output_error(model: nn.Module, folder: Path, rows: Tensor) -> float:
@@ -185,8 +189,8 @@ def run(method: Method, job: Job, limit: float) -> Run:
 
 
 def table(runs: dict[Method, list[Run]]) -> str:
-    """Markdown: a row a tool and method, with the smallest times and the largest peak of its runs, and what
-    the fastest peer takes in multiples of attar's time."""
+    """Markdown: a row a tool and method, with the smallest times and the largest peak of its runs, and its
+    time in multiples of attar's first row of that method."""
     lines = [
         "| method | tool | call, s | wall, s | peak, MB | start, MB | output error | call, times attar's |",
         "|---|---|---|---|---|---|---|---|",
@@ -197,7 +201,7 @@ def table(runs: dict[Method, list[Run]]) -> str:
             continue
         call = min(each.seconds for each in done)
         if method.tool == OURS:
-            ours[method.name] = call
+            ours.setdefault(method.name, call)
         times = f"{call / ours[method.name]:.2f}" if ours.get(method.name) else "–"
         lines.append(
             f"| {method.label} | {method.tool} | {call:.2f} | {min(each.wall for each in done):.1f} "
@@ -216,7 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shape", choices=list(SHAPES), help="a random model of this shape, instead of --model"
     )
-    parser.add_argument("--methods", nargs="+", default=["rtn", "gptq", "awq"])
+    parser.add_argument("--methods", nargs="+", default=["rtn", PLAIN, "gptq", "awq"])
     parser.add_argument("--peers", nargs="*", default=[], choices=list(KNOWN))
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=128)

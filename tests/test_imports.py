@@ -24,6 +24,7 @@ SOLVERS = (
             "allocate",
             "autoround",
             "awq",
+            "columns",
             "gates",
             "gptaq",
             "gptq",
@@ -43,6 +44,7 @@ SOLVERS = (
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.progress",
+    "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.quantization.rounded",
 }

@@ -117,7 +117,7 @@ def test_block_updates_equal_one_long_block(columns, monkeypatch):
     W, X, original = layer(columns=columns, tokens=900)
     H, cross = statistics(X, original)
     blocked = gptaq(W, H, cross, IntGrid(4, 0))
-    monkeypatch.setattr("attar.quantization.gptaq.BLOCK", 10_000)
+    monkeypatch.setattr("attar.quantization.columns.BLOCK", 10_000)
     whole = gptaq(W, H, cross, IntGrid(4, 0))
     assert (blocked.quantized.codes != whole.quantized.codes).float().mean() < 0.01
 

@@ -73,7 +73,7 @@ def test_block_updates_equal_one_long_block(columns, monkeypatch):
     W, X = layer(columns=columns, tokens=900)
     H = hessian(X)
     blocked = gptq(W, H, IntGrid(4, 0))
-    monkeypatch.setattr("attar.quantization.gptq.BLOCK", 10_000)
+    monkeypatch.setattr("attar.quantization.columns.BLOCK", 10_000)
     whole = gptq(W, H, IntGrid(4, 0))
     assert (blocked.quantized.codes != whole.quantized.codes).float().mean() < 0.01
 

@@ -107,7 +107,7 @@ def test_block_updates_equal_one_long_block(columns, monkeypatch):
     W, X, original = layer(columns=columns, tokens=900)
     H, cross = statistics(X, original)
     blocked = qronos(W, H, cross, IntGrid(4, 0))
-    monkeypatch.setattr("attar.quantization.qronos.BLOCK", 10_000)
+    monkeypatch.setattr("attar.quantization.columns.BLOCK", 10_000)
     whole = qronos(W, H, cross, IntGrid(4, 0))
     assert (blocked.quantized.codes != whole.quantized.codes).float().mean() < 0.01
 

@@ -1,5 +1,7 @@
 """Refinement: every step lowers the layer's error; nothing a single code could do is left."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_every_pass_lowers_the_error(grid):
         made = step(made, H, B)
         costs.append(output_cost(made, H, B))
     slack = 1e-4 * abs(costs[0])
-    assert all(after <= before + slack for before, after in zip(costs, costs[1:], strict=False)), costs
+    assert all(after <= before + slack for before, after in itertools.pairwise(costs)), costs
     before = output_error(W, gptq(W, H, grid).quantized.dequantize(), H)
     assert output_error(W, refine(gptq(W, H, grid).quantized, H, B, weight=W).dequantize(), H) < before
 

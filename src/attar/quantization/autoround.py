@@ -111,6 +111,8 @@ def autoround(
         seed: of the choice of sequences.
         starts: codes to start from.
         masks: bool (N, K) by name; False: the weight is zero and stays zero.
+        hold: bytes of inputs and targets kept at hand; where there are more, whole batches are drawn, not
+            rows.
 
     Raises:
         SettingsError: no iteration, or codes to start from that do not keep the column order.

@@ -1,5 +1,5 @@
-"""The Kronecker factors that two-sided rounding wants, collected for as many blocks at a time as memory
-allows, and kept in the work folder."""
+"""H_O, the output side of the model's KL Hessian that two-sided rounding wants, collected for as many Linears
+at a time as memory allows, and kept in the work folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attar.models.load import load_model
 from attar.progress import Progress
 from attar.quantization.scheme import Plan, Site
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.kronecker import Kronecker, collect
+from attar.walks.kronecker import collect
 from attar.walks.passes import has_bfloat16
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ LIMIT = 2 * 2**30  # bytes of factors collected in one go
 
 
 class Curvature:
-    """H_O (N, N) and H_I (K, K) of every site's Linear, read when asked for.
+    """H_O (N, N) of every site's Linear, read when asked for. The input side H_I comes from the sweep, which
+    sees what reaches the layer behind the quantized prefix.
 
     Args:
         checkpoint: the dense model, which must fit in memory.
@@ -50,13 +51,12 @@ class Curvature:
         self.number = {name: i for i, names in enumerate(self.portions) for name in names}
         self.held: tuple[int, dict[str, Tensor]] = (-1, {})
 
-    def __call__(self, name: str) -> Kronecker:
-        """The factors of one Linear."""
+    def __call__(self, name: str) -> Tensor:
+        """H_O of one Linear, float32."""
         number = self.number[name]
         if self.held[0] != number:
             self.held = (number, load_file(self._collected(number)))
-        found = self.held[1]
-        return Kronecker(output=found[f"{name}/output"], input=found[f"{name}/input"])
+        return self.held[1][name]
 
     def _collected(self, number: int) -> Path:
         """The file of a portion, made where it is not there."""
@@ -76,10 +76,7 @@ class Curvature:
             progress=self.progress,
             device=device,
         )
-        tensors = {}
-        for name, found in factors.items():
-            tensors[f"{name}/output"] = found.output.cpu().contiguous()
-            tensors[f"{name}/input"] = found.input.cpu().contiguous()
+        tensors = {name: found.output.cpu().contiguous() for name, found in factors.items()}
         partial = file.with_suffix(".partial")
         save_file(tensors, partial)
         partial.rename(file)

@@ -31,32 +31,16 @@ columns and lazy updates as in GPTQ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from attar.errors import NumericsError, SettingsError
+from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
+from attar.quantization.rounded import Rounded
 
-BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
 RESIDUALS = ("compensated", "original")
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """What GPTAQ returns.
-
-    Attributes:
-        quantized: the codes.
-        damp: lambda that was used, as a fraction of H's mean diagonal.
-        dead: how many columns had no input.
-    """
-
-    quantized: Quantized
-    damp: float
-    dead: int
 
 
 def gptaq(
@@ -113,7 +97,7 @@ def gptaq(
     rows = grid.by_row(parameters, W.shape[0])
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
-    codes[:, order] = _round_columns(V, factor, grid, rows, group, kept).to(grid.code_dtype)
+    codes[:, order] = round_columns(V, factor, grid, rows, group, kept).to(grid.code_dtype)
     return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
@@ -125,29 +109,3 @@ def _shifted(W: Tensor, U: Tensor, P: Tensor, residual: str) -> tuple[Tensor, Te
     both = torch.cat([W, U.triu(1)])
     solved = torch.linalg.solve_triangular(unit, both, upper=True, left=False, unitriangular=True)
     return solved[: len(W)], solved[len(W) :] + U.diagonal().diag()
-
-
-def _round_columns(
-    V: Tensor, U: Tensor, grid: Grid, rows: Parameters, group: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Codes (N, K), float32, of the columns in the order they stand in; V is not modified.
-
-    Args:
-        V: (N, K) float32.
-        U: (K, K) upper triangular.
-        rows: parameters (N, G), a row for each output.
-        group: int64 (K,), the tile that each column belongs to.
-        mask: bool (N, K); False: stays zero.
-    """
-    Vt = V.T.clone(memory_format=torch.contiguous_format)
-    codes = torch.empty_like(Vt)
-    for start in range(0, len(Vt), BLOCK):
-        end = min(start + BLOCK, len(Vt))
-        errors = torch.empty_like(Vt[start:end])
-        for i in range(start, end):
-            value = torch.addmv(Vt[i], errors[: i - start].T, U[start:i, i], alpha=-1.0)
-            at = rows.column(group[i])
-            codes[i] = grid.encode(value if mask is None else value * mask[:, i], at)
-            errors[i - start] = (value - grid.decode(codes[i], at)) / U[i, i]
-        Vt[end:].addmm_(U[start:end, end:].T, errors, alpha=-1.0)
-    return codes.T

@@ -57,25 +57,29 @@ class CrossHessian(Hessian):
 
     def __init__(self, inputs: int) -> None:
         super().__init__(inputs)
-        self.cross_sum = torch.zeros(inputs, inputs, dtype=torch.float32)
+        self.change = torch.zeros(
+            inputs, inputs, dtype=torch.float32
+        )  # sum of (x~ - x) x^T: a small difference
 
     def add(self, x: Tensor, original: Tensor | None = None) -> None:
         """Add a batch of inputs (..., K) and what they are in the original model (None: the same)."""
         super().add(x)
         rows = x.reshape(-1, x.shape[-1]).float()
-        theirs = rows if original is None else original.reshape(-1, x.shape[-1]).float()
-        self.cross_sum = self.cross_sum.to(x.device)
+        if original is None:
+            return
+        theirs = original.reshape(-1, x.shape[-1]).float()
+        self.change = self.change.to(x.device)
         with reduced_products():
-            self.cross_sum.addmm_(theirs.T, rows)
+            self.change.addmm_((theirs - rows).T, rows)
 
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
-        return self.cross_sum * (2.0 / max(self.weight, 1e-30))
+        return (self.sum + self.change) * (2.0 / max(self.weight, 1e-30))
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return int(self.sum.nbytes + self.cross_sum.nbytes)
+        return int(self.sum.nbytes + self.change.nbytes)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 LENGTH = 256  # tokens in a row of the comparison
+PROMPT = 32  # tokens that the greedy sample goes on from
 SPOKEN = 24  # tokens of the greedy sample
 SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
 
@@ -50,8 +51,9 @@ def judge(
     found: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
     if not settings.check_tokens:
         return found
-    compared = _compare(original, written, settings, work)
-    spoken = _samples(original, written, settings)
+    batches = _held_out(original, settings)
+    compared = _compare(original, written, batches, settings, work)
+    spoken = _samples(original, written, batches[0][:1, :PROMPT], settings)
     if compared.kl is not None and compared.blind is not None:
         output = judge_output(
             compared.kl,
@@ -90,20 +92,27 @@ def _number(block: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _compare(original: Checkpoint, written: Checkpoint, settings: QuantizeSettings, work: Path) -> Compared:
-    length = row_length(min(LENGTH, settings.sequence_length), original.config)
-    batches = evaluation_batches(
+def _held_out(original: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:
+    return evaluation_batches(
         load_tokenizer(original),
         settings.data,
         tokens=settings.check_tokens,
-        sequence_length=length,
+        sequence_length=row_length(min(LENGTH, settings.sequence_length), original.config),
         batch_size=settings.batch_size,
         seed=settings.seed,
     )
-    decoded = Decoded(written)
+
+
+def _compare(
+    original: Checkpoint,
+    written: Checkpoint,
+    batches: Sequence[Tensor],
+    settings: QuantizeSettings,
+    work: Path,
+) -> Compared:
     return compare(
         original,
-        decoded,
+        Decoded(written),
         batches,
         work=work / "compare",
         device=pick_device(settings.device),
@@ -111,18 +120,16 @@ def _compare(original: Checkpoint, written: Checkpoint, settings: QuantizeSettin
     )
 
 
-def _samples(original: Checkpoint, written: Checkpoint, settings: QuantizeSettings) -> dict[str, Any]:
+def _samples(
+    original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings
+) -> dict[str, Any]:
     """Greedy continuations of a held-out text by both, where the model is small enough to be loaded whole."""
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
-    tokenizer = load_tokenizer(original)
-    batch = evaluation_batches(
-        tokenizer, settings.data, tokens=32, sequence_length=32, batch_size=1, seed=settings.seed
-    )[0][:1]
     device = pick_device(settings.device)
-    ours = _continue(load_model(written, dtype=torch.float32, device=device), batch)
-    theirs = _continue(load_model(original, dtype=torch.float32, device=device), batch)
-    return {"sample": ours, "original": theirs, "text": tokenizer.decode(ours)}
+    ours = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
+    theirs = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
+    return {"sample": ours, "original": theirs, "text": load_tokenizer(original).decode(ours)}
 
 
 def _continue(model: Any, batch: Tensor) -> list[int]:

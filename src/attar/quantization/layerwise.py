@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from attar.quantization.gptaq import gptaq
 from attar.quantization.gptq import gptq_shared
 from attar.quantization.grids import Grid, Parameters, Quantized, choose_scales
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
-from attar.quantization.qronos import qronos
+from attar.quantization.qronos import least_squares_weight, qronos
 from attar.quantization.refine import refine
 from attar.quantization.rounded import Rounded
 from attar.quantization.rtn import rtn
@@ -28,7 +27,8 @@ from attar.quantization.settings import QuantizeSettings
 from attar.quantization.yaqa import yaqa
 from attar.walks.sweep import Solution
 
-ASYMMETRIC = ("gptaq", "qronos")
+ASYMMETRIC = ("gptaq", "qronos", "yaqa")
+DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
 SEARCH_BELOW = 5.0  # bits a weight under which a searched scale pays
 
 
@@ -39,12 +39,12 @@ class LayerSolver:
     Attributes:
         sites: by module name.
         settings: the method and its numbers.
-        curvature: gives the factors (``output`` H_O, ``input`` H_I) of a module, for yaqa.
+        curvature: gives H_O (N, N) of a module, for yaqa.
     """
 
     sites: Mapping[str, Site]
     settings: QuantizeSettings
-    curvature: Callable[[str], Any] | None = None
+    curvature: Callable[[str], Tensor] | None = None
 
     @property
     def original(self) -> bool:
@@ -99,21 +99,21 @@ class LayerSolver:
         self, name: str, weight: Tensor, grid: Grid, H: Tensor, seen: Hessian, mask: Tensor | None
     ) -> Rounded:
         settings, ordered = self.settings, self.settings.act_order != "off"
+        parameters = self._parameters(weight, grid, H)
         if settings.rounding == "yaqa":
-            assert self.curvature is not None
-            factors = self.curvature(name)
-            parameters = self._parameters(weight, grid, factors.input)
+            assert self.curvature is not None and isinstance(seen, CrossHessian)
             return yaqa(
                 weight,
-                factors.output,
-                factors.input,
+                self.curvature(name),
+                H,
                 grid,
                 parameters=parameters,
+                target=least_squares_weight(weight, H, seen.cross(), settings.damp),
                 damp=settings.damp,
+                damp_output=DAMP_OUTPUT,
                 act_order=ordered,
                 mask=mask,
             )
-        parameters = self._parameters(weight, grid, H)
         if settings.rounding in ASYMMETRIC:
             assert isinstance(seen, CrossHessian)
             solver = gptaq if settings.rounding == "gptaq" else qronos
@@ -135,7 +135,7 @@ class LayerSolver:
     ) -> Rounded:
         settings = self.settings
         quantized = rounded.quantized
-        if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
+        if not settings.refine or settings.rounding not in ("gptq", "gptaq", "qronos"):
             return rounded
         if quantized.g_idx is not None:
             return rounded

@@ -25,31 +25,14 @@ and what it carried in the original model is taken over by the other columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
+from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
-
-BLOCK = 128  # columns whose updates are applied to the rest in one matrix product
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """What Qronos returns.
-
-    Attributes:
-        quantized: the codes.
-        damp: lambda that was used, as a fraction of H's mean diagonal.
-        dead: how many columns had no input.
-    """
-
-    quantized: Quantized
-    damp: float
-    dead: int
+from attar.quantization.rounded import Rounded
 
 
 def qronos(
@@ -98,11 +81,11 @@ def qronos(
     U, used = inverse_factor(H[order][:, order], damp)
     damped = H.diagonal() + used * H.diagonal().mean()
     V = W[:, order] + missing[:, order] @ U.T @ U
-    first = (W[:, order[0]] + missing[:, order[0]] / damped[order[0]])[:, None]
+    first = W[:, order[0]] + missing[:, order[0]] / damped[order[0]]
     rows = grid.by_row(parameters, W.shape[0])
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
-    codes[:, order] = _round_columns(V, first, U, grid, rows, group, kept).to(grid.code_dtype)
+    codes[:, order] = round_columns(V, U, grid, rows, group, kept, first).to(grid.code_dtype)
     return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
@@ -119,32 +102,3 @@ def least_squares_weight(weight: Tensor, H: Tensor, cross: Tensor, damp: float =
     H[dead, dead] = 1.0
     U, _ = inverse_factor(H, damp)
     return W.masked_fill(dead, 0.0) + missing @ U.T @ U
-
-
-def _round_columns(
-    V: Tensor, first: Tensor, U: Tensor, grid: Grid, rows: Parameters, group: Tensor, mask: Tensor | None
-) -> Tensor:
-    """Codes (N, K), float32, of the columns in the order they stand in; V is not modified.
-
-    Args:
-        V: (N, K) float32.
-        first: (N, 1), what is rounded in the first column in place of V's.
-        U: (K, K) upper triangular.
-        rows: parameters (N, G), a row for each output.
-        group: int64 (K,), the tile that each column belongs to.
-        mask: bool (N, K); False: stays zero.
-    """
-    Vt = V.T.clone(memory_format=torch.contiguous_format)
-    codes = torch.empty_like(Vt)
-    for start in range(0, len(Vt), BLOCK):
-        end = min(start + BLOCK, len(Vt))
-        errors = torch.empty_like(Vt[start:end])
-        for i in range(start, end):
-            done = errors[: i - start]
-            value = torch.addmv(Vt[i], done.T, U[start:i, i], alpha=-1.0)
-            target = value if i else first[:, 0]
-            at = rows.column(group[i])
-            codes[i] = grid.encode(target if mask is None else target * mask[:, i], at)
-            errors[i - start] = (value - grid.decode(codes[i], at)) / U[i, i]
-        Vt[end:].addmm_(U[start:end, end:].T, errors, alpha=-1.0)
-    return codes.T

@@ -33,7 +33,6 @@ in GPTQ; a row whose output never mattered (its diagonal in H_O is 0) is rounded
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,25 +41,9 @@ from torch.nn.functional import pad
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
+from attar.quantization.rounded import Rounded
 
 TILE = 32  # T
-
-
-@dataclass(frozen=True)
-class Rounded:
-    """What YAQA returns.
-
-    Attributes:
-        quantized: the codes.
-        damp: lambda that H_I needed, as a fraction of its mean diagonal.
-        damp_output: the same for H_O.
-        dead: how many columns had no input.
-    """
-
-    quantized: Quantized
-    damp: float
-    damp_output: float
-    dead: int
 
 
 def yaqa(
@@ -107,7 +90,7 @@ def yaqa(
     H_O[idle, idle] = 1.0
     parameters = parameters or grid.choose(W, importance=H_I.diagonal())
     down, across = _order(H_O, act_order), _order(H_I, act_order)
-    A, used_output = _unit_factor(H_O, down, damp if damp_output is None else damp_output)
+    A, _ = _unit_factor(H_O, down, damp if damp_output is None else damp_output)
     B, used = _unit_factor(H_I, across, damp)
     group = across // (grid.group_size or W.shape[1])
     spread = grid.by_row(parameters, W.shape[0]).each(lambda value: value[down][:, group])
@@ -115,7 +98,7 @@ def yaqa(
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
     codes[down[:, None], across] = rounded.to(grid.code_dtype)
-    return Rounded(Quantized(grid, codes, parameters), used, used_output, int(dead.sum()))
+    return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
 def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
