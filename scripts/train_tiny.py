@@ -2,7 +2,7 @@
 
     python scripts/train_tiny.py WORK            writes src/attar/embedded/tiny
     python scripts/train_tiny.py WORK --family qwen2 --out DIR
-                                                 a smaller model of another family with attar:tiny's tokenizer,
+                                                 a smaller model of another family, attar:tiny's tokenizer,
                                                  for the benchmarks
 
 Kill it when you like; the same command goes on. Two phases: most tokens in rows of 512, the last ones in rows

@@ -250,8 +250,32 @@ def test_finds_the_rounding_that_brute_force_finds():
     assert reached == pytest.approx(best, abs=1e-5) and (float(nearest.dequantize().sum()) - 7.9) ** 2 > best
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_adam_steps_are_torch_s(seed):
+    g = torch.Generator().manual_seed(seed)
+    rounding = Rounding(torch.randn(4, 16, generator=g), IntGrid(3, 8), clip=False, update="adam")
+    twin = torch.zeros(4, 16, requires_grad=True)
+    peer = torch.optim.Adam([twin], lr=0.01, betas=(0.9, 0.99), eps=1e-12)
+    for _ in range(5):
+        upstream = torch.randn(4, 16, generator=g)
+        made = rounding()
+        (slope,) = torch.autograd.grad(made, rounding.learned, upstream, retain_graph=True)
+        rounding.step(made, upstream, 0.01)
+        twin.grad = slope.reshape(4, 16)
+        peer.step()
+    assert torch.allclose(rounding.learned[0].detach().reshape(4, 16), twin.detach(), atol=1e-6)
+
+
+def test_adam_beats_nearest_too(llama):
+    grids = dict.fromkeys(llama.names, IntGrid(3, 16))
+    learned = autoround(llama, grids, iterations=30, batch=4, update="adam")
+    assert learned.best < 0.9 * learned.first
+
+
 def test_refuses_what_it_cannot_do(llama):
     grids = dict.fromkeys(llama.names, IntGrid(3, 16))
+    with pytest.raises(SettingsError, match="update"):
+        autoround(llama, grids, update="newton")
     with pytest.raises(SettingsError, match="iterations"):
         autoround(llama, grids, iterations=0)
     start = rtn(llama.weight(llama.names[0]), IntGrid(3, 16))

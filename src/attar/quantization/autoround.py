@@ -14,12 +14,13 @@ Differs from the paper: it runs on every grid (there V moves a weight in units o
 levels). It can start from given codes, of GPTQ say: each weight then starts at the point of that code's cell
 that is nearest to it, and V moves it from there. The paper keeps the V of the batch with the lowest loss,
 which is often only the easiest batch: here the start, that V and the last one are compared on all batches, so
-that the result is never worse than its start. The scale is rounded to its stored form in every step.
+that the result is never worse than its start. The scale is rounded to its stored form in every step. With
+``update="adam"`` a step is Adam's instead of the sign, so that weights whose gradient only wavers stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -41,6 +42,8 @@ from attar.quantization.grids.straight_through import (
 REACH = 0.5  # how far V moves a weight, in distances between levels
 MARGIN = 0.1  # how far inside its cell a weight stands that given codes have moved there
 SMALLEST = 0.01  # alpha and beta stay above
+UPDATES = ("sign", "adam")
+BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
 HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
 
 
@@ -92,6 +95,7 @@ def autoround(
     batch: int = 8,
     learning_rate: float | None = None,
     clip: bool = True,
+    update: str = "sign",
     fast: bool = False,
     seed: int = 0,
     starts: Mapping[str, Quantized] | None = None,
@@ -107,6 +111,7 @@ def autoround(
         batch: sequences in a step.
         learning_rate: of the first step; None: 1 / iterations.
         clip: learn alpha and beta too.
+        update: "sign", or "adam".
         fast: arithmetic of the block in bfloat16 while learning; comparisons are in float32.
         seed: of the choice of sequences.
         starts: codes to start from.
@@ -115,16 +120,19 @@ def autoround(
             rows.
 
     Raises:
-        SettingsError: no iteration, or codes to start from that do not keep the column order.
+        SettingsError: no iteration, another update, or codes to start from that do not keep the column order.
         NumericsError: the loss is not finite.
     """
     if iterations < 1:
         raise SettingsError("iterations", iterations, "at least 1")
+    if update not in UPDATES:
+        raise SettingsError("update", update, " or ".join(UPDATES))
     roundings = {
         name: Rounding(
             weight_of(view.modules[name]).detach(),
             grids[name],
             clip=clip,
+            update=update,
             start=(starts or {}).get(name),
             mask=(masks or {}).get(name),
         )
@@ -163,6 +171,7 @@ class Rounding:
         grid: the number format.
         clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself, and
             where scales have scales only if the start has the grid's own.
+        update: "sign" or "adam".
         start: codes and scales to start from; None: nearest codes.
         mask: bool (N, K).
     """
@@ -173,6 +182,7 @@ class Rounding:
         grid: Grid,
         *,
         clip: bool = True,
+        update: str = "sign",
         start: Quantized | None = None,
         mask: Tensor | None = None,
     ) -> None:
@@ -188,6 +198,7 @@ class Rounding:
             self.learned += [torch.ones_like(self.base.scale) for _ in range(factors)]
         for part in self.learned:
             part.requires_grad_(True)
+        self.update = _signs if update == "sign" else _Adam(self.learned)
         u = on_unit_scale(self.tiled, self._spread(self.base))
         self.gap = spacing(grid, u)
         self.shift: Tensor | None = None
@@ -205,7 +216,7 @@ class Rounding:
         return self.grid.untile(made, (self.weight.shape[0], self.weight.shape[1]))
 
     def step(self, made: Tensor, gradient: Tensor | None, rate: float) -> None:
-        """One step of signed gradient descent.
+        """One step down.
 
         Args:
             made: what the last call returned.
@@ -213,10 +224,10 @@ class Rounding:
         """
         if gradient is None:
             return
-        for part, slope in zip(self.learned, torch.autograd.grad(made, self.learned, gradient), strict=True):
-            low, high = (-REACH, REACH) if part is self.learned[0] else (SMALLEST, 1.0)
-            with torch.no_grad():
-                part.sub_(slope.sign_(), alpha=rate).clamp_(low, high)
+        slopes = torch.autograd.grad(made, self.learned, gradient)
+        with torch.no_grad():
+            for place, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
+                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if place else (-REACH, REACH)))
 
     def offset(self) -> Tensor:
         """What is added to each weight on the unit scale (P, r, G, c)."""
@@ -262,6 +273,30 @@ class Rounding:
     def _spread(self, parameters: Parameters) -> Parameters:
         """Parameters that broadcast against (P, r, G, c)."""
         return parameters.each(lambda value: value[:, None, :, None])
+
+
+def _signs(slopes: Sequence[Tensor]) -> list[Tensor]:
+    """Signed gradient descent."""
+    return [slope.sign() for slope in slopes]
+
+
+class _Adam:
+    """Adam's step for a rate of 1 (Kingma & Ba 2014, arXiv 1412.6980, algorithm 1)."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.means = [torch.zeros_like(part) for part in parts]
+        self.squares = [torch.zeros_like(part) for part in parts]
+        self.steps = 0
+
+    def __call__(self, slopes: Sequence[Tensor]) -> list[Tensor]:
+        self.steps += 1
+        ways = []
+        for slope, mean, square in zip(slopes, self.means, self.squares, strict=True):
+            mean.lerp_(slope, 1.0 - BETAS[0])
+            square.lerp_(slope.square(), 1.0 - BETAS[1])
+            size = (square / (1.0 - BETAS[1] ** self.steps)).sqrt_().add_(TINY)
+            ways.append(mean / (1.0 - BETAS[0] ** self.steps) / size)
+        return ways
 
 
 def _clipped(grid: IntGrid, base: Parameters, alpha: Tensor, beta: Tensor) -> Parameters:

@@ -30,6 +30,7 @@ class AutoRoundSolver:
         batch: sequences in a step.
         learning_rate: of the first step; None: 1 / iterations.
         clip: learn the ends of each tile's range too.
+        update: "sign", or "adam".
         precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
         seed: of the choice of sequences.
         start: see :data:`Start`; None: nearest codes everywhere.
@@ -41,6 +42,7 @@ class AutoRoundSolver:
     batch: int = 8
     learning_rate: float | None = None
     clip: bool = True
+    update: str = "sign"
     precision: str = "auto"
     seed: int = 0
     start: Start | None = None
@@ -57,6 +59,7 @@ class AutoRoundSolver:
             batch=self.batch,
             learning_rate=self.learning_rate,
             clip=self.clip,
+            update=self.update,
             fast=fast,
             seed=self.seed,
             starts=None if self.start is None else self.start(view, self.grids),

@@ -22,6 +22,7 @@ from attar.walks.passes import has_bfloat16
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
+ROWS = 32  # sequences that the factors are collected on: a backward pass costs three forward ones
 LIMIT = 2 * 2**30  # bytes of factors collected in one go
 
 
@@ -68,7 +69,7 @@ class Curvature:
         fast = self.settings.precision != "fp32" and has_bfloat16(device)
         factors = collect(
             load_model(self.checkpoint, dtype=torch.float32, device=device),
-            self.batches,
+            self.batches[: max(ROWS // self.settings.batch_size, 1)],
             self.portions[number],
             rounds=self.settings.rounds,
             seed=self.settings.seed,

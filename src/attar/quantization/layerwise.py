@@ -93,6 +93,8 @@ class LayerSolver:
                 name: self._round_one(name, weight, grid, H, seen, masks[name])
                 for name, weight in weights.items()
             }
+        if settings.rounding == "yaqa":
+            return made
         return {name: self._refined(weights[name], one, H, seen, masks[name]) for name, one in made.items()}
 
     def _round_one(
@@ -102,6 +104,12 @@ class LayerSolver:
         parameters = self._parameters(weight, grid, H)
         if settings.rounding == "yaqa":
             assert self.curvature is not None and isinstance(seen, CrossHessian)
+            if settings.refine:
+                one = qronos(
+                    weight, H, seen.cross(), grid, parameters=parameters, damp=settings.damp, mask=mask
+                )
+                one = self._refined(weight, one, H, seen, mask)
+                parameters = one.quantized.parameters
             return yaqa(
                 weight,
                 self.curvature(name),
@@ -135,7 +143,7 @@ class LayerSolver:
     ) -> Rounded:
         settings = self.settings
         quantized = rounded.quantized
-        if not settings.refine or settings.rounding not in ("gptq", "gptaq", "qronos"):
+        if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
             return rounded
         if quantized.g_idx is not None:
             return rounded
@@ -146,9 +154,10 @@ class LayerSolver:
         return Rounded(better, rounded.damp, rounded.dead)
 
     def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> Parameters:
-        if self.settings.method == "awq":
+        how = scale_choice(self.settings, grid)
+        if how == "output" and not grid.searches:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
-        return choose_scales(weight, grid, scale_choice(self.settings, grid), H.diagonal())
+        return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
     def _solution(self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian) -> Solution:
         quantized = rounded.quantized
@@ -169,8 +178,10 @@ def scale_choice(settings: QuantizeSettings, grid: Grid) -> str:
     pay."""
     if settings.scales != "auto":
         return settings.scales
+    if settings.method == "awq":
+        return "output"
     few = grid.bits_per_weight((4096, 4096)) < SEARCH_BELOW
-    return "mse" if few and settings.method not in ("rtn", "smoothquant") else "absmax"
+    return "output" if few and settings.rounding != "rtn" else "absmax"
 
 
 def mask_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:

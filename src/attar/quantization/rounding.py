@@ -139,7 +139,8 @@ def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings)
         batch=settings.batch_size,
         precision=settings.precision,
         seed=settings.seed,
-        start=gptq_start if settings.start == "gptq" else None,
+        update="adam",
+        start=gptq_start if settings.start in ("gptq", "qronos") else None,
         masks=masks or None,
     )
 
@@ -149,7 +150,7 @@ def _trained(
 ) -> RoundedModel:
     """Quantization-aware training, from the codes of another rounding."""
     sites = {site.module: site for site in chosen.sites.values()}
-    first = replace(settings, method=settings.start, smooth="none")
+    first = replace(settings, method="gptq" if settings.start == "auto" else settings.start, smooth="none")
     start = _Swept(chosen, _sweep(checkpoint, chosen, first, work / "start", progress)).all()
     device = pick_device(settings.device)
     model, teacher = (load_model(checkpoint, dtype=torch.float32, device=device) for _ in range(2))

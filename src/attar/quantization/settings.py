@@ -22,7 +22,8 @@ METHODS = (
     "qat",
 )
 SMOOTHINGS = ("auto", "none", "smoothquant", "awq")
-SCALES = ("auto", "absmax", "percentile", "mse")
+SCALES = ("auto", "absmax", "percentile", "mse", "output")
+STARTS = ("auto", "rtn", "gptq", "qronos")
 ORDERS = ("off", "static", "group")
 
 
@@ -78,8 +79,8 @@ class QuantizeSettings:
     scales: str = field(
         default="auto",
         metadata={
-            "help": "how a scale is chosen; auto: mse at 4 bits and below for methods that see data, "
-            "else absmax",
+            "help": "how a scale is chosen; mse: least error of the weight, output: of the layer's output; "
+            "auto: output at 4 bits and below for methods that see data, else absmax",
             "choices": SCALES,
         },
     )
@@ -106,10 +107,13 @@ class QuantizeSettings:
     )
     iterations: int = field(default=200, metadata={"help": "autoround: steps for each block"})
     start: str = field(
-        default="gptq",
-        metadata={"help": "autoround, qat: the rounding to start from", "choices": ("rtn", "gptq")},
+        default="auto",
+        metadata={
+            "help": "autoround, qat: the rounding to start from; auto: rtn for autoround, gptq for qat",
+            "choices": STARTS,
+        },
     )
-    rounds: int = field(default=2, metadata={"help": "yaqa: power iterations for the Kronecker factors"})
+    rounds: int = field(default=1, metadata={"help": "yaqa: power iterations for the Kronecker factors"})
     steps: int = field(default=300, metadata={"help": "qat: optimizer steps"})
     learning_rate: float = field(default=1e-4, metadata={"help": "qat: peak learning rate"})
     distill: float = field(
@@ -172,7 +176,7 @@ class QuantizeSettings:
         _choice("smooth", self.smooth, SMOOTHINGS)
         _choice("scales", self.scales, SCALES)
         _choice("act_order", self.act_order, ORDERS)
-        _choice("start", self.start, ("rtn", "gptq"))
+        _choice("start", self.start, STARTS)
         _choice("train", self.train, ("all", "scales"))
         _choice("kv_cache", self.kv_cache, ("none", "fp8", "int8"))
         _choice("precision", self.precision, ("auto", "fp32", "bf16"))
