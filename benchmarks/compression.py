@@ -24,7 +24,7 @@ from attar.quantization.stage import quantize
 ROWS = [
     (scheme, group, method, act_order)
     for scheme, group in (("W8A16", 128), ("W4A16", 128), ("W4A16", 64), ("W4A16", 32))
-    for method, act_order in (("rtn", True), ("gptq", False), ("gptq", True))
+    for method, act_order in (("rtn", "static"), ("gptq", "off"), ("gptq", "static"))
 ]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
             found = evaluate(
                 Path(folder) / f"{scheme}-{group}-{method}-{act_order}", settings, reference=reference
             )
-            name = method if method == "rtn" else f"gptq{' act-order' if act_order else ''}"
+            name = method if method == "rtn" else f"gptq{' act-order' if act_order == 'static' else ''}"
             print(
                 f"{scheme:<8}{group:>6}  {name:<16}{found.bits_per_weight:>8.2f}{found.kl_mean:>11.2e}"
                 f"{found.kl_p99:>10.2e}"

@@ -136,7 +136,10 @@ def methods(args: argparse.Namespace, kind: str) -> list[Method]:
     """attar's methods, then those of each peer that has this kind of scheme."""
     ours = [parse_method(OURS, name) for name in args.methods]
     theirs = [
-        parse_method(peer, name) for peer in args.peers for name in PEER_METHODS.get(peer, {}).get(kind, ())
+        parse_method(peer, name)
+        for peer in args.peers
+        for name in PEER_METHODS.get(peer, {}).get(kind, ())
+        if f"{peer}/{name}" not in args.skip
     ]
     return ours + theirs
 
@@ -291,6 +294,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--schemes", nargs="+", default=["W4:128", "W3:128", "W2:64", "W8A8", "FP8", "NF4"])
     parser.add_argument("--methods", nargs="*", default=[*METHODS, PLAIN], help="attar's")
     parser.add_argument("--peers", nargs="*", default=[], help=" ".join(PEER_METHODS))
+    parser.add_argument(
+        "--skip", nargs="*", default=[], metavar="PEER/METHOD", help="methods of peers left out"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)

@@ -6,8 +6,8 @@ the report with round to nearest beside) is done once, around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from attar.quantization.awq import search_clip
 from attar.quantization.gates import code_numbers
 from attar.quantization.gptaq import gptaq
 from attar.quantization.gptq import gptq_shared
-from attar.quantization.grids import Grid, Parameters, Quantized, choose_scales
+from attar.quantization.grids import Grid, NVFP4Grid, Parameters, Quantized, choose_scales
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.qronos import least_squares_weight, qronos
 from attar.quantization.refine import refine
@@ -61,7 +61,7 @@ class LayerSolver:
         solved: dict[str, Solution] = {}
         for grid in dict.fromkeys(self.sites[name].grid for name in weights):
             part = {name: weights[name] for name in weights if self.sites[name].grid == grid}
-            for name, rounded in self._round(part, grid, H, seen).items():
+            for name, rounded in self._round(part, fused(grid, part.values()), H, seen).items():
                 solved[name] = self._solution(weights[name], rounded, H, seen)
         return solved
 
@@ -171,6 +171,13 @@ class LayerSolver:
             **code_numbers(quantized, weight),
         }
         return Solution(dense, quantized.tensors(), report)
+
+
+def fused(grid: Grid, weights: Iterable[Tensor]) -> Grid:
+    """The grid for weights that engines run as one matrix: NVFP4 has one global scale for all of them."""
+    if not isinstance(grid, NVFP4Grid):
+        return grid
+    return replace(grid, peak=max(float(weight.abs().max()) for weight in weights))
 
 
 def scale_choice(settings: QuantizeSettings, grid: Grid) -> str:

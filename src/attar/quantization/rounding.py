@@ -19,18 +19,20 @@ from torch import Tensor
 
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
+from attar.models.anatomy import discover
 from attar.models.device import pick_device
-from attar.models.load import load_model, load_tokenizer
+from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
 from attar.quantization import qat
 from attar.quantization.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.curvature import Curvature
 from attar.quantization.gates import code_numbers
-from attar.quantization.grids import Quantized, choose_scales
-from attar.quantization.layerwise import LayerSolver, mask_of, masked, scale_choice
+from attar.quantization.grids import NVFP4Grid, Quantized, choose_scales
+from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
 from attar.quantization.observe import StaticScales, observe
 from attar.quantization.preparation import calibration
 from attar.quantization.scheme import Plan, Site
+from attar.quantization.sensitivity import shared_groups
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
@@ -76,7 +78,7 @@ def round_all(
     if settings.rounding == "qat":
         made = _trained(checkpoint, chosen, settings, work, progress)
     elif settings.method == "rtn" or (settings.rounding == "rtn" and settings.method != "awq"):
-        nearest = _Nearest(chosen, settings, work / "errors.jsonl")
+        nearest = _Nearest(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
         swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress))
@@ -243,16 +245,25 @@ class _Nearest:
     """Codes rounded to nearest as the tensors stream by; notes each layer's numbers in a file that survives a
     kill."""
 
-    def __init__(self, chosen: Plan, settings: QuantizeSettings, errors: Path) -> None:
-        self.chosen, self.settings, self.errors = chosen, settings, errors
+    def __init__(
+        self, checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, errors: Path
+    ) -> None:
+        self.checkpoint, self.chosen, self.settings, self.errors = checkpoint, chosen, settings, errors
+        self.stored = {site.module: stored for stored, site in chosen.sites.items()}
+        self.together: dict[str, list[str]] = {}
+        if any(isinstance(site.grid, NVFP4Grid) for site in chosen.sites.values()):
+            blocks = discover(empty_model(checkpoint.config)).blocks
+            groups = shared_groups(blocks, list(self.stored)).values()
+            self.together = {name: names for names in groups for name in names}
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
         site = self.chosen.sites[stored]
         weight = dense_weight(load(), site)
         if not torch.isfinite(weight).all():
             raise NumericsError(f"{stored} holds NaN or infinity", hint="the checkpoint is damaged")
-        parameters = choose_scales(weight, site.grid, scale_choice(self.settings, site.grid))
-        made = site.grid.quantize(weight, parameters)
+        siblings = self.together.get(site.module, ())
+        grid = fused(site.grid, (self.checkpoint.load(self.stored[name]) for name in siblings))
+        made = grid.quantize(weight, choose_scales(weight, grid, scale_choice(self.settings, grid)))
         mask = mask_of(weight, self.settings.keep_zeros)
         if mask is not None:
             made = masked(made, mask)
