@@ -180,7 +180,7 @@ BROKEN = """
 import sys
 import attar.quantization.stage as stage
 from attar.cli.main import call
-stage.rtn = None
+stage.write = None
 sys.exit(call(["quantize", sys.argv[1], "-o", sys.argv[2], "--method", "rtn", "--group-size", "32"]))
 """
 

@@ -1,5 +1,6 @@
 """The demo's recipe on other models: tiny random Qwen2, Gemma and GPT-2, from input to report."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,16 +11,18 @@ import attar
 from tests import tiny_models
 
 RECIPE = Path(__file__).parents[1] / "recipes/quickstart.yaml"
-QUICK = ["evaluate={tokens: 512, sample_tokens: 4, decode_tokens: 2, prompt_tokens: 8}"] + [
+TEXT = str(Path(asyncio.__file__).parent)  # some files of the library: reading all of it takes seconds
+QUICK = [f"evaluate={{tokens: 512, sample_tokens: 4, decode_tokens: 2, prompt_tokens: 8, data: {TEXT}}}"] + [
     f"stages.{number}.{key}={value}"
     for number, settings in {
         0: {"steps": 3},
         1: {"samples": 4},
         2: {"samples": 4},
         3: {"steps": 3},
-        5: {"samples": 4},
+        4: {"check_tokens": 512},
+        5: {"samples": 4, "check_tokens": 512},
     }.items()
-    for key, value in settings.items()
+    for key, value in {**settings, "data": TEXT}.items()
 ]
 
 

@@ -191,7 +191,8 @@ def test_the_whole_model(kl, severity):
 
 def test_a_stuck_sample_is_an_error_unless_the_original_is_stuck_too():
     stuck, fine = [7] * 15 + [8], list(range(16))
-    assert judge_output(0.1, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
+    assert judge_output(0.2, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
+    assert judge_output(0.01, 2.0, sample=stuck, original_sample=fine)[0].severity == "warning"
     assert judge_output(0.1, 2.0, sample=stuck, original_sample=stuck) == []
     assert judge_output(0.1, 2.0, sample=fine, original_sample=fine) == []
 

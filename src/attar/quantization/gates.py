@@ -10,7 +10,8 @@ An **error** means that the result is no model, and decides the exit code. A **w
     layer      output error not finite: error.  Above RTN's, or 1 and more: warning
     tokens     none seen: error.  Few: warning
     model      KL(original || result) not finite, or at least that of a model blind to the context: error.
-               At least half of that: warning.  A greedy sample that is one token repeated: error
+               At least half of that: warning.  A greedy sample that is one token repeated: error, where the
+               KL is at least a twentieth of the blind one's; else a warning (weak models do it too)
 
 Why u, and not the plain share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights
 with the scale at the largest of a tile, u is 0.66 at 2 bits (65 % zeros) and 0.87 at 4 bits in groups of 128,
@@ -42,6 +43,7 @@ LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scal
 USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
 WORSE = 1.001  # an output error above so many times RTN's is worse
 FEW_TOKENS = 128
+STUCK = 1 / 20  # of the blind KL, below which a repeating sample is no error
 CHUNK = 1 << 22  # codes counted at once
 
 
@@ -222,7 +224,8 @@ def judge_output(
         found.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
     if _stuck(sample) and not _stuck(original_sample):
         text = f"a greedy sample is token {_last(sample)} again and again; the original's is not"
-        found.append(Finding(culprit, "model", "error", text, mend))
+        severity = "warning" if kl < STUCK * blind else "error"
+        found.append(Finding(culprit, "model", severity, text, mend))
     return found
 
 
