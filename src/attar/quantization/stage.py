@@ -95,7 +95,14 @@ def quantize(
         details["layers"] = rounded.reports()
         if rounded.curve:
             details["curve"] = rounded.curve
-        details["gates"] = judge(
+        gates = judge(
             checkpoint, open_checkpoint(output.folder), chosen, rounded.reports(), settings, output.work
         )
+        details["gates"] = gates
+        measured = {
+            "kl_mean": gates.get("kl"),
+            "top1_agreement": gates.get("top1"),
+            "tokens": gates.get("tokens"),
+        }
+        output.measurements.update({name: value for name, value in measured.items() if value is not None})
     return open_checkpoint(out)
