@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -85,23 +86,49 @@ def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
     parameters, grid = quantized.parameters, quantized.grid
     named = (parameters.scale, parameters.zero, parameters.minimum)
     bad = sum(int((~torch.isfinite(value)).sum()) for value in named if value is not None)
-    energy = grid.tile(weight).square().sum((1, 3))
-    empty = (parameters.scale == 0) & (energy > 0)
-    lost = float(energy[empty].sum() / energy.sum().clamp(min=1e-30))
-    kept = weight != 0
-    counts = _histogram(quantized.codes[kept])
-    zeros = float((quantized.dequantize()[kept] == 0).float().mean()) if bool(kept.any()) else 0.0
+    empty = parameters.scale == 0
+    energy = (
+        grid.tile(weight).square().sum((1, 3)) if bool(empty.any()) else torch.ones_like(parameters.scale)
+    )
+    empty = empty & (energy > 0)
+    counts, zeros, kept = torch.zeros(256, dtype=torch.int64, device=weight.device), 0, 0
+    low, high = float("inf"), float("-inf")
+    rows = max(CHUNK // max(weight.shape[1], 1), 1)
+    silent = _silent_codes(grid)
+    for codes, part in zip(quantized.codes.split(rows), weight.split(rows), strict=True):
+        inside = part != 0
+        kept += int(inside.sum())
+        seen = codes if bool(inside.all()) else codes[inside]
+        counts += _histogram(seen)
+        if inside.any():
+            bottom, top = torch.aminmax(part[inside])
+            low, high = min(low, float(bottom)), max(high, float(top))
+    if silent is None:
+        decoded = quantized.dequantize()
+        zeros = int(((decoded == 0) & (weight != 0)).sum())
+    else:
+        zeros = int(counts[silent].sum())
     return {
         "bad_scales": bad,
         "zero_scales": int(empty.sum()),
-        "lost": lost,
+        "lost": float(energy[empty].sum() / energy.sum().clamp(min=1e-30)),
         "used": _entropy(counts) / math.log2(levels(grid)),
-        "zeros": zeros,
+        "zeros": zeros / max(kept, 1),
         "codes": int((counts > 0).sum()),
-        "varied": bool(kept.any()) and bool((weight[kept] != weight[kept][0]).any()),
+        "varied": low < high,
     }
 
 
+def _silent_codes(grid: Grid) -> list[int] | None:
+    """The bytes that decode to 0 in every tile; None where that depends on the tile (zeros, minima)."""
+    if getattr(grid, "symmetric", True) is False or grid.searches:
+        return None
+    every = torch.arange(256, dtype=torch.uint8).view(grid.code_dtype)
+    known = every if grid.code_dtype != torch.uint8 else every[: levels(grid)]
+    return [int(code) for code in torch.nonzero(grid.level(known) == 0).flatten()]
+
+
+@lru_cache(maxsize=64)
 def levels(grid: Grid) -> int:
     """How many codes a grid can give, found by encoding every magnitude there is."""
     magnitudes = torch.logspace(-6, 6, 16384)

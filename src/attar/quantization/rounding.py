@@ -42,6 +42,8 @@ from attar.walks.sweep import Swept, sweep
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
+CHUNK = 1 << 20  # weights compared at a time: temporaries stay in the cache
+
 
 @dataclass(frozen=True)
 class RoundedModel:
@@ -285,6 +287,10 @@ def dense_weight(stored: Tensor, site: Site) -> Tensor:
 def weight_numbers(weight: Tensor, made: Quantized) -> dict[str, Any]:
     """A report where no inputs were seen: the relative squared error of the weight, and what the gates want
     to know of the codes."""
-    whole = weight.double().square().sum().clamp(min=1e-30)
-    lost = (weight.double() - made.dequantize().double()).square().sum()
-    return {"weight_error": float(lost / whole), **code_numbers(made, weight.float())}
+    lost = whole = 0.0
+    rows = max(CHUNK // max(weight.shape[1], 1), 1)
+    for part, decoded in zip(weight.split(rows), made.dequantize().split(rows), strict=True):
+        part = part.float()
+        lost += float((part - decoded).square_().sum(dtype=torch.float64))
+        whole += float(part.square().sum(dtype=torch.float64))
+    return {"weight_error": lost / max(whole, 1e-30), **code_numbers(made, weight)}

@@ -145,3 +145,17 @@ def test_tensors_and_back(weight):
     made = rtn(weight, IntGrid(3, 32, False, torch.bfloat16))
     again = Quantized.from_tensors(made.grid, made.tensors())
     assert torch.equal(again.dequantize(), made.dequantize())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_large_weight_is_coded_in_runs_of_rows_with_the_same_result(symmetric, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    large = torch.randn(37, 64, generator=g)
+    grid = IntGrid(3, 16, symmetric)
+    whole = rtn(large, grid)
+    decoded = whole.dequantize()
+    monkeypatch.setattr("attar.quantization.grids.grid.CHUNK", 5 * 64)
+    assert torch.equal(rtn(large, grid).codes, whole.codes)
+    assert torch.equal(whole.dequantize(), decoded)
+    monkeypatch.setattr("attar.quantization.grids.grid.CHUNK", 10)  # less than one row
+    assert torch.equal(rtn(large, grid).codes, whole.codes)

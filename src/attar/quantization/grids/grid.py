@@ -21,6 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+CHUNK = 1 << 20  # weights coded at a time
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -149,9 +151,20 @@ class Grid(ABC):
 
     def quantize(self, weight: Tensor, parameters: Parameters) -> Quantized:
         """Every weight (N, K) to its nearest code under given parameters."""
+        if self.rows == 1 and weight.numel() > CHUNK and len(weight) > 1:
+            return self._quantize_rows(weight, parameters)
         spread = parameters.each(lambda value: value[:, None, :, None])
         codes = self.untile(self.encode(self.tile(weight), spread), (weight.shape[0], weight.shape[1]))
         return Quantized(self, codes.to(self.code_dtype), parameters)
+
+    def _quantize_rows(self, weight: Tensor, parameters: Parameters) -> Quantized:
+        """The same a few rows at a time: temporaries stay in the cache."""
+        codes = torch.empty(weight.shape, dtype=self.code_dtype, device=weight.device)
+        step = max(CHUNK // weight.shape[1], 1)
+        for start in range(0, len(weight), step):
+            part = parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
+            codes[start : start + step] = self.quantize(weight[start : start + step], part).codes
+        return Quantized(self, codes, parameters)
 
 
 @dataclass(frozen=True)
@@ -177,11 +190,24 @@ class Quantized:
         if self.g_idx is not None:
             rows = self.grid.by_row(self.parameters, len(self.codes))
             return self.grid.decode(self.codes, rows.column(self.g_idx)).to(self.grid.storage).float()
+        if self.grid.rows == 1 and self.codes.numel() > CHUNK and len(self.codes) > 1:
+            return self._dequantize_rows()
         spread = self.parameters.each(lambda value: value[:, None, :, None])
         tiled = self.grid.tile(self.codes)
         shape = (self.codes.shape[0], self.codes.shape[1])
         values = self.grid.decode(tiled, spread).to(self.grid.storage).float()
         return self.grid.untile(values, shape)
+
+    def _dequantize_rows(self) -> Tensor:
+        """The same a few rows at a time."""
+        values = torch.empty(self.codes.shape, dtype=torch.float32, device=self.codes.device)
+        step = max(CHUNK // self.codes.shape[1], 1)
+        for start in range(0, len(values), step):
+            part = self.parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
+            values[start : start + step] = Quantized(
+                self.grid, self.codes[start : start + step], part
+            ).dequantize()
+        return values
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
