@@ -124,7 +124,7 @@ def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
     quantize(folder, tmp_path / "again", QuantizeSettings(bits=5.0, method="rtn", **SMALL))
     after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache/sensitivity").iterdir()}
     assert before == after, "another budget measures nothing again"
-    with pytest.raises(SettingsError, match="bits is 1.5"):
+    with pytest.raises(SettingsError, match=r"bits is 1\.5"):
         quantize(folder, tmp_path / "less", QuantizeSettings(bits=1.5, **SMALL))
 
 
@@ -157,7 +157,7 @@ def test_garbage_is_an_error_that_names_the_layer(folder, tmp_path):
 def test_a_model_that_says_nothing_any_more_is_an_error(folder, tmp_path, monkeypatch):
     """The files decode to something else than what was rounded: only the comparison at the end can tell."""
     monkeypatch.setattr("attar.quantization.judgement.Decoded", _Wrong)
-    with pytest.raises(NumericsError, match="garbage.*KL"):
+    with pytest.raises(NumericsError, match=r"garbage.*KL"):
         quantize(folder, tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
     assert not (tmp_path / "out").exists()
 
