@@ -88,6 +88,7 @@ def test_solvers_know_only_torch(name):
         "collections",
         "contextlib",
         "dataclasses",
+        "functools",
         "itertools",
         "math",
         "typing",
