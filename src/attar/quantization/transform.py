@@ -143,7 +143,7 @@ def _write(
     progress: Progress,
 ) -> None:
     """The config and the changed tensors, under their stored names; with a new head, under the model's."""
-    names = {stored: name for name, stored in all_names(model, checkpoint).items()}
+    names = {stored: name for name, stored in stored_names(model, checkpoint).items()}
     embedding = f"{discover(model).embedding}.weight"
     head = f"{done.head}.weight" if done.head else None
     config = {key: value for key, value in checkpoint.config.items() if key != "torch_dtype"}
@@ -183,29 +183,6 @@ def _write(
         return {written: made(name, tensor) for written, name in targets(stored, names.get(stored, stored))}
 
     stream(checkpoint, layout, change, folder, work=work, progress=progress, what="fold")
-
-
-def all_names(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Parameter name to stored name, the head's too where transformers renames it on loading (GPT-NeoX): it
-    is then the one stored tensor of its shape that belongs to no parameter.
-
-    Raises:
-        CheckpointError: a parameter has no stored tensor.
-    """
-    names = stored_names(model, checkpoint)
-    anatomy = discover(model)
-    head = f"{anatomy.head}.weight"
-    if anatomy.head is not None and not anatomy.tied and head not in names:
-        shape = tuple(model.get_submodule(anatomy.head).weight.shape)
-        known = frozenset(names.values())
-        rest = [
-            info.name
-            for info in checkpoint.tensors.values()
-            if info.name not in known and info.shape == shape
-        ]
-        if len(rest) == 1:
-            names[head] = rest[0]
-    return names
 
 
 def _places(places: Sequence[str] | None, kind: str, alpha: float | None) -> tuple[str, ...]:
@@ -293,7 +270,7 @@ def _rotate(checkpoint: Checkpoint, model: Any, seed: int, untie: bool, device: 
     """What rotating the residual stream and the heads' values does to each module."""
     facts = residual(checkpoint.config)
     anatomy = discover(model)
-    names = all_names(model, checkpoint)
+    names = stored_names(model, checkpoint)
     if not facts.tied and f"{anatomy.head}.weight" not in names:
         raise CheckpointError(f"{checkpoint.path}: no tensor for {anatomy.head}.weight")
     embedding = checkpoint.tensors[names[f"{anatomy.embedding}.weight"]]

@@ -69,8 +69,8 @@ class Skeleton:
         :meth:`logits`."""
         self._load_outer(used)
         after = {name: shape for name, shape in self._after().items() if name not in self._outer_names()}
-        for name, shape in after.items():
-            value = self.checkpoint.load(self._stored(name, shape))
+        for name in after:
+            value = self.checkpoint.load(self.names[self.first_names[name]])
             _set(self.model, name, value.to(self.device, torch.float32))
         try:
             yield
@@ -101,20 +101,6 @@ class Skeleton:
             for leaf, parameter in self.model.get_submodule(owner).named_parameters():
                 shapes[f"{owner}.{leaf}"] = parameter.shape
         return shapes
-
-    def _stored(self, name: str, shape: torch.Size) -> str:
-        """The stored tensor of a parameter; of one that the checkpoint has under another family's old name,
-        the tensor of that shape that belongs to nothing else; else the one it is tied to."""
-        first = self.first_names[name]
-        if first in self.names:
-            return self.names[first]
-        known = set(self.names.values())
-        spare = [
-            stored
-            for stored, info in self.checkpoint.tensors.items()
-            if stored not in known and tuple(info.shape) == tuple(shape)
-        ]
-        return spare[0] if len(spare) == 1 else self.names[f"{self.anatomy.embedding}.weight"]
 
     def _outer_names(self) -> set[str]:
         return {name for name, _ in self._outer()}
