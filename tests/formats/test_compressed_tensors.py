@@ -17,7 +17,8 @@ from attar.formats.compressed_tensors import (
     dequantize_state,
     quantization_config,
 )
-from attar.formats.layouts import Coded, encode
+from attar.formats.coded import Coded
+from attar.formats.layouts import encode
 from attar.formats.rules import FLOAT, INT, NAIVE, PACK, ActivationRule, WeightRule
 
 W4 = WeightRule("int", 4, "group", 16)

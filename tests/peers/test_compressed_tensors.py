@@ -15,7 +15,8 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.layouts import Coded, decode, encode
+from attar.formats.coded import Coded
+from attar.formats.layouts import decode, encode
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.fake_quant import quantize_activation
 from attar.quantization.grids import IntGrid

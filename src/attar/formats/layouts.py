@@ -21,36 +21,17 @@ them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 GLOBAL, ORDER, WEIGHT = "weight_global_scale", "weight_g_idx", "weight"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-@dataclass(frozen=True)
-class Coded:
-    """A weight as codes, the way every layout sees it.
-
-    Attributes:
-        codes: (N, K): signed int8, float8, or 0 to 15 for FP4.
-        scale: float32 (P, G), what a code is multiplied with.
-        zero: float32 (P, G) signed whole numbers, or None.
-        global_scale: NVFP4: float32, what the stored scales are divided by.
-        order: int (K,), the group of each input; None: neighbours.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None = None
-    global_scale: Tensor | None = None
-    order: Tensor | None = None
 
 
 def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> dict[str, Tensor]:

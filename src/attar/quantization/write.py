@@ -14,6 +14,7 @@ from attar.checkpoint.shards import Slot
 from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
+from attar.formats.coded import Coded
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, Quantized
 from attar.quantization.rtn import rtn
@@ -123,9 +124,7 @@ def site_tensors(site: Site, base: str, made: Quantized, input_scale: float | No
         found = bitsandbytes.encode(made.codes, parameters.scale, levels, site.grid.storage, nested)
     else:
         stored = parameters.stored
-        coded = layouts.Coded(
-            made.codes, parameters.scale, parameters.zero, stored.get("global_scale"), made.g_idx
-        )
+        coded = Coded(made.codes, parameters.scale, parameters.zero, stored.get("global_scale"), made.g_idx)
         found = layouts.encode(coded, rule, site.scheme.form, site.grid.storage)
     if site.static:
         found[compressed_tensors.INPUT_SCALE] = torch.tensor([input_scale], dtype=site.grid.storage)
