@@ -51,8 +51,10 @@ SWEEP = """
     from attar.walks.sweep import Solution, sweep
     torch.randn(512, 512) @ torch.randn(512, 512)
     class Solver:
-        def accumulator(self, inputs): return Hessian(inputs)
-        def solve(self, name, weight, seen): return Solution(weight, {"codes": weight.to(torch.int8)})
+        original = False
+        def accumulator(self, names, inputs): return Hessian(inputs)
+        def solve(self, weights, seen):
+            return {name: Solution(w, {"codes": w.to(torch.int8)}) for name, w in weights.items()}
         def restore(self, name, tensors): raise AssertionError
     tokens = [torch.randint(0, 512, (4, 128)) for _ in range(4)]
     checkpoint = open_checkpoint(sys.argv[1])
@@ -106,11 +108,13 @@ def sweep_peak(folder: Path, depth: int) -> float:
 
 
 def sweep_bound() -> float:
-    """1.5 x (block in float32 + activations, one batch inside the MLP included + the largest Hessian)."""
-    block = 4 * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)
+    """1.5 x (block in float32 and once more in bfloat16 + activations, one batch inside the MLP included +
+    what waiting passes hold + the largest Hessian)."""
+    block = (4 + 2) * (1024 * 1024 * 2.5 + 3 * 1024 * 4096)
     activations = 4 * 4 * 128 * (4 * 1024 + 4 * 4096)
+    waiting = 4 * 4 * 4 * 128 * (5 * 1024 + 4096)
     accumulators = 4 * 4096 * 4096
-    return 1.5 * (block + activations + accumulators)
+    return 1.5 * (block + activations + waiting + accumulators)
 
 
 def main() -> None:

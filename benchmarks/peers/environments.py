@@ -26,11 +26,15 @@ class Peer:
         name: of its environment, and of its distribution on the package index.
         runner: the script beside this file that runs in it.
         more: distributions it needs besides its own dependencies.
+        distribution: its name on the package index, where that is another.
+        source: build it from its source distribution; it needs no torch.
     """
 
     name: str
     runner: str
     more: tuple[str, ...] = ()
+    distribution: str = ""
+    source: bool = False
 
 
 PEERS = {
@@ -40,6 +44,7 @@ PEERS = {
         Peer("gptqmodel", "gptqmodel_run.py"),
         Peer("auto-round", "autoround_run.py"),
         Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
+        Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),
     )
 }
 
@@ -69,7 +74,8 @@ def version(name: str) -> str | None:
     if not interpreter.exists():
         return None
     script = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
-    found = subprocess.run([interpreter, "-c", script, name], capture_output=True, text=True)
+    wanted = PEERS[name].distribution or name
+    found = subprocess.run([interpreter, "-c", script, wanted], capture_output=True, text=True)
     return found.stdout.strip() if found.returncode == 0 else None
 
 
@@ -78,9 +84,14 @@ def build(peer: Peer) -> None:
     place = folder() / peer.name
     place.parent.mkdir(parents=True, exist_ok=True)
     print(f"building {place}", file=sys.stderr)
-    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TORCH]
+    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    wanted = peer.distribution or peer.name
+    if peer.source:
+        installs = [[*pip, "--no-binary", wanted, wanted, *peer.more]]
+    else:
+        installs = [[*pip, TORCH], [*pip, TORCH, wanted, *peer.more]]
     with place.with_name(f"{peer.name}.log").open("w") as log:
-        for command in ([sys.executable, "-m", "venv", place], pip, [*pip, peer.name, *peer.more]):
+        for command in ([sys.executable, "-m", "venv", place], *installs):
             if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
                 raise SystemExit(f"{peer.name}: {' '.join(map(str, command))} failed; see {log.name}")
 

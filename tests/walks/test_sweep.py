@@ -255,8 +255,8 @@ def test_spilled_activations_give_the_same_bytes(tmp_path):
 
 @pytest.mark.slow
 def test_peak_memory_does_not_grow_with_depth(tmp_path):
-    """Peak RSS above the imports stays under 1.5 x (block + activations + accumulators), for 3 and for 12
-    blocks."""
+    """Peak RSS above the imports stays under 1.5 x (block + activations + waiting passes + accumulators), for
+    3 and for 12 blocks."""
     used = {depth: memory.sweep_peak(tmp_path, depth) for depth in (3, 12)}
     libraries = 40e6  # buffers of the matrix products, whatever the model
     assert 60e6 < min(used.values()) <= max(used.values()) < memory.sweep_bound() + libraries, used

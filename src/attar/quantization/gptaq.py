@@ -91,7 +91,7 @@ def gptaq(
     if act_order:
         order = torch.argsort(H.diagonal(), descending=True, stable=True)
     group = order // (grid.group_size or W.shape[1])
-    U, used = inverse_factor(H[order][:, order], damp)
+    U, used = inverse_factor(H, damp, order)
     P = alpha * (change[order][:, order] @ U.T).triu(1) @ U
     V, factor = _shifted(W[:, order], U, P, residual)
     rows = grid.by_row(parameters, W.shape[0])

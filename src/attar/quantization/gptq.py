@@ -25,7 +25,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
-from attar.quantization.hessian import inverse_factor
+from attar.quantization.hessian import all_finite, inverse_factor
 from attar.quantization.rounded import Rounded
 
 ORDERS = ("off", "static", "group")
@@ -81,14 +81,16 @@ def gptq_shared(
     W = torch.cat([weight.float() for weight in weights])  # a copy, also of a single one
     if len(weights) == 1:
         W = W.clone()
-    H = H.float().clone()
-    if not (torch.isfinite(H).all() and torch.isfinite(W).all()):
+    H = H.float()
+    if not (all_finite(H) and all_finite(W)):
         raise NumericsError(
             "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
         )
     dead = H.diagonal() <= 0
     W[:, dead] = 0.0
-    H[dead, dead] = 1.0
+    if dead.any():
+        H = H.clone()
+        H[dead, dead] = 1.0
     K = W.shape[1]
     order = torch.arange(K, device=W.device)
     if act_order != "off":
@@ -101,7 +103,7 @@ def gptq_shared(
         for given, part in zip(parameters or [None] * len(sizes), W[:, stood].split(sizes), strict=True)
     ]
     group = (torch.arange(K, device=W.device) if act_order == "group" else order) // (grid.group_size or K)
-    U, used = inverse_factor(H[order][:, order], damp)
+    U, used = inverse_factor(H, damp, order)
     rows = _stack([grid.by_row(one, size) for one, size in zip(chosen, sizes, strict=True)])
     mask = _stack_masks(masks, sizes, K, W.device)
     codes = round_columns(W[:, order], U, grid, rows, group, None if mask is None else mask[:, order])

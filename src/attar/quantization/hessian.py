@@ -21,6 +21,8 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 
+CHUNK = 1 << 21  # weights whose energy is computed at a time
+
 
 class Hessian:
     """Accumulates H in float32 over any number of batches; the same batches in the same order give the same
@@ -94,14 +96,16 @@ def reduced_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
+def inverse_factor(H: Tensor, damp: float, order: Tensor | None = None) -> tuple[Tensor, float]:
     """U, upper triangular with U^T U = (H + lambda I)^-1, and the damping that was needed.
 
-    From one factorization: H = R R^T with R upper triangular (Cholesky in reversed order), so U = R^-1.
+    From one factorization: H = R R^T with R upper triangular (Cholesky in reversed order), so U = R^-1. Holds
+    three matrices of H's size at most, H not among them.
 
     Args:
-        H: (K, K) float32, symmetric.
+        H: (K, K) float32, symmetric; not modified.
         damp: lambda as a fraction of H's mean diagonal; raised tenfold until the factor exists.
+        order: int64 (K,), the order of rows and columns to factorize H in; None: as it is.
 
     Raises:
         NumericsError: not even a damping of 1 is enough.
@@ -110,20 +114,38 @@ def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
     used = damp
     while True:
         for dtype in (torch.float32, torch.float64):
-            damped = H.to(dtype, copy=True)
-            damped.diagonal().add_(used * mean)
-            L, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-            if not failed:
-                eye = torch.eye(H.shape[0], dtype=dtype, device=H.device)
-                U = torch.linalg.solve_triangular(L.flip(0, 1), eye, upper=True).float()
-                if torch.isfinite(U).all() and (U.diagonal() > 0).all():
-                    return U, used
+            U = _inverse_factor(H, used * mean, order, dtype)
+            if U is not None:
+                return U, used
         if used >= 1.0:
             raise NumericsError(
                 "the Hessian stays singular with a damping of 1",
                 hint="more calibration samples, or --method rtn",
             )
         used = max(used * 10.0, 1e-4)
+
+
+def _inverse_factor(H: Tensor, ridge: Tensor, order: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """U of H + ridge I in one precision, or None where it fails."""
+    back = torch.arange(len(H) - 1, -1, -1, device=H.device) if order is None else order.flip(0)
+    damped = H.index_select(0, back).index_select(1, back).to(dtype)
+    damped.diagonal().add_(ridge)
+    L, failed = torch.linalg.cholesky_ex(damped)
+    del damped
+    if failed:
+        return None
+    R = L.flip(0, 1)
+    del L
+    U = torch.eye(len(H), dtype=dtype, device=H.device).T  # columns together, as the solver wants them
+    torch.linalg.solve_triangular(R, U, upper=True, out=U)
+    del R
+    U = U.float().contiguous()
+    return U if all_finite(U) and bool((U.diagonal() > 0).all()) else None
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether nothing is NaN or infinite; makes no tensor of their size."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:
@@ -135,6 +157,9 @@ def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:
 
 def _energy(W: Tensor, H: Tensor) -> Tensor:
     """tr(W H W^T), never negative."""
-    with reduced_products():
-        product = W @ H
-    return (product.double() * W.double()).sum().clamp(min=0.0)
+    total = torch.zeros((), dtype=torch.float64, device=W.device)
+    for rows in W.split(max(1, CHUNK // W.shape[1])):
+        with reduced_products():
+            product = rows @ H
+        total += (product.double() * rows.double()).sum()
+    return total.clamp(min=0.0)

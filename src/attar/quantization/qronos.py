@@ -78,7 +78,7 @@ def qronos(
     if act_order:
         order = torch.argsort(H.diagonal(), descending=True, stable=True)
     group = order // (grid.group_size or W.shape[1])
-    U, used = inverse_factor(H[order][:, order], damp)
+    U, used = inverse_factor(H, damp, order)
     damped = H.diagonal() + used * H.diagonal().mean()
     V = W[:, order] + missing[:, order] @ U.T @ U
     first = W[:, order[0]] + missing[:, order[0]] / damped[order[0]]

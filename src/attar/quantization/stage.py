@@ -99,6 +99,8 @@ def quantize(
             checkpoint, open_checkpoint(output.folder), chosen, rounded.reports(), settings, output.work
         )
         details["gates"] = gates
+        for warning in gates["warnings"]:
+            progress.log(f"warning: {warning}")
         measured = {
             "kl_mean": gates.get("kl"),
             "top1_agreement": gates.get("top1"),

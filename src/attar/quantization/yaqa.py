@@ -120,7 +120,7 @@ def _order(H: Tensor, act_order: bool) -> Tensor:
 
 def _unit_factor(H: Tensor, order: Tensor, damp: float) -> tuple[Tensor, float]:
     """diag(U)^-1 U of the ordered H, unit upper triangular, and the damping that was needed."""
-    U, used = inverse_factor(H[order][:, order], damp)
+    U, used = inverse_factor(H, damp, order)
     return U / U.diagonal()[:, None], used
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
 from attar.walks.activations import Activations
+from attar.walks.freed import give_back
 from attar.walks.passes import Passes, arithmetic, has_bfloat16
 from attar.walks.skeleton import Call, Skeleton, on_meta
 
@@ -206,6 +207,7 @@ def sweep(
             block_of.update({report["name"]: index for report in found})
             errors = [float(report["error"]) for report in found if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
+            give_back()
     store.clear()
     if originals is not None:
         originals.clear()

@@ -1,0 +1,234 @@
+"""GGUF files: attar beside llama.cpp's own quantizer, the same model, types, bytes and calibration text.
+
+    python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
+        [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--tokens 65536] [--cache FILE]
+    python benchmarks/export.py --speed [--shape 1.1b] [--types Q4_K_M] [--rounds 2] [--work DIR]
+
+Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
+matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
+importance, or with data. All files are opened by attar's reader and measured on the same held-out text
+against the original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all tensors; a line
+says so where files differ.
+
+Speed: seconds and largest resident set of a process that quantizes to nearest: attar from safetensors,
+llama.cpp from the F16 file. Threads are what OMP_NUM_THREADS says, for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from peers import environments
+from quantize import make_model
+
+import attar
+from attar.checkpoint import open_checkpoint
+from attar.checkpoint.hashing import sha256_file
+from attar.measure.evaluate import measure_quality
+from attar.measure.reference import Reference, make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import load_subject
+
+HERE = Path(__file__).parent
+PEER = "llama-cpp"
+
+
+def threads() -> int:
+    """Threads that everybody gets."""
+    return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+
+
+def peer_quantize(source: Path, target: Path, kind: str, imatrix: Path | None) -> dict[str, Any]:
+    """Quantize a file with llama.cpp, in its environment."""
+    job = {"source": str(source), "target": str(target), "type": kind, "threads": threads()}
+    job |= {"imatrix": str(imatrix) if imatrix else None, "started": time.time()}
+    command = [environments.python(PEER), HERE / "peers" / "llamacpp_run.py", json.dumps(job)]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"llama.cpp: {ended.stderr.splitlines()[-1:]}")
+    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
+
+
+def our_export(model: str, target: Path, **settings: Any) -> dict[str, Any]:
+    """Export with attar, in a process of its own."""
+    job = {"model": model, "target": str(target), "settings": settings, "started": time.time()}
+    command = [sys.executable, HERE / "peers" / "attar_export_run.py", json.dumps(job)]
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"attar: {ended.stderr.splitlines()[-1:]}")
+    answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return answer
+
+
+def measured(file: Path, settings: EvaluateSettings, reference: Reference) -> dict[str, Any]:
+    """What a file keeps of the model."""
+    opened = open_checkpoint(file)
+    found = measure_quality(load_subject(opened), settings, reference)
+    return {
+        "kl": found.kl_mean,
+        "top1": found.top1_agreement,
+        "perplexity": found.perplexity,
+        "bytes": opened.nbytes,
+    }
+
+
+def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Path) -> str:
+    """The table of one model."""
+    checkpoint = open_checkpoint(name)
+    digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
+    settings = EvaluateSettings(data=args.data, tokens=args.tokens, speed=False, sample="")
+    reference = None
+    common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
+    rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for kind in args.types:
+        for tool, method in cells(args):
+            key = json.dumps([digest, kind, tool, method, args.samples, args.length, args.tokens, args.data])
+            if key not in cache:
+                reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
+                file = work / f"{tool}-{method}-{kind}.gguf"
+                found = make(name, tool, method, kind, file, common, work)
+                cache[key] = {**measured(file, settings, reference), "seconds": found["seconds"]}
+                file.unlink()
+                print(f"{checkpoint.name} {kind} {tool} {method}: {cache[key]}", file=sys.stderr, flush=True)
+                if args.cache:
+                    with args.cache.open("a") as opened:
+                        opened.write(json.dumps({"key": key, "found": cache[key]}) + "\n")
+            rows.setdefault(kind, []).append((tool, method, cache[key]))
+    return f"### {checkpoint.name}\n\n" + "\n\n".join(table(kind, found) for kind, found in rows.items())
+
+
+def cells(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """(tool, method) of each row."""
+    ours = [("attar", "nearest"), ("attar", "nearest+imatrix")]
+    ours += [("attar", rounding) for rounding in args.roundings if rounding != "nearest"]
+    theirs = [] if args.no_peer else [(PEER, "plain"), (PEER, "imatrix")]
+    return [*theirs, *ours]
+
+
+def make(
+    name: str, tool: str, method: str, kind: str, file: Path, common: dict[str, Any], work: Path
+) -> dict[str, Any]:
+    """Write one file."""
+    if tool == "attar":
+        rounding, _, weighted = method.partition("+")
+        more = {"imatrix": str(importance(name, common, work))} if weighted else {}
+        return our_export(name, file, type=kind, rounding=rounding, **common, **more)
+    plain = work / f"{Path(name).name.replace(':', '-')}-F16.gguf"
+    if not plain.exists():
+        our_export(name, plain, type="F16")
+    return peer_quantize(plain, file, kind, importance(name, common, work) if method == "imatrix" else None)
+
+
+def importance(name: str, common: dict[str, Any], work: Path) -> Path:
+    """The importance matrix of a model, computed once."""
+    file = work / f"{Path(name).name.replace(':', '-')}-imatrix.gguf"
+    if not file.exists():
+        folder = work / "with-imatrix"
+        attar.export(name, folder, format="gguf", type="Q8_0", imatrix="compute", force=True, **common)
+        (folder / "imatrix.gguf").rename(file)
+    return file
+
+
+def table(kind: str, rows: list[tuple[str, str, dict[str, Any]]]) -> str:
+    """Markdown, best first."""
+    theirs = [found["kl"] for tool, _, found in rows if tool == PEER]
+    best = min(theirs, default=float("nan"))
+    lines = [
+        f"| {kind} | method | KL, nats/token | top-1 | perplexity | KL / best llama.cpp's | MB | s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for tool, method, found in sorted(rows, key=lambda row: row[2]["kl"]):
+        lines.append(
+            f"| {tool} | {method} | {found['kl']:.3e} | {found['top1']:.4f} | {found['perplexity']:.3f} "
+            f"| {found['kl'] / best:.2f} | {found['bytes'] / 1e6:.3f} | {found['seconds']:.1f} |"
+        )
+    if len({found["bytes"] for _, _, found in rows}) > 1:
+        lines.append("\nThe bytes differ.")
+    return "\n".join(lines)
+
+
+def speed(args: argparse.Namespace, work: Path) -> str:
+    """Time and memory of nearest rounding."""
+    model = str(make_model(args.shape, work)) if args.shape else args.models[0]
+    plain = work / "F16.gguf"
+    if not plain.exists():
+        our_export(model, plain, type="F16")
+    lines = ["| type | tool | wall, s | call, s | peak, MB |", "|---|---|---|---|---|"]
+    for kind in args.types:
+        found: dict[str, list[dict[str, Any]]] = {"attar": [], PEER: []}
+        for number in range(args.rounds):
+            for tool in (("attar", PEER), (PEER, "attar"))[number % 2]:
+                file = work / f"{tool}.gguf"
+                file.unlink(missing_ok=True)
+                made = (
+                    our_export(model, file, type=kind)
+                    if tool == "attar"
+                    else peer_quantize(plain, file, kind, None)
+                )
+                found[tool].append(made)
+                file.unlink()
+        for tool, runs in found.items():
+            wall, call = (min(run[name] for run in runs) for name in ("wall", "seconds"))
+            peak = max(run["peak_rss_mb"] for run in runs)
+            lines.append(f"| {kind} | {tool} | {wall:.1f} | {call:.1f} | {peak:.0f} |")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["attar:tiny"])
+    parser.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M"])
+    parser.add_argument("--roundings", nargs="*", default=["gptq", "qronos", "yaqa"])
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=65_536, help="held-out")
+    parser.add_argument("--data", default="python-stdlib")
+    parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--shape", default="", help="1.1b")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--work", type=Path, help="folder for what is written meanwhile; kept")
+    return parser
+
+
+def read_cache(file: Path | None) -> dict[str, Any]:
+    """Finished cells."""
+    if file is None or not file.is_file():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["key"]: row["found"] for row in rows}
+
+
+def main() -> None:
+    """Print the tables."""
+    args = arguments().parse_args()
+    cache = read_cache(args.cache)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = args.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        if args.speed:
+            print(speed(args, work))
+            return
+        for name in args.models:
+            place = work / Path(name).name.replace(":", "-")
+            place.mkdir(exist_ok=True)
+            print(quality(name, args, cache, place), end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
