@@ -128,7 +128,7 @@ def test_rooms_import_only_downwards():
         "attar.distillation.settings",
         "attar.pruning.settings",
         "attar.quantization.settings",
-        "attar.formats.settings",
+        "attar.deployment.settings",
         "attar.measure.settings",
     ],
 )

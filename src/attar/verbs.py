@@ -115,7 +115,7 @@ def export(
 ) -> Checkpoint:
     """Write a checkpoint for another engine.
 
-    See :func:`distill` and :class:`attar.formats.settings.ExportSettings`.
+    See :func:`distill` and :class:`attar.deployment.settings.ExportSettings`.
     """
     return run_stage("export", model, out, _settings("export", settings), force=force, progress=progress)
 

@@ -18,6 +18,7 @@ from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep attar's cache out of the home folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("ATTAR_CACHE", raising=False)
 
 
 @pytest.fixture

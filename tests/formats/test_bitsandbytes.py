@@ -1,6 +1,7 @@
-"""NF4 files: announced shapes, a decoder made of loops, what is refused."""
+"""NF4 and INT8 files: announced shapes, decoders made of loops, what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
+from attar.formats import bitsandbytes_int8 as int8
 from attar.formats.bitsandbytes import STATE, Reader, decode, encode, layout, read_state
+from attar.formats.coded import Coded
 from attar.formats.readers import reader
+from attar.formats.rules import WeightRule
 from attar.models.load import load_model
+from attar.quantization.grids import IntGrid
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
 from attar.quantization.rtn import rtn
 from tests.quantization.packing import pack, save
@@ -114,9 +119,116 @@ def test_degenerate_layers(leaf, value, match, tmp_path):
 
 def test_other_layouts_are_refused(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path / "dense"))
-    checkpoint.config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    with pytest.raises(CheckpointError, match="NF4 alone"):
+    checkpoint.config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    with pytest.raises(CheckpointError, match="neither load_in_4bit nor load_in_8bit"):
         reader(checkpoint)
-    checkpoint.config["quantization_config"] = {"quant_method": "awq"}
-    with pytest.raises(ModelError, match="quantized with 'awq'"):
-        reader(checkpoint)
+
+
+def whole(shape=(6, 40), dtype=torch.bfloat16, seed=2):
+    """A weight on the grid of W8A8."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found = rtn(weight, IntGrid(8, 0, storage=dtype))
+    return found, Coded(found.codes, found.parameters.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int8_decodes_to_what_the_codes_were_made_for(dtype):
+    found, coded = whole(dtype=dtype)
+    tensors = int8.encode(coded)
+    assert int8.layout((6, 40)) == {
+        name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
+    }
+    assert torch.equal(tensors["weight"], found.codes)
+    assert torch.equal(int8.decode(tensors, dtype).float(), found.dequantize())
+    for n in range(6):
+        for k in range(40):
+            wanted = int(tensors["weight"][n, k]) * (float(tensors["SCB"][n]) / 127)
+            assert float(int8.decode(tensors, torch.float32)[n, k]) == pytest.approx(wanted, rel=1e-6)
+    again = int8.coded(tensors)
+    assert torch.equal(again.scale, coded.scale) and torch.equal(again.codes, coded.codes)
+
+
+def test_int8_of_one_scale_repeats_it():
+    codes = torch.tensor([[-128, 127], [5, 0]], dtype=torch.int8)
+    tensors = int8.encode(Coded(codes, torch.tensor([[0.5]])))
+    assert tensors["SCB"].tolist() == [63.5, 63.5]
+    assert int8.decode(tensors, torch.float32).tolist() == [[-64.0, 63.5], [2.5, 0.0]]
+
+
+def test_int8_refuses_what_it_cannot_hold():
+    _, coded = whole()
+    for bad in (
+        replace(coded, zero=torch.zeros_like(coded.scale)),
+        replace(coded, scale=coded.scale.expand(6, 2)),
+        replace(coded, order=torch.zeros(40, dtype=torch.int64)),
+        replace(coded, codes=coded.codes.to(torch.float8_e4m3fn)),
+    ):
+        with pytest.raises(ModelError, match="one scale for each output"):
+            int8.encode(bad)
+    for good in (WeightRule("int", 8, "channel"), WeightRule("int", 4, "channel"), int8.RULE):
+        int8.refuse(good)
+    for rule in (
+        WeightRule("int", 8, "channel", symmetric=False),
+        WeightRule("int", 4, "group", 128),
+        WeightRule("float", 8, "channel"),
+        WeightRule("int", 8, "block", block=(128, 128)),
+    ):
+        with pytest.raises(ModelError, match="one scale for each output"):
+            int8.refuse(rule)
+
+
+def save_int8(folder, family="llama3"):
+    """An INT8 checkpoint with the head left dense."""
+    checkpoint = open_checkpoint(save(folder, family))
+    linears = [name for name in checkpoint.tensors if "proj.weight" in name]
+    tensors = checkpoint.load_many(checkpoint.tensors)
+    dense = {}
+    for name in linears:
+        weight = tensors.pop(name)
+        found = rtn(weight, IntGrid(8, 0, storage=torch.bfloat16))
+        dense[name] = found.dequantize().bfloat16()
+        made = int8.encode(Coded(found.codes, found.parameters.scale))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**checkpoint.config, "quantization_config": int8.quantization_config(["lm_head"])}
+    (folder / "config.json").write_text(json.dumps(config))
+    return open_checkpoint(folder), dense
+
+
+def test_int8_checkpoints_are_read_without_the_library(tmp_path):
+    checkpoint, dense = save_int8(tmp_path / "int8")
+    read = reader(checkpoint)
+    assert read.slot(checkpoint.tensors[NAME]) == (NAME, "BF16", tuple(dense[NAME].shape))
+    assert read.slot(checkpoint.tensors[NAME.replace("weight", "SCB")]) is None
+    coded, rule = read.codes(NAME)
+    assert rule == int8.RULE and coded.codes.dtype == torch.int8
+    assert read.codes("model.norm.weight") is None and read.codes("lm_head.weight") is None
+    state = load_model(checkpoint).state_dict()
+    for name, weight in dense.items():
+        read.check(name)
+        assert torch.equal(state[name], weight), name
+    assert read.dense("lm_head.weight").dtype == torch.bfloat16
+
+
+def test_damaged_int8_is_named(tmp_path):
+    folder = tmp_path / "int8"
+    save_int8(folder)
+    before = load_file(folder / "model.safetensors")
+    scale, form = NAME.replace("weight", "SCB"), NAME.replace("weight", "weight_format")
+    for alter in (
+        lambda tensors: tensors.pop(scale),
+        lambda tensors: tensors.update({scale: torch.ones(3)}),
+        lambda tensors: tensors.update({form: torch.tensor(1, dtype=torch.uint8)}),
+    ):
+        with pytest.raises(CheckpointError, match=f"{NAME} do not fit together"):
+            Reader(change(folder, alter)).dense(NAME)
+        save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, value, match in (
+        (scale, float("inf"), "infinite scales"),
+        (scale, -1.0, "negative"),
+        (NAME, 7, "the same"),
+    ):
+        bad = change(folder, lambda tensors, name=name, value=value: tensors[name].fill_(value))
+        with pytest.raises(NumericsError, match=match):
+            Reader(bad).check(NAME)
+        save_file(before, folder / "model.safetensors", metadata={"format": "pt"})

@@ -129,6 +129,18 @@ def check_target(final: Path, force: bool) -> None:
         )
 
 
+def check_file(final: Path, force: bool) -> None:
+    """Refuse a file that may not be written: it exists and ``force`` is false, or it is a folder.
+
+    Raises:
+        OutputError: says which.
+    """
+    if final.is_dir():
+        raise OutputError(f"{final}: is a folder", hint="choose another name")
+    if final.exists() and not force:
+        raise OutputError(f"{final}: already exists", hint="pass --force to replace it")
+
+
 @contextmanager
 def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     """Turn a full disk, a missing permission or a read-only file system into an OutputError about ``path``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from attar.checkpoint.licences import Duties, duties
 from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.parts import Count, Part, code_bits, count
+from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
+from attar.errors import ModelError
+
+DESCRIBERS = {".gguf": "attar.formats.gguf.inspect"}
+"""What tells of a file that holds a whole model, by its suffix: a module with ``describe``, and ``bare`` for
+what cannot be opened; by name, for they stand above this room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +30,7 @@ class Inspection:
 
     Attributes:
         name: name of the checkpoint.
-        path: its folder.
+        path: its folder, or the file that holds it.
         architecture: the class that loads it.
         model_type: its family.
         dtype: torch's name of the number type of its dense tensors.
@@ -31,11 +38,13 @@ class Inspection:
         parts: parameters and bytes by part.
         bits_per_weight: stored bits for one parameter, everything included.
         tensor_bytes: bytes of all tensors.
-        disk_bytes: bytes of all files of the folder.
+        disk_bytes: bytes of all files of the folder, or of the file with all its parts.
         weight_files: how many files hold the weights.
         tied: whether the head is the embedding.
         geometry: layers, heads, context, KV bytes per token.
         quantization: what is known about stored codes, or None.
+        container: of a file that holds a whole model what it says of itself, such as types and metadata;
+            None for a folder.
         stage: the verb that made it; ``original`` without a card.
         command: a command line that makes it again.
         lineage: the checkpoint itself as a record with all its ancestors.
@@ -57,6 +66,7 @@ class Inspection:
     tied: bool
     geometry: Geometry
     quantization: dict[str, Any] | None
+    container: dict[str, Any] | None
     stage: str
     command: str
     lineage: Parent
@@ -84,16 +94,17 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
     Raises:
         CheckpointError: the folder is missing, incomplete or damaged.
     """
-    checkpoint = open_checkpoint(model)
+    checkpoint = _opened(model)
     config = checkpoint.config
     counted = count(checkpoint)
     dtype = _dtype(checkpoint)
     shape = geometry(config, dtype)
     card = checkpoint.card or Card(name=checkpoint.name, stage="original")
     itself = as_parent(checkpoint, "weights")
+    container = _container(checkpoint)
     return Inspection(
         name=checkpoint.name,
-        path=checkpoint.path,
+        path=checkpoint.source,
         architecture=config["architectures"][0],
         model_type=config["model_type"],
         dtype=dtype,
@@ -101,17 +112,47 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
         parts=counted.parts,
         bits_per_weight=checkpoint.nbytes * 8 / max(counted.parameters, 1),
         tensor_bytes=checkpoint.nbytes,
-        disk_bytes=sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file()),
+        disk_bytes=sum(path.stat().st_size for path in _files(checkpoint)),
         weight_files=len(checkpoint.weight_files),
         tied=_tied(config, counted, shape),
         geometry=shape,
-        quantization=_quantization(config, counted),
+        quantization=_quantization(config, counted, container),
+        container=container,
         stage=card.stage,
         command=card.command,
         lineage=itself,
         licence=duties(itself.parents or (itself,)),
         measurements=card.measurements,
     )
+
+
+def _opened(model: str | Path | Checkpoint) -> Checkpoint:
+    """The checkpoint; one file whose family attar does not know is looked at all the same."""
+    try:
+        return open_checkpoint(model)
+    except ModelError:
+        assert not isinstance(model, Checkpoint), "what is open is known"
+        place = resolve(model)
+        if place.suffix.lower() not in DESCRIBERS:
+            raise
+        opened: Checkpoint = import_module(DESCRIBERS[place.suffix.lower()]).bare(place)
+        return opened
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    """What the model takes of a disk."""
+    if checkpoint.source.is_file():
+        return checkpoint.weight_files
+    return [path for path in checkpoint.path.rglob("*") if path.is_file()]
+
+
+def _container(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What a file that holds a whole model says of itself."""
+    if not checkpoint.source.is_file():
+        return None
+    describer = import_module(DESCRIBERS[checkpoint.source.suffix.lower()])
+    described: dict[str, Any] = describer.describe(checkpoint)
+    return described
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
@@ -135,15 +176,17 @@ def _tied(config: dict[str, Any], counted: Count, shape: Geometry) -> bool:
     return shape.causal and not any(part.name == "head" for part in counted.parts)
 
 
-def _quantization(config: dict[str, Any], counted: Count) -> dict[str, Any] | None:
+def _quantization(
+    config: dict[str, Any], counted: Count, container: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """Method, format and bits of the stored codes, from ``quantization_config`` and the counting."""
     said = config.get("quantization_config")
-    if not isinstance(said, dict):
+    if not isinstance(said, dict) or (container and not counted.quantized_tensors):
         return None
     return {
         "method": said.get("quant_method", "unknown"),
-        "format": said.get("format"),
-        "schemes": _schemes(said),
+        "format": container["file_type"] if container else said.get("format"),
+        "schemes": [] if container else _schemes(said),
         "ignore": said.get("ignore") or said.get("modules_to_not_convert") or [],
         "tensors": counted.quantized_tensors,
         "parameters": counted.quantized.parameters,

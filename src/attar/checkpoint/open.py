@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+OPENERS = {".gguf": "attar.formats.gguf.open:open_gguf"}
+"""What opens a model that is not a folder of safetensors, by the suffix of its files: module and function, by
+name, for they stand above this room."""
+
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "TensorInfo", "check_finite", "open_checkpoint", "read_config"]
 
 
@@ -35,7 +40,7 @@ class Checkpoint:
     """An opened model folder. Make one with :func:`open_checkpoint`.
 
     Attributes:
-        path: the folder.
+        path: the folder; for a file that holds a whole model, one in the cache with what a folder would have.
         name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
         config: the content of ``config.json``.
         card: the content of ``attar.json``, or None for a model that attar did not make.
@@ -56,8 +61,14 @@ class Checkpoint:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The safetensors files that hold the tensors, sorted by name."""
+        """The files that hold the tensors, sorted by name."""
         return sorted({info.file for info in self.tensors.values()})
+
+    @property
+    def source(self) -> Path:
+        """What a person would give to open it again: the folder, or the first of files that are elsewhere."""
+        elsewhere = [file for file in self.weight_files if file.parent != self.path]
+        return elsewhere[0] if elsewhere else self.path
 
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into memory of its own, on the CPU, in its stored dtype and shape.
@@ -79,8 +90,9 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """SHA-256 over the names and bytes of config, weights and tokenizer. The card does not count."""
-        names = ["config.json", *(file.name for file in self.weight_files), *tokenizer_files(self.path)]
-        digests = [[name, hashing.sha256_file(self.path / name)] for name in sorted(names)]
+        files = {name: self.path / name for name in ("config.json", *tokenizer_files(self.path))}
+        files |= {file.name: file for file in self.weight_files}
+        digests = [[name, hashing.sha256_file(files[name])] for name in sorted(files)]
         return hashing.sha256_text(hashing.canonical_json(digests))
 
 
@@ -88,17 +100,32 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
     """Open a model by its headers. Reads no weights.
 
     Args:
-        model: a folder, a hub id, ``attar:tiny``, or a checkpoint that is open already.
+        model: a folder, a file ``NAME.gguf``, a hub id, ``attar:tiny``, or a checkpoint that is open already.
 
     Raises:
-        CheckpointError: the folder is missing, incomplete or damaged; names the file and what is wrong.
+        CheckpointError: the model is missing, incomplete or damaged; names the file and what is wrong.
+        ModelError: a file holds a model of a family that attar does not know.
     """
     if isinstance(model, Checkpoint):
         return model
     folder = paths.resolve(model)
+    opener = _opener(folder)
+    if opener:
+        module, function = opener.split(":")
+        opened: Checkpoint = getattr(import_module(module), function)(folder)
+        return opened
     config = read_config(folder)
     tensors = _scan(folder, _weight_files(folder))
     return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)
+
+
+def _opener(place: Path) -> str | None:
+    """What opens a file, or a folder that has such files and no config.json."""
+    if place.is_file():
+        return OPENERS[place.suffix.lower()]
+    if (place / "config.json").is_file():
+        return None
+    return next((OPENERS[suffix] for suffix in OPENERS if any(place.glob(f"*{suffix}"))), None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -152,8 +152,10 @@ def command_line(
 
 
 def _spelling(checkpoint: Checkpoint) -> str:
-    """How a person would name this model: hub and embedded models by name, folders by path."""
-    return str(checkpoint.path) if checkpoint.name == checkpoint.path.name else checkpoint.name
+    """How a person would name this model: hub and embedded models by name, folders and files by path."""
+    if checkpoint.source != checkpoint.path or checkpoint.name == checkpoint.path.name:
+        return str(checkpoint.source)
+    return checkpoint.name
 
 
 def _option(flag: str, value: Any) -> list[str]:
@@ -196,9 +198,9 @@ def _files(folder: Path) -> dict[str, str]:
 def _check_apart(final: Path, parents: Sequence[tuple[Checkpoint, str]]) -> None:
     """Refuse an output folder that contains one of its inputs: replacing it would delete the input."""
     for checkpoint, _ in parents:
-        if final in checkpoint.path.parents:
+        if final in checkpoint.source.parents:
             raise OutputError(
-                f"{final}: contains the input model {checkpoint.path}", hint="choose another output folder"
+                f"{final}: contains the input model {checkpoint.source}", hint="choose another output folder"
             )
 
 

@@ -29,6 +29,16 @@ _RULES: tuple[tuple[str, str], ...] = (
 )
 """Part and a pattern for one component of a dotted tensor name; the first rule that matches decides."""
 
+_GGUF = {
+    "token_embd": "embedding",
+    "position_embd": "embedding",
+    "output": "head",
+}
+"""Parts by the first component of a name, where llama.cpp's says what others do not."""
+
+_MADE = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
+"""Tensors of llama.cpp's that are made from the config: bytes, and no parameters."""
+
 _BESIDE = re.compile(
     r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
@@ -85,17 +95,18 @@ def count(checkpoint: Checkpoint) -> Count:
     quantization = checkpoint.config.get("quantization_config")
     codes = _code_counter(checkpoint, quantization) if isinstance(quantization, dict) else None
     tied = bool(checkpoint.config.get("tie_word_embeddings"))
-    embeddings = [info.shape for name, info in checkpoint.tensors.items() if part_of(name) == "embedding"]
+    tensors = checkpoint.tensors.items()
+    embeddings = [info.weight_shape for name, info in tensors if part_of(name) == "embedding"]
     sums = {part: [0, 0] for part in PARTS}
     packed = [0, 0, 0]
     for name, info in checkpoint.tensors.items():
         part = part_of(name)
         beside = codes is not None and bool(_BESIDE.search(name))
         found = codes(info) if codes and not beside else None
-        numbers = 0 if beside else math.prod(info.shape) if found is None else found
+        numbers = 0 if beside or _MADE.match(name) else math.prod(info.shape) if found is None else found
         if found is not None or (beside and not name.endswith("weight_shape")):
             packed = [packed[0] + (found is not None), packed[1] + numbers, packed[2] + info.nbytes]
-        if part == "head" and tied and info.shape in embeddings:
+        if part == "head" and tied and info.weight_shape in embeddings:
             numbers = 0
         sums[part] = [sums[part][0] + numbers, sums[part][1] + info.nbytes]
     parts = tuple(Part(part, *sums[part]) for part in PARTS if sums[part][1])
@@ -105,6 +116,8 @@ def count(checkpoint: Checkpoint) -> Count:
 def part_of(name: str) -> str:
     """The part of the model that a tensor belongs to, by its name."""
     components = name.lower().split(".")
+    if components[0] in _GGUF:
+        return _GGUF[components[0]]
     for part, pattern in _RULES:
         if any(re.search(pattern, component) for component in components):
             return part
@@ -116,6 +129,8 @@ def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Calla
     bits = code_bits(quantization)
 
     def parameters(info: TensorInfo) -> int | None:
+        if info.block:
+            return math.prod(info.weight_shape)
         numbers = math.prod(info.shape)
         stem, _, last = info.name.rpartition(".")
         if last == "weight_packed" and f"{stem}.weight_shape" in checkpoint.tensors:

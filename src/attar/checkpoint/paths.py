@@ -1,4 +1,5 @@
-"""Where a model is: a folder, a hub id (``org/name@revision``), or the embedded ``attar:tiny``."""
+"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), or the
+embedded ``attar:tiny``."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import re
 from pathlib import Path
 
 from attar.errors import CheckpointError, nearest
+
+FILES = (".gguf",)
+"""Suffixes of files that are models by themselves; open.py knows what opens them."""
 
 EMBEDDED = ("tiny",)
 """Models that travel inside the package, as folders of ``attar/embedded``."""
@@ -35,13 +39,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model, fetched from the hub if need be.
+    """The folder of a model, fetched from the hub if need be; or its file, where one holds all of it.
 
     Args:
-        model: a folder; ``org/name`` or ``org/name@revision``; ``attar:tiny``.
+        model: a folder; a file ``NAME.gguf``; ``org/name`` or ``org/name@revision``; ``attar:tiny``.
 
     Raises:
-        CheckpointError: there is no such folder, embedded model or repository, or it cannot be fetched.
+        CheckpointError: there is no such folder, file, embedded model or repository, or it cannot be fetched.
     """
     text = str(model)
     if isinstance(model, str) and model.startswith("attar:"):
@@ -49,6 +53,8 @@ def resolve(model: str | Path) -> Path:
     path = Path(os.path.expanduser(text))  # noqa: PTH111 (never raises)
     if path.is_dir():
         return Path(os.path.realpath(path))
+    if path.is_file() and path.suffix.lower() in FILES:
+        return Path(os.path.realpath(path.parent), path.name)  # itself a link in the hub's cache, to no name
     if path.exists():
         raise CheckpointError(
             f"{text}: is a file, not a model folder", hint=f"give its folder: {path.parent}"
@@ -95,7 +101,8 @@ def _embedded(model: str) -> Path:
 def _where(path: Path) -> str:
     """A hint for a missing folder: the sibling with the nearest name, or the ways to name a model."""
     parent = path.parent
-    siblings = [child.name for child in sorted(parent.iterdir()) if child.is_dir()] if parent.is_dir() else []
+    children = sorted(parent.iterdir()) if parent.is_dir() else []
+    siblings = [child.name for child in children if child.is_dir() or child.suffix.lower() in FILES]
     close = nearest(path.name, siblings)
     if close:
         return f"did you mean {parent / close}?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,12 +23,16 @@ _STALE_DAYS = 365
 def render(inspection: Inspection) -> str:
     """The text, without a line break at its end."""
     lines = [f"{inspection.name}  {inspection.architecture}", *_facts(inspection), "", *_parts(inspection)]
+    if inspection.container:
+        lines += ["", *_types(inspection.container)]
     lines += ["", "Lineage", *_tree(inspection.lineage)]
     lines += ["", *_licence(inspection.licence)]
     if inspection.measurements:
         lines += ["", "Measurements", *_measurements(inspection.measurements)]
     if inspection.command:
         lines += ["", "Made by", *_wrapped(inspection.command, "  ", "      ")]
+    if inspection.container:
+        lines += ["", "Metadata", *_metadata(inspection.container["metadata"])]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -35,7 +40,7 @@ def _facts(inspection: Inspection) -> Iterator[str]:
     """One line a fact."""
     shape = inspection.geometry
     files = "1 file" if inspection.weight_files == 1 else f"{inspection.weight_files} files"
-    yield _fact("folder", str(inspection.path))
+    yield _fact("file" if inspection.container else "folder", str(inspection.path))
     yield _fact(
         "parameters",
         f"{count_text(inspection.parameters)} ({inspection.parameters:,}), "
@@ -79,10 +84,11 @@ def _codes(quantization: dict[str, Any]) -> str:
         + (f" group {scheme['group_size']}" if (scheme["group_size"] or 0) > 0 else "")
         for scheme in quantization["schemes"]
     ]
-    form = f", {quantization['format']}" if quantization["format"] else ""
+    form = [quantization["format"]] if quantization["format"] else []
     bits = quantization["bits_per_weight"]
     stored = f": {quantization['tensors']} tensors at {bits:.2f} bits" if bits else ""
-    return f"{' and '.join(dict.fromkeys(schemes))}{form} ({quantization['method']}){stored}"
+    kinds = ", ".join([" and ".join(dict.fromkeys(schemes)), *form] if schemes else form)
+    return f"{kinds} ({quantization['method']}){stored}"
 
 
 def _parts(inspection: Inspection) -> Iterator[str]:
@@ -97,6 +103,30 @@ def _part(part: Part, total: int) -> str:
     return (
         f"  {part.name:<12}{count_text(part.parameters):>12}{share:>9}{bytes_text(part.bytes):>12}{bits:>14}"
     )
+
+
+def _types(container: dict[str, Any]) -> Iterator[str]:
+    """The types of a file's tensors, that with most bytes first."""
+    yield f"{container['format']} version {container['version']}, {container['file_type']}"
+    yield f"  {'type':<12}{'parameters':>12}{'tensors':>9}{'bytes':>12}{'bits/weight':>14}"
+    for kind in container["types"]:
+        yield (
+            f"  {kind['type']:<12}{count_text(kind['parameters']):>12}{kind['tensors']:>9}"
+            f"{bytes_text(kind['bytes']):>12}{kind['bits_per_weight']:>14.2f}"
+        )
+
+
+def _metadata(values: dict[str, Any]) -> Iterator[str]:
+    """Keys and values of a file, each in one line."""
+    width = max((len(key) for key in values), default=0) + 2
+    for key, value in values.items():
+        if isinstance(value, dict):
+            text = f"{value['length']:,} of {value['kind'][1:-1]}"
+        elif isinstance(value, str):
+            text = json.dumps(value, ensure_ascii=False)[1:-1]
+        else:
+            text = json.dumps(value, ensure_ascii=False)
+        yield _shortened(f"  {key:<{width}}{text}")
 
 
 def _tree(root: Parent) -> Iterator[str]:

@@ -50,6 +50,8 @@ class TensorInfo:
         nbytes: its size in bytes.
         file: the file that holds it.
         offset: where its bytes begin in that file.
+        block: type of the blocks that its bytes are, as ggml names it (``"Q4_K"``); empty for plain numbers.
+        logical: shape of the weight that the blocks stand for.
     """
 
     name: str
@@ -58,6 +60,13 @@ class TensorInfo:
     nbytes: int
     file: Path
     offset: int
+    block: str = ""
+    logical: tuple[int, ...] = ()
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Shape of the weight: of what the blocks stand for, of the tensor itself otherwise."""
+        return self.logical if self.block else self.shape
 
 
 def stored_dtype(dtype: torch.dtype) -> str:

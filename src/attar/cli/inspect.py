@@ -1,4 +1,4 @@
-"""``attar inspect CHECKPOINT``."""
+"""``attar inspect CHECKPOINT`` and ``attar inspect FILE.gguf``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from attar.progress import Progress
 
 def build(verb: str) -> Any:
     """The command."""
-    parameters = [argument("checkpoint", "a folder, a hub id (org/name@revision) or attar:tiny")]
+    parameters = [
+        argument("checkpoint", "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny")
+    ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.verbs import inspect

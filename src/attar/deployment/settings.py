@@ -2,34 +2,166 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from attar.errors import SettingsError
+from attar.walks.settings import check_range
 
-VERSION = 1
+VERSION = 2
 
-FORMATS = ("dense", "compressed-tensors")
+FORMATS = (
+    "dense",
+    "compressed-tensors",
+    "gguf",
+    "gptq",
+    "awq",
+    "bitsandbytes",
+    "modelopt",
+    "exl2",
+)
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """Write a checkpoint for another engine, after checking that it will load there."""
+    """Write a checkpoint for another engine, and read it back to be sure that it will load there."""
 
     format: str = field(
         default="compressed-tensors",
         metadata={
-            "help": "dense: ordinary safetensors; compressed-tensors: packed codes for transformers and vLLM",
+            "help": "dense: ordinary safetensors; gguf: llama.cpp; compressed-tensors, gptq, awq, "
+            "bitsandbytes: transformers and vLLM; modelopt: TensorRT-LLM and vLLM; exl2: ExLlamaV2",
             "choices": FORMATS,
         },
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "number type of the dense tensors; auto: as stored", "choices": DTYPES},
+        metadata={"help": "dense: number type of the tensors; auto: as stored", "choices": DTYPES},
     )
+    type: str = field(
+        default="auto",
+        metadata={
+            "help": "gguf: a mix or one type: Q4_K_M, Q6_K, Q8_0, F16 ...; auto: what the checkpoint "
+            "holds, its codes untouched, dense tensors as they are"
+        },
+    )
+    bits: float = field(
+        default=0.0,
+        metadata={
+            "help": "gguf, exl2: average stored bits a weight; each tensor's type is chosen by its measured "
+            "sensitivity. 0: off"
+        },
+    )
+    size: str = field(
+        default="", metadata={"help": "gguf: the same with the size of the file, such as 4.5GB; empty: off"}
+    )
+    rounding: str = field(
+        default="nearest",
+        metadata={
+            "help": "gguf: how weights are rounded on the types' grids; all but nearest run the "
+            "calibration text through the model",
+            "choices": ROUNDINGS,
+        },
+    )
+    imatrix: str = field(
+        default="",
+        metadata={
+            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's, "
+            "or compute; empty: none with rounding nearest, computed with the others"
+        },
+    )
+    overrides: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "gguf: PATTERN=TYPE for some tensors, by a regular expression on llama.cpp's names"
+        },
+    )
+    pretokenizer: str = field(
+        default="",
+        metadata={
+            "help": "gguf: llama.cpp's name of the tokenizer's splitting rule, where it is not recognised"
+        },
+    )
+    max_file: str = field(
+        default="", metadata={"help": "gguf: split into files of this size, such as 40GB; empty: one file"}
+    )
+    head_bits: int = field(default=6, metadata={"help": "exl2: bits of the head", "choices": (6, 8, 16)})
+    samples: int = field(default=128, metadata={"help": "calibration sequences, where a rounding needs them"})
+    sequence_length: int = field(
+        default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
+    )
+    batch_size: int = field(default=8, metadata={"help": "sequences at once"})
+    data: str = field(
+        default="python-stdlib",
+        metadata={"help": "calibration text: python-stdlib, files, folders, JSONL, or a data set of the hub"},
+    )
+    precision: str = field(
+        default="auto",
+        metadata={
+            "help": "of the passes over the calibration text; auto: bf16 where the device has it",
+            "choices": ("auto", "fp32", "bf16"),
+        },
+    )
+    device: str = field(
+        default="auto", metadata={"help": "cpu, cuda, cuda:0; auto: a GPU where there is one"}
+    )
+    seed: int = field(default=0, metadata={"help": "of the choice of calibration text"})
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise SettingsError("format", self.format, " or ".join(FORMATS))
-        if self.dtype not in DTYPES:
-            raise SettingsError("dtype", self.dtype, ", ".join(DTYPES))
+        for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("rounding", ROUNDINGS)):
+            if getattr(self, name) not in allowed:
+                raise SettingsError(name, getattr(self, name), ", ".join(allowed))
+        check_range("bits", self.bits, 0.0, 16.0, "0 (off), or up to 16")
+        for name in ("samples", "sequence_length", "batch_size"):
+            check_range(name, getattr(self, name), 1, 10**9, "at least 1")
+        if self.head_bits not in (6, 8, 16):
+            raise SettingsError("head_bits", self.head_bits, "6, 8 or 16")
+        self._check_format()
+        for name in ("size", "max_file"):
+            byte_count(name, getattr(self, name))
+        for text in self.overrides:
+            _check_override(text)
+
+    def _check_format(self) -> None:
+        """Refuse a setting that the format would ignore."""
+        gguf = {"type": "auto", "size": "", "rounding": "nearest", "imatrix": "", "overrides": ()}
+        gguf |= {"pretokenizer": "", "max_file": ""}
+        if self.format != "gguf":
+            for name, default in gguf.items():
+                if getattr(self, name) != default:
+                    raise SettingsError(
+                        name, getattr(self, name), f"unset with format {self.format}: it is gguf's"
+                    )
+        if self.format not in ("gguf", "exl2") and self.bits:
+            raise SettingsError("bits", self.bits, f"0 with format {self.format}: it is gguf's and exl2's")
+        if self.format == "exl2" and not self.bits:
+            raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
+        if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:
+            raise SettingsError("type", self.type, "one of type, bits and size alone")
+
+
+def byte_count(name: str, text: str) -> int:
+    """Bytes of a size such as ``4.5GB`` or ``900MiB``; 0 for an empty text.
+
+    Raises:
+        SettingsError: no such size.
+    """
+    if not text:
+        return 0
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in UNITS:
+        raise SettingsError(name, text, "a size such as 4.5GB or 900MiB")
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def _check_override(text: str) -> None:
+    pattern, _, kind = text.rpartition("=")
+    if not pattern or not kind:
+        raise SettingsError("overrides", text, "PATTERN=TYPE, such as attn_v=Q6_K")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise SettingsError("overrides", text, f"a regular expression ({error})") from error

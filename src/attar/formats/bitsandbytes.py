@@ -1,192 +1,100 @@
-"""bitsandbytes' NF4: 4-bit weights that transformers and peft load (``quant_method: bitsandbytes``).
+"""bitsandbytes: weights that transformers and peft load (``quant_method: bitsandbytes``).
 
-For a Linear with weight (N, K), cut row by row into blocks of ``blocksize`` values:
-
-    weight                    uint8 (ceil(N K / 2), 1): codes row by row, the first in the high nibble
-    weight.absmax             float32 (blocks,), or uint8 where the scales are coded themselves
-    weight.quant_map          float32 (16,): the levels
-    weight.nested_absmax      float32 (ceil(blocks / 256),)
-    weight.nested_quant_map   float32 (256,)
-    weight.quant_state.bitsandbytes__nf4
-                              uint8: JSON of quant_type, blocksize, dtype, shape; where scales are coded also
-                              of nested_blocksize, nested_dtype, nested_offset
-
-A decoded weight is level times scale in float32, rounded once to ``dtype``; a coded scale is
-nested_quant_map[code] * nested_absmax + nested_offset. The JSON is filled up with spaces to a length that is
-known beforehand. A Conv1D's weight is stored as (N, K), as transformers expects it.
+bitsandbytes_nf4.py has the tensors of an NF4 weight (``load_in_4bit``), bitsandbytes_int8.py those of an
+INT8 weight (``load_in_8bit``); here is the reader of both. The names of NF4 stand here too. Linears that are
+listed in ``llm_int8_skip_modules``, embeddings and norms are dense.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, NumericsError
-from attar.formats.compressed_tensors import check_codes
-
-METHOD = "bitsandbytes"
-RUN = 256  # scales that share a scale
-NUMBER = 24  # characters of a float64 at most
-CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
-STATE = "weight.quant_state.bitsandbytes__nf4"
-ABSMAX, MAP, NESTED, NESTED_MAP = (
-    "weight.absmax",
-    "weight.quant_map",
-    "weight.nested_absmax",
-    "weight.nested_quant_map",
+from attar.formats import bitsandbytes_int8 as int8
+from attar.formats.bitsandbytes_nf4 import (
+    ABSMAX,
+    MAP,
+    NESTED,
+    NESTED_MAP,
+    STATE,
+    decode,
+    encode,
+    layout,
+    quantization_config,
+    read_state,
 )
+from attar.formats.coded import Coded
+from attar.formats.compressed_tensors import check_codes, check_scales
+from attar.formats.number_type import number_type
+from attar.formats.rules import WeightRule
 
+__all__ = [
+    "CONV1D",
+    "METHOD",
+    "STATE",
+    "Reader",
+    "decode",
+    "dequantize_state",
+    "encode",
+    "is_packed",
+    "layout",
+    "quantization_config",
+    "read_state",
+]
 
-def encode(
-    codes: Tensor,
-    scale: Tensor,
-    levels: Tensor,
-    dtype: torch.dtype,
-    nested: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The tensors of a Linear, by the last parts of their names.
-
-    Args:
-        codes: (N, K), 0 to 15.
-        scale: float32 (N, K / blocksize); blocksize divides K.
-        levels: float32 (16,).
-        dtype: in which a reader gets the weight.
-        nested: where the scales are coded: ``absmax_codes`` (N, K / blocksize), ``nested_absmax``,
-            ``nested_map`` and ``nested_offset``.
-    """
-    rows, columns = codes.shape
-    flat = torch.nn.functional.pad(codes.to(torch.uint8).reshape(-1), (0, rows * columns % 2))
-    state = _state((rows, columns), columns // scale.shape[1], dtype, None)
-    tensors = {"weight": (flat[0::2] << 4 | flat[1::2])[:, None], MAP: levels.float()}
-    if nested:
-        offset = float(nested["nested_offset"])
-        state = _state((rows, columns), columns // scale.shape[1], dtype, offset)
-        tensors[ABSMAX] = nested["absmax_codes"].reshape(-1)
-        tensors[NESTED], tensors[NESTED_MAP] = nested["nested_absmax"].float(), nested["nested_map"].float()
-    else:
-        tensors[ABSMAX] = scale.float().reshape(-1)
-    return {**tensors, STATE: torch.tensor(list(state), dtype=torch.uint8)}
-
-
-def layout(
-    shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of the tensors that :func:`encode` makes, known before any weight is."""
-    count = shape[0] * shape[1]
-    blocks = -(-count // blocksize)
-    made: dict[str, tuple[str, tuple[int, ...]]] = {
-        "weight": ("U8", (-(-count // 2), 1)),
-        ABSMAX: ("U8" if double else "F32", (blocks,)),
-        MAP: ("F32", (16,)),
-    }
-    if double:
-        made[NESTED], made[NESTED_MAP] = ("F32", (-(-blocks // RUN),)), ("F32", (256,))
-    made[STATE] = ("U8", (len(_state(shape, blocksize, dtype, 0.0 if double else None)),))
-    return made
-
-
-def _state(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, offset: float | None) -> bytes:
-    """The JSON, in bitsandbytes' order; with an offset always of the same length."""
-    said: dict[str, Any] = {"quant_type": "nf4", "blocksize": blocksize}
-    said |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
-    if offset is None:
-        return json.dumps(said).encode()
-    said |= {"nested_blocksize": RUN, "nested_dtype": "float32", "nested_offset": 0.0}
-    length = len(json.dumps(said)) - len(json.dumps(0.0)) + NUMBER
-    return json.dumps({**said, "nested_offset": offset}).ljust(length).encode()
-
-
-def decode(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The weight (N, K) of a Linear, in the type that its state names.
-
-    Args:
-        tensors: by the last parts of their names.
-    """
-    state = read_state(tensors[STATE])
-    count = state["shape"][0] * state["shape"][1]
-    packed = tensors["weight"].reshape(-1).view(torch.uint8)
-    codes = torch.stack((packed >> 4, packed & 15), 1).reshape(-1)[:count]
-    scale = _scales(tensors, state)
-    values = torch.nn.functional.pad(tensors[MAP].float()[codes.int()], (0, -count % state["blocksize"]))
-    values = (values.reshape(-1, state["blocksize"]) * scale[:, None]).reshape(-1)[:count]
-    return values.to(getattr(torch, state["dtype"])).reshape(state["shape"])
-
-
-def _scales(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
-    """Scale of each block, float32 (blocks,)."""
-    absmax = tensors[ABSMAX]
-    if NESTED not in tensors:
-        return absmax.float()
-    above = tensors[NESTED].float().repeat_interleave(int(state["nested_blocksize"]))[: absmax.numel()]
-    return tensors[NESTED_MAP].float()[absmax.int()] * above + torch.tensor(float(state["nested_offset"]))
-
-
-def read_state(stored: Tensor) -> dict[str, Any]:
-    """The JSON of a ``quant_state`` tensor.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
-    said = json.loads(bytes(stored.tolist()).decode())
-    if not isinstance(said, dict):
-        raise ValueError("not an object")
-    return said
-
-
-def quantization_config(ignore: list[str], dtype: torch.dtype, double: bool) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json.
-
-    Args:
-        ignore: Linears that keep their dense weight.
-        dtype: in which the reader computes.
-        double: the scales are coded.
-    """
-    return {
-        "quant_method": METHOD,
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": double,
-        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": list(ignore),
-    }
+T = TypeVar("T")
+METHOD = "bitsandbytes"
+CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
+NF4 = ("weight", ABSMAX, MAP, NESTED, NESTED_MAP, STATE)
 
 
 class Reader:
-    """Reads an NF4 checkpoint tensor by tensor.
+    """Reads an NF4 or INT8 checkpoint tensor by tensor.
 
     Attributes:
         checkpoint: what is read.
+        dtype: of decoded INT8 weights, which do not say it; NF4 weights do.
     """
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        if not (checkpoint.config.get("quantization_config") or {}).get("load_in_4bit"):
+        self.dtype = number_type(checkpoint)
+        said = checkpoint.config.get("quantization_config") or {}
+        if not (said.get("load_in_4bit") or said.get("load_in_8bit")):
             raise CheckpointError(
-                f"{checkpoint.path}: of bitsandbytes' layouts attar reads NF4 alone",
-                hint="start from the dense model",
+                f"{checkpoint.path}: config.json names neither load_in_4bit nor load_in_8bit",
+                hint="of bitsandbytes' layouts attar reads NF4 and INT8",
             )
 
     def coded(self, name: str) -> bool:
         """Whether a stored tensor holds the codes of a weight."""
-        return name.endswith(".weight") and f"{name}.absmax" in self.checkpoint.tensors
+        return name.endswith(".weight") and (f"{name}.absmax" in self._stored() or self._whole(name))
+
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        """The codes of a stored INT8 weight as they are, and what they are; None for any other tensor.
+
+        Raises:
+            CheckpointError: its tensors do not fit together.
+        """
+        return (self._int8(name, int8.coded), int8.RULE) if self._whole(name) else None
 
     def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
         """Name, type and shape of what a stored tensor stands for; None for scales and the like."""
-        if _aside(info.name):
+        if self._aside(info.name):
             return None
         if not self.coded(info.name):
             return info.name, info.dtype, info.shape
-        state = self._state(info.name)
-        rows, columns = state["shape"]
-        kind = stored_dtype(getattr(torch, state["dtype"]))
-        return info.name, kind, (columns, rows) if self._turned() else (rows, columns)
+        if self._whole(info.name):
+            (rows, columns), dtype = info.shape, self.dtype
+        else:
+            state = self._state(info.name)
+            (rows, columns), dtype = state["shape"], getattr(torch, state["dtype"])
+        return info.name, stored_dtype(dtype), (columns, rows) if self._turned() else (rows, columns)
 
     def dense(self, name: str) -> Tensor | None:
         """What a stored tensor stands for: a decoded weight for codes, None for scales and the like, itself
@@ -195,23 +103,12 @@ class Reader:
         Raises:
             CheckpointError: a tensor of a coded weight is missing or does not fit.
         """
-        if _aside(name):
+        if self._aside(name):
             return None
-        tensor: Tensor = self.checkpoint.load(name)
         if not self.coded(name):
+            tensor: Tensor = self.checkpoint.load(name)
             return tensor
-        self._state(name)
-        base = name.removesuffix("weight")
-        leaves = [leaf for leaf in (ABSMAX, MAP, NESTED, NESTED_MAP, STATE) if base + leaf in self._stored()]
-        try:
-            weight = decode(
-                {"weight": tensor, **{leaf: self.checkpoint.load(base + leaf) for leaf in leaves}}
-            )
-        except (KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: the tensors of {name} do not fit together",
-                hint="the packed checkpoint is incomplete",
-            ) from error
+        weight = self._decoded(name)
         return weight.T.contiguous() if self._turned() else weight
 
     def check(self, name: str) -> None:
@@ -222,15 +119,58 @@ class Reader:
         """
         if not self.coded(name):
             return
+        base = name.removesuffix(".weight")
+        if self._whole(name):
+            scale = f"{base}.{int8.SCALE}"
+            check_scales(scale, [self.checkpoint.load(scale)])
         for leaf in ("absmax", "nested_absmax"):
             if f"{name}.{leaf}" in self._stored():
-                scale = self.checkpoint.load(f"{name}.{leaf}").float()
-                if not (torch.isfinite(scale).all() and (scale >= 0).all() and scale.any()):
+                scales = self.checkpoint.load(f"{name}.{leaf}").float()
+                if not (torch.isfinite(scales).all() and (scales >= 0).all() and scales.any()):
                     raise NumericsError(
                         f"{name}.{leaf} holds zero, negative or infinite scales",
                         hint="quantize the model again",
                     )
-        check_codes(name.removesuffix(".weight"), self.checkpoint.load(name))
+        check_codes(base, self.checkpoint.load(name))
+
+    def _decoded(self, name: str) -> Tensor:
+        """A decoded weight (N, K)."""
+        if self._whole(name):
+            return self._int8(name, lambda tensors: int8.decode(tensors, self.dtype))
+        self._state(name)
+        base = name.removesuffix("weight")
+        leaves = [leaf for leaf in NF4 if base + leaf in self._stored()]
+        try:
+            return decode({leaf: self.checkpoint.load(base + leaf) for leaf in leaves})
+        except (KeyError, RuntimeError) as error:
+            raise self._unfit(name) from error
+
+    def _int8(self, name: str, read: Callable[[Mapping[str, Tensor]], T]) -> T:
+        """What ``read`` makes of the tensors of an INT8 weight."""
+        base = name.removesuffix("weight")
+        leaves = [leaf for leaf in int8.layout((0, 0)) if base + leaf in self._stored()]
+        try:
+            return read({leaf: self.checkpoint.load(base + leaf) for leaf in leaves})
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise self._unfit(name) from error
+
+    def _unfit(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.checkpoint.path}: the tensors of {name} do not fit together",
+            hint="the packed checkpoint is incomplete",
+        )
+
+    def _whole(self, name: str) -> bool:
+        """Whether a stored tensor holds the codes of an INT8 weight."""
+        info = self._stored().get(name)
+        return name.endswith(".weight") and info is not None and info.dtype == "I8"
+
+    def _aside(self, name: str) -> bool:
+        """Whether a tensor belongs to a weight and is none itself."""
+        base, _, leaf = name.rpartition(".")
+        return ".weight." in name or (
+            leaf in (int8.SCALE, int8.FORMAT) and f"{base}.weight" in self._stored()
+        )
 
     def _stored(self) -> Mapping[str, Any]:
         tensors: Mapping[str, Any] = self.checkpoint.tensors
@@ -245,7 +185,8 @@ class Reader:
         stored = f"{name.removesuffix('weight')}{STATE}"
         if stored not in self._stored():
             raise CheckpointError(
-                f"{self.checkpoint.path}: {stored} is missing", hint="attar reads bitsandbytes' NF4 alone"
+                f"{self.checkpoint.path}: {stored} is missing",
+                hint="of bitsandbytes' 4-bit layouts attar reads NF4",
             )
         try:
             state = read_state(self.checkpoint.load(stored))
@@ -254,18 +195,13 @@ class Reader:
             raise CheckpointError(f"{self.checkpoint.path}: {stored} is damaged") from error
 
 
-def _aside(name: str) -> bool:
-    """Whether a tensor belongs to a weight and is none itself."""
-    return ".weight." in name
-
-
 def is_packed(config: Mapping[str, Any]) -> bool:
     """Whether a model's config says that its weights are in this layout."""
     return (config.get("quantization_config") or {}).get("quant_method") == METHOD
 
 
 def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
-    """Every tensor of an NF4 checkpoint, decoded, under the names of the unquantized model.
+    """Every tensor of an NF4 or INT8 checkpoint, decoded, under the names of the unquantized model.
 
     Raises:
         CheckpointError: a tensor is missing, or the layout is another one.

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, NumericsError
+from attar.formats.coded import Coded
+from attar.formats.dense_pack import dense_unpack
 from attar.formats.layouts import GLOBAL, ORDER, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
 
@@ -201,6 +203,25 @@ class Reader:
         weight = decode(self._tensors(name), group.weights, group.form)
         return weight.T.contiguous() if self._turned(group) else weight
 
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        """The codes of a stored weight as they are, and what they are; None for any other tensor.
+
+        The rule is ``ordered`` where the groups are not neighbours, whatever the config says.
+
+        Raises:
+            CheckpointError: a tensor of the weight is missing, or the config does not fit it.
+        """
+        if not self.coded(name):
+            return None
+        group = self._group(name)
+        weight, rule = _undecoded(self._tensors(name), group.weights, group.form), group.weights
+        columns = weight.codes.shape[1]
+        if weight.order is not None:
+            neighbours = torch.arange(columns) // (rule.group_size or columns)
+            if torch.equal(weight.order.long(), neighbours):
+                weight = replace(weight, order=None)
+        return weight, replace(rule, ordered=weight.order is not None)
+
     def check(self, name: str) -> None:
         """Raise where scales cannot be right or all codes are the same.
 
@@ -273,6 +294,26 @@ class Reader:
             return False
         kind, tiles = wanted[SCALE]
         return kind == scale.dtype and scale.shape in (tiles, () if tiles == (1,) else tiles)
+
+
+def _undecoded(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Coded:
+    """What :func:`attar.formats.layouts.encode` made the tensors of a weight from."""
+    if form in (NVFP4, MXFP4):
+        packed = tensors[PACKED]
+        codes = torch.stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1)
+        if form == MXFP4:
+            return Coded(codes, torch.exp2(tensors[SCALE].float() - 127.0))
+        return Coded(codes, tensors[SCALE].float() / tensors[GLOBAL].float(), global_scale=tensors[GLOBAL])
+    scale, zero, codes = tensors[SCALE].float(), tensors.get(ZERO), tensors.get(WEIGHT)
+    table = (1, 1) if scale.numel() == 1 else scale.shape
+    offset = 2 ** (rule.bits - 1)
+    if codes is None:
+        codes = dense_unpack(tensors[PACKED], rule.bits, int(tensors[SHAPE][1]))
+        codes = (codes - offset).view(torch.int8)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = dense_unpack(zero.T.contiguous(), rule.bits, table[0]).T.float() - offset
+    signed = None if zero is None else zero.float().reshape(table).contiguous()
+    return Coded(codes, scale.reshape(table), signed, order=tensors.get(ORDER))
 
 
 def check_scales(name: str, scales: Sequence[Tensor]) -> None:

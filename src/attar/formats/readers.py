@@ -8,9 +8,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats import bitsandbytes, compressed_tensors
+from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt
+from attar.formats.gguf import reader as gguf
+from attar.formats.stated import stated
 
-METHODS: dict[str, ModuleType] = {module.METHOD: module for module in (compressed_tensors, bitsandbytes)}
+METHODS: dict[str, ModuleType] = {
+    module.METHOD: module for module in (compressed_tensors, bitsandbytes, gptq, awq, modelopt, exl2, gguf)
+}
 
 
 class Reader(Protocol):
@@ -51,8 +55,8 @@ def method(checkpoint: Any) -> str | None:
     Raises:
         ModelError: attar cannot read it.
     """
-    said = checkpoint.config.get("quantization_config")
-    if not said:
+    said = stated(checkpoint)
+    if said is None:
         return None
     name = said.get("quant_method")
     if name not in METHODS:

@@ -2,7 +2,9 @@
 
     kl[g, c] = mean over tokens of KL(p || p_gc)      p the model; p_gc the model with group g alone on grid c
 
-Letters: g a group of Linears that share a scheme; c a candidate grid; W (N, K) weight; x (K,) its input.
+Letters: g a group of matrices that share a scheme: Linears, or the embedding; c a candidate grid; W (N, K)
+weight; x (K,) its input (of an embedding, the unit vector of a token). An embedding that is the head too is
+measured as one, in both places at once.
 
 Weights are rounded to nearest with scales searched for the smallest squared error: what a better rounding
 gains, it gains for every grid, so the order of the grids holds. The sum of the groups' KLs stands for the KL
@@ -51,7 +53,6 @@ from attar.quantization.grids.scales import choose_scales
 from attar.walks.activations import Activations
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
-from attar.walks.sweep import put_weight, weight_of
 
 FORMAT, VERSION = "attar sensitivity", 1
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk
@@ -167,6 +168,7 @@ def measure(
     *,
     key: Key,
     blocks: Sequence[str] = (),
+    behind: Sequence[str] = (),
     storage: torch.dtype | None = None,
     fits: Callable[[Grid, tuple[int, int]], bool] = lambda grid, shape: True,
     rounding: Rounding = nearest_mse,
@@ -178,13 +180,15 @@ def measure(
     Args:
         model: loaded dense, in evaluation mode. Its weights are changed while this runs and are the very same
             bytes afterwards, whatever happens.
-        groups: names of Linears (or Conv1D) by group.
+        groups: names of Linears (or Conv1D, or Embedding) by group.
         candidates: grids by name.
         batches: int64 (B, S), none padded.
         file: where the measurements live; made when it is not there.
         key: what is measured; must be the file's.
         blocks: names of the model's blocks in order. With them only the part of the model from the group's
             block on is run, which gives the same numbers in about half the time.
+        behind: names of modules that run after the last block, such as a head of its own; for them the blocks
+            are not run at all.
         storage: the type of the stored weights; None: that of the loaded ones.
         fits: whether a grid can take an (N, K) weight; a group where one cannot lacks that candidate.
         rounding: how weights are rounded.
@@ -207,7 +211,7 @@ def measure(
     with progress.task("sensitivity", total=len(asked), done=done) as task:
         if todo:
             work = file.with_name(f".{file.name}.work")
-            with _reference(model, blocks, batches, key.precision, memory, work) as reference:
+            with _reference(model, blocks, batches, key.precision, memory, work, behind) as reference:
                 for request in sorted(todo, key=lambda request: reference.place(request.blank.modules)):
                     found = _measured(reference, request, rounding)
                     known[found.identity] = found
@@ -275,7 +279,7 @@ def _asked(
     rounding: Rounding,
 ) -> Iterator[_Request]:
     for group, modules in groups.items():
-        weights = [weight_of(model.get_submodule(module)) for module in modules]
+        weights = [matrix(model.get_submodule(module)) for module in modules]
         shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights]
         for name, candidate in candidates.items():
             grid = candidate(storage or weights[0].dtype)
@@ -295,6 +299,7 @@ def _reference(
     precision: str,
     memory: int,
     work: Path,
+    behind: Sequence[str] = (),
 ) -> Iterator[_Reference]:
     """The model with what it says before any change, for the length of the context."""
     shutil.rmtree(work, ignore_errors=True)
@@ -302,7 +307,7 @@ def _reference(
         with torch.no_grad():
             stores = [Activations(work / name, memory) for name in ("hidden", "logits")]
             dtype = torch.bfloat16 if precision == "bf16" else None
-            yield _Reference(model, blocks, batches, stores[0], stores[1], dtype)
+            yield _Reference(model, blocks, batches, stores[0], stores[1], dtype, behind)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -322,8 +327,9 @@ class _Reference:
         hidden: Activations,
         logits: Activations,
         dtype: torch.dtype | None,
+        behind: Sequence[str],
     ) -> None:
-        self.model, self.names, self.batches = model, tuple(blocks), batches
+        self.model, self.names, self.batches, self.behind = model, tuple(blocks), batches, tuple(behind)
         self.hidden, self.logits, self.dtype = hidden, logits, dtype
         self.device = next(model.parameters()).device
         self.blocks: list[Any] = [model.get_submodule(name) for name in blocks]
@@ -336,12 +342,14 @@ class _Reference:
         self.tokens = sum(batch.numel() for batch in batches)
 
     def place(self, modules: Sequence[str]) -> int:
-        """The first block that a change of these modules touches; 0 where one is in no block."""
-        inside = [
-            next((number for number, name in enumerate(self.names) if module.startswith(f"{name}.")), 0)
-            for module in modules
-        ]
-        return min(inside)
+        """The first block that a change of these modules touches; the number of blocks for what is behind
+        them, 0 for what else is in none."""
+        return min(self._place(module) for module in modules)
+
+    def _place(self, module: str) -> int:
+        if module in self.behind:
+            return len(self.names)
+        return next((number for number, name in enumerate(self.names) if module.startswith(f"{name}.")), 0)
 
     def run(self, number: int) -> Tensor:
         """Logits (B, S, V) of a batch, as the model stands now."""
@@ -432,7 +440,7 @@ def _measured(reference: _Reference, request: _Request, rounding: Rounding) -> M
 def rounded(
     model: nn.Module, grids: Mapping[str, Grid], rounding: Rounding = nearest_mse
 ) -> Iterator[dict[str, list[float]]]:
-    """Linears on grids for the length of the context; afterwards their weights are the very same bytes.
+    """Matrices on grids for the length of the context; afterwards their weights are the very same bytes.
 
     Yields:
         by module, the sums of ||(W - W') x||^2 and ||W x||^2 over the inputs x it has had so far.
@@ -441,25 +449,36 @@ def rounded(
     with torch.no_grad(), ExitStack() as stack:
         for name, grid in grids.items():
             module = model.get_submodule(name)
-            original = weight_of(module).clone()
-            stack.callback(put_weight, module, original)
-            put_weight(module, rounding(original, grid).dequantize().to(original.dtype))
+            original = matrix(module).clone()
+            stack.callback(matrix(module).copy_, original)
+            matrix(module).copy_(rounding(original, grid).dequantize().to(original.dtype))
             hook = module.register_forward_pre_hook(_adding(original, energy[name]))
             stack.callback(hook.remove)
         yield energy
 
 
 def _adding(original: Tensor, energy: list[float]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that adds up the output error of a changed Linear."""
+    """A hook that adds up the output error of a changed matrix."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        x, W = args[0].flatten(0, -2).float(), original.float()
-        with torch.autocast(x.device.type, enabled=False):
-            lost = F.linear(x, W - weight_of(module).float())
+        W, changed = original.float(), matrix(module).float()
+        with torch.autocast(W.device.type, enabled=False):
+            lost, whole = (_output(module, args[0], each) for each in (W - changed, W))
             energy[0] += float(lost.square().sum(dtype=torch.float64))
-            energy[1] += float(F.linear(x, W).square().sum(dtype=torch.float64))
+            energy[1] += float(whole.square().sum(dtype=torch.float64))
 
     return hook
+
+
+def _output(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    """What a module with this weight would give, without bias: rows of an embedding, products otherwise."""
+    return weight[x] if isinstance(module, nn.Embedding) else F.linear(x.flatten(0, -2).float(), weight)
+
+
+def matrix(module: nn.Module) -> Tensor:
+    """The weight of a Linear or an Embedding, or that of a Conv1D turned: (N, K), not a copy."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T
 
 
 @dataclass(frozen=True)
@@ -572,7 +591,7 @@ def interaction(
         work: folder for what does not fit in memory; removed afterwards.
     """
     grids = {
-        name: candidates[scheme](storage or weight_of(model.get_submodule(name)).dtype)
+        name: candidates[scheme](storage or matrix(model.get_submodule(name)).dtype)
         for name, scheme in chosen.schemes.items()
     }
     with (

@@ -88,8 +88,8 @@ STAGES: dict[str, Stage] = {
         Stage(
             verb="export",
             summary="Write a checkpoint for another engine.",
-            settings="attar.formats.settings:ExportSettings",
-            function="attar.formats.export:export",
+            settings="attar.deployment.settings:ExportSettings",
+            function="attar.deployment.stage:export",
             example="attar export out/w4 -o out/dense --format dense",
         ),
     )

@@ -1,6 +1,8 @@
 """llama.cpp's formats: what a reader computes from the stored numbers, and the error beside the reference's
 way to choose them."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -21,9 +23,16 @@ BLOCKS = {
     "Q4_K": (144, 256, 32),
     "Q5_K": (176, 256, 32),
     "Q6_K": (210, 256, 16),
+    "IQ4_NL": (18, 32, 32),
+    "IQ4_XS": (136, 256, 32),
 }
-CODES = {"Q2_K": (0, 15), "Q3_K": (0, 63), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127)}
+CODES = {
+    "Q2_K": (0, 15), "Q3_K": (0, 63), "Q4_K": (0, 63), "Q5_K": (0, 63), "Q6_K": (-128, 127),
+    "IQ4_XS": (0, 63),
+}  # fmt: skip
 KINDS = list(BLOCKS)
+UNEVEN = ("IQ4_NL", "IQ4_XS")
+LEVELS = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +53,15 @@ def read(kind, stored, codes, row, column):
         return d * q
     if kind in ("Q4_1", "Q5_1"):
         return d * q + float(stored["m"][row, column // size])
+    if kind == "IQ4_NL":
+        return d * LEVELS[q]
     c = int(stored["scale_codes"][row, column // tile])
     if kind == "Q3_K":
         return d * (c - 32) * (q - 4)
     if kind == "Q6_K":
         return d * c * (q - 32)
+    if kind == "IQ4_XS":
+        return d * (c - 32) * LEVELS[q]
     return d * c * q - float(stored["dmin"][row, column // size]) * int(
         stored["minimum_codes"][row, column // tile]
     )
@@ -68,7 +81,7 @@ def test_a_reader_of_the_stored_numbers_gets_the_same_weights(kind, weight):
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_and_their_scales_fit_their_bits(kind, weight):
     made = rtn(weight, GGML[kind])
-    bits = int(kind[1])
+    bits = int(kind.removeprefix("I")[1])
     low, high = (-127, 127) if kind == "Q8_0" else (0, 2**bits - 1)
     assert made.codes.min() >= low and made.codes.max() <= high
     assert made.codes.dtype == (torch.int8 if kind == "Q8_0" else torch.uint8)
@@ -92,6 +105,7 @@ def test_known_bits():
     assert {kind: GGML[kind].bits_per_weight((1, 256)) for kind in KINDS} == {
         "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q5_1": 6.0, "Q8_0": 8.5,
         "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625,
+        "IQ4_NL": 4.5, "IQ4_XS": 4.25,
     }  # fmt: skip
 
 
@@ -143,6 +157,36 @@ def around_zero(x, v, middle):
     return found
 
 
+def over_levels(x, v):
+    """The reference's search for a scale of the uneven levels (float64)."""
+    peak, best, found = x[x.abs().argmax()], 0.0, 0.0
+    for trial in range(-7, 8):
+        T = nearest_level(x * (LEVELS[0] + trial) / peak)
+        qx, qq = (v * T * x).sum(), (v * T * T).sum()
+        if qq > 0 and qx * qx / qq > best:
+            best, found = qx * qx / qq, float(qx / qq)
+    return found
+
+
+def nearest_level(x):
+    """By all distances."""
+    T = torch.tensor(LEVELS, dtype=x.dtype)
+    return T[(x[..., None] - T).abs().argmin(-1)]
+
+
+def uneven(kind, x):
+    """A block decoded after the reference's quantization to uneven levels (float64)."""
+    tiles = x.reshape(-1, 32)
+    scales = torch.tensor([over_levels(one, one**2) for one in tiles], dtype=torch.float64)
+    if kind == "IQ4_NL":
+        s = scales.half().double()
+    else:
+        peak = scales[scales.abs().argmax()]
+        s = float((peak / -32).half()) * (scales * -32 / peak).round().clamp(-32, 31)
+    s = torch.where(s == 0, 1e-12, s)[:, None]
+    return (nearest_level(tiles / s) * s).reshape(-1)
+
+
 def reference(kind, x):
     """A block of 256 decoded after the reference's quantization (float64)."""
     size = BLOCKS[kind][2]
@@ -174,10 +218,39 @@ def reference(kind, x):
 def test_squared_error_is_below_the_references(kind, weight):
     ours = rtn(weight, GGML[kind]).dequantize()
     block = BLOCKS[kind][1]
-    method = reference if block == 256 else simple
+    method = uneven if kind in UNEVEN else reference if block == 256 else simple
     theirs = torch.stack([method(kind, x) for x in weight.double().reshape(-1, block)]).reshape(12, 512)
     lost = (ours.double() - weight).square().sum() / (theirs - weight).square().sum()
     assert lost < (0.97 if kind == "Q4_K" else 0.95)
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_uneven_levels_are_searched_for_the_scale_of_least_error(kind, sign, weight):
+    """By brute force: 800 places for the largest weight of a tile, both signs."""
+    values = (sign * weight[:4, :256] * 3).double()  # the levels are uneven: the two signs differ
+    tiles = values.reshape(-1, 32)
+    peak = tiles.gather(1, tiles.abs().argmax(1, True))
+    best = torch.full((len(tiles),), torch.inf, dtype=torch.float64)
+    for end in [*torch.linspace(80, 200, 400).tolist(), *torch.linspace(-80, -200, 400).tolist()]:
+        T = nearest_level(tiles * end / peak)
+        s = (T * tiles).sum(1, True) / (T * T).sum(1, True)
+        best = best.minimum((nearest_level(tiles / s) * s - tiles).square().sum(1))
+    made = rtn(values.float(), GGML[kind])
+    lost = (made.dequantize().double() - values).square().sum() / best.sum()
+    assert lost < (1.002 if kind == "IQ4_NL" else 1.04)
+    assert (made.parameters.scale > 0).any() and (made.parameters.scale < 0).any()
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_half_way_between_uneven_levels_is_the_upper_one(kind):
+    middles = torch.tensor([(a + b) / 2 for a, b in pairwise(LEVELS)])
+    below, above = (torch.nextafter(middles, middles + side) for side in (-1, 1))
+    codes = torch.arange(15.0)
+    assert torch.equal(GGML[kind].nearest(below), codes)
+    assert torch.equal(GGML[kind].nearest(middles), codes + 1)
+    assert torch.equal(GGML[kind].nearest(above), codes + 1)
+    assert 0 <= GGML[kind].nearest(torch.tensor(float("nan"))) <= 15
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,7 +285,7 @@ def test_hard_blocks(kind):
     made = rtn(weight, GGML[kind])
     decoded = made.dequantize()
     assert torch.isfinite(decoded).all() and (made.parameters.scale != 0).all()
-    assert (decoded[0] == 0).all()
+    assert (decoded[0].abs() <= (2.0**-24 if kind in UNEVEN else 0)).all()  # no level is 0
     assert torch.allclose(decoded[1:3], weight[1:3], rtol=0.05)
     assert decoded[3, 17].item() == pytest.approx(3.0, rel=0.05)
     assert (decoded[4].abs() < 1e-6).all()

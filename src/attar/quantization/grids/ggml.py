@@ -1,13 +1,16 @@
-"""llama.cpp's block formats as grids: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (a scale for 32 weights) and the k-quants
-Q2_K to Q6_K (scales of 16 or 32 weights, themselves codes under a scale for 256).
+"""llama.cpp's block formats as grids: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 (a scale for 32 weights), the k-quants
+Q2_K to Q6_K (scales of 16 or 32 weights, themselves codes under a scale for 256), and the same two kinds of
+scales over uneven levels: IQ4_NL and IQ4_XS.
 
 Gerganov, Kawrakow and others, ggml, ``ggml-common.h``. There is no paper.
 
     w' = s * (q - h) - m ,    s = d * (c - k) ,   m = d_m * c_m        (k-quants)
                               s = d ,             m = -(stored min)     (Q4_0 to Q8_0)
+    w' = s * T[q] ,           s = d * (c - k)  or  d                    (IQ4_XS, IQ4_NL)
 
 Letters: q code, h the code of zero; s, m scale and minimum of a tile of 16 or 32 weights; c, c_m their codes
-(4, 6 or 8 bits), k the code of zero among c; d, d_m float16, of a block of 32 or 256 weights.
+(4, 6 or 8 bits), k the code of zero among c; d, d_m float16, of a block of 32 or 256 weights; T sixteen
+levels, none of them 0: a weight of 0 becomes s.
 
 How s and m are chosen is in ggml_search.py; how the bytes are laid out is the business of the file format.
 """
@@ -15,15 +18,19 @@ How s and m are chosen is in ggml_search.py; how the bytes are laid out is the b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
+from attar.kernels import ggml_search as kernel
 from attar.quantization.grids.ggml_search import Layout, clipped, search, weights
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, Parameters, Quantized
 
 CHUNK = 1 << 18  # weights searched at a time: they stay in the cache
+
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 LAYOUTS = {
     "Q4_0": Layout(18, 32, 32, 0, 15, 8, False),
@@ -36,6 +43,8 @@ LAYOUTS = {
     "Q4_K": Layout(144, 256, 32, 0, 15, 0, True, (0, 63)),
     "Q5_K": Layout(176, 256, 32, 0, 31, 0, True, (0, 63)),
     "Q6_K": Layout(210, 256, 16, 0, 63, 32, False, (-128, 127)),
+    "IQ4_NL": Layout(18, 32, 32, 0, 15, 0, False, levels=IQ4_LEVELS),
+    "IQ4_XS": Layout(136, 256, 32, 0, 15, 0, False, (-32, 31), 32, IQ4_LEVELS),
 }
 
 
@@ -44,11 +53,11 @@ class GGMLGrid(Grid):
     """A block format of llama.cpp. A tile is a row's 16 or 32 inputs.
 
     ``Parameters.stored`` holds what the file does: "d" float16 (N, K / block); with a minimum "dmin"
-    (k-quants) or "m" (Q4_1, Q5_1), float16 of the same shape; for k-quants "scale_codes" (N, G), int8 for
-    Q6_K and uint8 for the others, and "minimum_codes" uint8 (N, G).
+    (k-quants) or "m" (Q4_1, Q5_1), float16 of the same shape; for k-quants and IQ4_XS "scale_codes" (N, G),
+    int8 for Q6_K and uint8 for the others, and with a minimum "minimum_codes" uint8 (N, G).
 
     Attributes:
-        kind: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K" or "Q6_K".
+        kind: a name of :data:`LAYOUTS`.
         storage: the type in which a reader gets the decoded weight; no scale is stored in it.
 
     Raises:
@@ -82,11 +91,16 @@ class GGMLGrid(Grid):
         return self.layout.size * 8 / self.layout.block
 
     def nearest(self, values: Tensor) -> Tensor:
-        """Rounded half to even, kept within the codes."""
+        """Rounded half to even, kept within the codes; half way between two uneven levels to the upper."""
+        if self.layout.levels:
+            return _nearest_level(values, self.layout.levels)
         return (values + self.layout.zero).round_().clamp_(self.layout.low, self.layout.high)
 
     def level(self, codes: Tensor) -> Tensor:
-        """q - h."""
+        """q - h, or T[q]."""
+        if self.layout.levels:
+            table = torch.tensor(self.layout.levels, dtype=torch.float32, device=codes.device)
+            return table.index_select(0, codes.flatten().int()).view(codes.shape)
         return codes.float() - self.layout.zero
 
     def choose(
@@ -98,22 +112,44 @@ class GGMLGrid(Grid):
         Raises:
             SettingsError: K is no multiple of the block.
         """
+        return self._parameters(self._search(weight, shrink, importance, codes=False).stored)
+
+    def search(self, weight: Tensor, importance: Tensor | None = None) -> Quantized:
+        """The same scales and every weight's nearest code, in one pass where there is a compiled kernel. Does
+        not modify its inputs."""
+        found = self._search(weight, 1.0, importance, codes=True)
+        parameters = self._parameters(found.stored)
+        if found.codes is None:
+            return self.quantize(weight, parameters)
+        return Quantized(self, found.codes, parameters)
+
+    def _search(
+        self, weight: Tensor, shrink: float | Tensor, importance: Tensor | None, *, codes: bool
+    ) -> kernel.Found:
+        """By the compiled kernel, or a few rows at a time in torch."""
         rows, columns = weight.shape
         block, tile = self.layout.block, self.layout.tile
         if columns % block:
             raise SettingsError(
                 "kind", self.kind, f"one whose block divides K: {columns} is not a multiple of {block}"
             )
-        v = weights(importance, columns, weight.device).reshape(1, -1, block // tile, tile)
+        v = weights(importance, columns, weight.device)
+        clips = isinstance(shrink, Tensor) or shrink != 1.0
         shrink = torch.as_tensor(shrink, dtype=torch.float32, device=weight.device)
         shrink = shrink.expand(rows, columns // tile)
+        found = kernel.search(
+            self.kind, self.layout, weight, v, shrink=shrink if clips else None, codes=codes
+        )
+        if found is not None:
+            return found
+        v = v.reshape(1, -1, block // tile, tile)
         step = max(1, CHUNK // columns)
         parts = []
         for start in range(0, rows, step):
             x = weight[start : start + step].float().reshape(-1, columns // block, block // tile, tile)
             parts.append(search(self, self.layout, clipped(x, shrink[start : start + step]), v))
         stored = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
-        return self._parameters(stored)
+        return kernel.Found(stored, None)
 
     def _parameters(self, stored: dict[str, Tensor]) -> Parameters:
         """Scale and minimum of each tile as a reader computes them."""
@@ -127,6 +163,15 @@ class GGMLGrid(Grid):
             return Parameters(scale, stored=stored)
         whole = stored["dmin"].float().repeat_interleave(tiles, 1)
         return Parameters(scale, minimum=whole * stored["minimum_codes"].float(), stored=stored)
+
+
+def _nearest_level(values: Tensor, levels: tuple[int, ...]) -> Tensor:
+    """Codes, float32. The levels are whole, so that floor(2 x) tells on which side of every middle x is."""
+    low, high = 2 * levels[0], 2 * levels[-1]
+    middles = torch.tensor([a + b for a, b in pairwise(levels)], device=values.device)
+    table = torch.bucketize(torch.arange(low, high + 1, device=values.device), middles, right=True).float()
+    at = (values * 2).floor_().clamp_(low, high).sub_(low).int().clamp_(min=0)  # NaN becomes code 0
+    return table.index_select(0, at.flatten()).view(values.shape)
 
 
 GGML = {kind: GGMLGrid(kind) for kind in LAYOUTS}

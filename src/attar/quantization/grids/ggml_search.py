@@ -3,19 +3,22 @@
 Kawrakow and others, ggml, ``ggml-quants.c``. There is no paper.
 
     w' = s * (q - h) - m ,    s = d * c ,   m = d_m * c_m        (k-quants)
+    w' = s * T[q] ,           s = d * c  or  d                   (IQ4_XS, IQ4_NL)
     for t around 0:  q = round((w - min w) * (L + t) / (max w - min w)) , then the least-squares s and m of
     these q; the t of least error  e = sum v (w - w')^2  wins. No minimum:  q = round(w (H + t) / w_j) ,
-    w_j the weight of largest magnitude, H an end of the codes.
+    w_j the weight of largest magnitude, H an end of the codes; t in steps of the outermost levels.
 
 Letters: w weights of a tile, q codes, h the code of zero, L the largest code; s, m scale and minimum of a
-tile; c, c_m whole numbers (4, 6 or 8 bits); d, d_m float16, of a block; v importance of an input's squared
-error.
+tile; T uneven levels; c, c_m whole numbers (4, 6 or 8 bits); d, d_m float16, of a block; v importance of an
+input's squared error.
 
-Differs from the reference: v is the importance itself (1 without one), so that e is the squared error of the
-layer's output as far as the diagonal of H tells it; the reference multiplies by sqrt(mean w^2 + w^2), and
-without importance by sqrt(mean w^2) + |w| or w^2. c, c_m, d and d_m are improved against e with the codes
-that would be chosen: c and c_m by one up and down, d and d_m by least squares; the reference rounds them
-once. c is never 0: with q = h the value is the same, and no scale is zero. Q4_0 to Q8_0 are searched too.
+Differs from the reference: v is the importance itself (1 without one), so that e is the squared error of
+the layer's output as far as the diagonal of H tells it; the reference multiplies by sqrt(mean w^2 + w^2),
+and without importance by sqrt(mean w^2) + |w| or w^2. c, c_m, d and d_m are improved against e with the
+codes that would be chosen: c and c_m by one up and down, d and d_m by least squares; the reference rounds
+them once. c is never 0: with q = h the value is the same, and no scale is zero. Q4_0 to Q8_0 are searched
+too. With uneven levels the largest weight goes to either end, up to a step beyond or before it; the
+reference keeps within 7 of -127.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ class Layout:
         minimum: tiles have a minimum.
         codes: (smallest, largest) c - k of a scale; None: the scale is d.
         bias: k.
+        levels: T, ascending, where w' = s * T[q]; None: T[q] = q - h.
     """
 
     size: int
@@ -57,6 +61,21 @@ class Layout:
     minimum: bool
     codes: tuple[int, int] | None = None
     bias: int = 0
+    levels: tuple[int, ...] | None = None
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Smallest and largest level."""
+        return (
+            (self.levels[0], self.levels[-1])
+            if self.levels
+            else (self.low - self.zero, self.high - self.zero)
+        )
+
+    @property
+    def step(self) -> int:
+        """How far apart the first two levels are."""
+        return self.levels[1] - self.levels[0] if self.levels else 1
 
 
 @dataclass
@@ -92,7 +111,7 @@ def clipped(x: Tensor, shrink: Tensor) -> Tensor:
 
 def search(grid: Grid, layout: Layout, x: Tensor, v: Tensor) -> dict[str, Tensor]:
     """What the file holds for x (R, B, S, n) under weights v (1, B, S, n)."""
-    fit = _fit_minimum(x, v, layout) if layout.minimum else _fit_symmetric(x, v, layout)
+    fit = _fit_minimum(x, v, layout) if layout.minimum else _fit_symmetric(x, v, grid, layout)
     if layout.codes is None:
         return _plain(fit)
     d, c = _two_levels(fit.scale, fit.stiffness, layout.codes)
@@ -111,9 +130,10 @@ def search(grid: Grid, layout: Layout, x: Tensor, v: Tensor) -> dict[str, Tensor
     }
 
 
-def _steps(largest: int) -> list[float]:
-    """Ranges tried for a tile of codes up to ``largest``: how many codes its range is spread over."""
-    reach = min(1.0, 0.25 * largest)
+def _steps(largest: int, step: int = 1) -> list[float]:
+    """Ranges tried for a tile of levels up to ``largest``, the last two a ``step`` apart: how many codes its
+    range is spread over."""
+    reach = step * min(1.0, 0.25 * largest)
     return [largest + reach * t / 10 for t in range(-10, 11)]
 
 
@@ -147,19 +167,20 @@ def _fit_minimum(x: Tensor, v: Tensor, layout: Layout) -> Fit:
     return Fit(scale, -base, stiffness)
 
 
-def _fit_symmetric(x: Tensor, v: Tensor, layout: Layout) -> Fit:
+def _fit_symmetric(x: Tensor, v: Tensor, grid: Grid, layout: Layout) -> Fit:
     """Scale of each tile, of either sign: its largest magnitude goes to one end of the codes or near it."""
-    down, up = layout.low - layout.zero, layout.high - layout.zero
+    down, up = layout.ends
     peak = x.gather(-1, x.abs().argmax(-1, True))[..., 0]
     kept = torch.where(peak.abs() < 1e-30, torch.full_like(peak, 1e-30), peak)
     vx = v * x
     best = torch.zeros_like(peak)
     scale, stiffness = kept / down, torch.ones_like(peak)
-    ends = [-reach for reach in _steps(-down)]
+    ends = [-reach for reach in _steps(-down, layout.step)]
     if down != -up:
-        ends += _steps(up)
+        ends += _steps(up, layout.step)
     for end in ends:
-        q = (x * (end / kept)[..., None]).round_().clamp_(down, up)
+        q = x * (end / kept)[..., None]
+        q = grid.level(grid.nearest(q)) if layout.levels else q.round_().clamp_(down, up)
         QX, QQ = (vx * q).sum(-1), (v * q).mul_(q).sum(-1)
         gain = QX * QX / QQ  # what the error loses against w' = 0
         better = (QQ > 0) & (gain > best)

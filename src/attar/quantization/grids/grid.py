@@ -34,18 +34,21 @@ class Parameters:
         minimum: m, float32 (P, G), in units of weights; None: 0.
         stored: grids with two levels of scales keep here what the file holds (sub-scale codes, the scales of
             scales), by name; ``scale`` and ``minimum`` are computed from it.
+        top: largest code of each tile, float32 (P, G), where tiles differ in it; None: the grid's own.
     """
 
     scale: Tensor
     zero: Tensor | None = None
     minimum: Tensor | None = None
     stored: Mapping[str, Tensor] = field(default_factory=dict)
+    top: Tensor | None = None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
         """The same parameters indexed, broadcast or moved; what is stored stays behind."""
         zero = None if self.zero is None else change(self.zero)
         minimum = None if self.minimum is None else change(self.minimum)
-        return Parameters(change(self.scale), zero, minimum)
+        top = None if self.top is None else change(self.top)
+        return Parameters(change(self.scale), zero, minimum, top=top)
 
     def column(self, group: int | Tensor) -> Parameters:
         """The parameters of one column of tiles (P,), or of several: (P, columns) for a tensor of numbers."""
@@ -212,7 +215,7 @@ class Quantized:
     def tensors(self) -> dict[str, Tensor]:
         """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
         named = {"codes": self.codes, "scale": self.parameters.scale}
-        for name in ("zero", "minimum"):
+        for name in ("zero", "minimum", "top"):
             value = getattr(self.parameters, name)
             if value is not None:
                 named[name] = value
@@ -229,7 +232,9 @@ class Quantized:
             for name, value in tensors.items()
             if name.startswith("stored.")
         }
-        parameters = Parameters(tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored)
+        parameters = Parameters(
+            tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored, tensors.get("top")
+        )
         return cls(grid, tensors["codes"], parameters, tensors.get("g_idx"))
 
 

@@ -1,0 +1,183 @@
+"""Codes for every tensor of blocks: carried over, rounded by a method of attar.quantization, or to
+nearest.
+
+Rows are reordered afterwards (llama.cpp's order of heads): grids and roundings treat rows alike, so it does
+not matter when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.deployment.importance import Importance
+from attar.deployment.kinds import FLOATS, Kinds
+from attar.deployment.settings import ExportSettings
+from attar.formats.gguf.carry import carry
+from attar.formats.readers import reader
+from attar.formats.rules import WeightRule
+from attar.models.anatomy import discover
+from attar.models.load import empty_model
+from attar.models.names import stored_names
+from attar.progress import Progress
+from attar.quantization.grids import GGML, Grid, MXFP4Grid, Parameters, Quantized
+from attar.quantization.rounding import RoundedModel, round_all
+from attar.quantization.scheme import Plan, Site
+from attar.quantization.schemes import Scheme
+from attar.quantization.settings import QuantizeSettings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor as codes, in the rows' order of the file.
+
+    Attributes:
+        quantized: codes (N, K) and what decodes them.
+    """
+
+    quantized: Quantized
+
+    @property
+    def codes(self) -> Tensor:
+        """(N, K)."""
+        return self.quantized.codes
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        """What the file holds beside the codes."""
+        if isinstance(self.quantized.grid, MXFP4Grid):
+            exponent = torch.frexp(self.quantized.parameters.scale).exponent.to(torch.int16) - 1 + 127
+            return {"exponent": exponent.to(torch.uint8)}
+        return self.quantized.parameters.stored
+
+    def decode(self, rows: slice) -> Tensor:
+        """float32 values of some rows."""
+        parameters = self.quantized.parameters.each(lambda value: value[rows])
+        return Quantized(self.quantized.grid, self.quantized.codes[rows], parameters).dequantize()
+
+
+@dataclass
+class Codes:
+    """Gives the codes of each tensor.
+
+    Attributes:
+        make: by the placement and the type.
+        reports: one row a layer, once all have been asked for.
+        notes: sentences for people.
+    """
+
+    make: Callable[[Any, str], Quantized]
+    reports: Callable[[], list[dict[str, Any]]]
+    notes: list[str] = field(default_factory=list)
+
+    def __call__(self, one: Any, kind: str) -> Blocks:
+        return Blocks(self.make(one, kind))
+
+
+def grid_of(kind: str) -> Grid:
+    """The grid of a type."""
+    return MXFP4Grid(storage=torch.float32) if kind == "MXFP4" else GGML[kind]
+
+
+def quantized_codes(
+    source: Checkpoint,
+    view: Any,
+    placed: Sequence[Any],
+    kinds: Kinds,
+    settings: ExportSettings,
+    importance: Importance,
+    work: Path,
+    progress: Progress,
+) -> Codes:
+    """Codes for every placement whose type has blocks.
+
+    Args:
+        source: the checkpoint; ``view`` decodes it.
+        placed: of the architecture.
+        kinds: a type for each placement.
+        importance: of the inputs, for nearest rounding.
+        work: where finished parts of a sweep survive a kill.
+    """
+    rounded, plan = None, None
+    if settings.rounding != "nearest":
+        plan = rounding_plan(view, placed, kinds)
+        rounded = round_all(source, plan, _quantize_settings(settings), work / "round", progress)
+    maker = _Maker(source, view, kinds, importance, rounded, plan)
+    return Codes(maker, rounded.reports if rounded else list)
+
+
+def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
+    """The Linears of the blocks as sites on the grids of their types."""
+    model = empty_model(view.config)
+    names = stored_names(model, view)
+    linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}
+    sites = {}
+    for one in placed:
+        kind = kinds.of[one.gguf]
+        if one.stored in linears and kind not in FLOATS and one.gguf not in kinds.carried:
+            module = linears[one.stored]
+            turned = not isinstance(model.get_submodule(module), nn.Linear)
+            grid = grid_of(kind)
+            scheme = Scheme(kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32))
+            sites[one.stored] = Site(module, one.shape, turned, grid, scheme, torch.float32)
+    return Plan(sites, None, None, (), {})
+
+
+def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
+    return QuantizeSettings(
+        method=settings.rounding,
+        samples=settings.samples,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        data=settings.data,
+        precision=settings.precision,
+        device=settings.device,
+        seed=settings.seed,
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    source: Checkpoint
+    view: Any
+    kinds: Kinds
+    importance: Importance
+    rounded: RoundedModel | None
+    plan: Plan | None
+
+    def __call__(self, one: Any, kind: str) -> Quantized:
+        if one.gguf in self.kinds.carried:
+            return self._carried(one, kind)
+        if self.rounded and self.plan and one.stored in self.plan.sites:
+            made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
+            return made if one.rows is None else reordered(made, one.rows)
+        grid = grid_of(kind)
+        weight = one.apply(self.view.load(one.stored)).float()
+        return grid.quantize(weight, grid.choose(weight, importance=self.importance.vector(one.gguf)))
+
+    def _carried(self, one: Any, kind: str) -> Quantized:
+        found = reader(self.source).codes(self.view.tensors[one.stored].stored)  # type: ignore[attr-defined]
+        codes, stored = carry(kind, *found)
+        grid = grid_of(kind)
+        if isinstance(grid, MXFP4Grid):
+            parameters = Parameters(torch.exp2(stored["exponent"].float() - 127.0))
+        else:
+            parameters = grid.parameters(stored)  # type: ignore[attr-defined]
+        made = Quantized(grid, codes, parameters)
+        return made if one.rows is None else reordered(made, one.rows)
+
+
+def reordered(quantized: Quantized, rows: Tensor) -> Quantized:
+    """The same codes with row i taken from ``rows[i]``."""
+    parameters = quantized.parameters.each(lambda value: value[rows])
+    stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
+    parameters = Parameters(parameters.scale, parameters.zero, parameters.minimum, stored)
+    return Quantized(quantized.grid, quantized.codes[rows], parameters)

@@ -1,0 +1,64 @@
+"""Export to ordinary safetensors: every tensor decoded, in one number type. Loads everywhere, saves
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import Output
+from attar.checkpoint.shards import Slot
+from attar.checkpoint.tensors import stored_dtype
+from attar.deployment.folder import write_config
+from attar.deployment.settings import ExportSettings
+from attar.deployment.verify import same_tensors
+from attar.formats.readers import method, reader
+from attar.progress import Progress
+from attar.walks.stream import stream
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+def refuse(source: Checkpoint, settings: ExportSettings) -> None:
+    """Raise where a checkpoint cannot be decoded.
+
+    Raises:
+        ModelError: it is quantized in a way that attar cannot read.
+    """
+    method(source)
+
+
+def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+    """Write the folder; what was checked, in words."""
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    if dtype is not None:
+        config["dtype"] = settings.dtype
+        config.pop("torch_dtype", None)
+    write_config(output.folder, config)
+    read = reader(source)
+
+    def layout(info: Any) -> Sequence[Slot]:
+        made = read.slot(info)
+        if made is None:
+            return []
+        name, kind, shape = made
+        if dtype is not None and kind in ("F32", "F16", "BF16"):
+            kind = stored_dtype(dtype)
+        return [Slot(name, kind, shape)]
+
+    def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
+        tensor, made = read.dense(name), read.slot(source.tensors[name])
+        assert tensor is not None and made is not None, "scales have no slot"
+        return {made[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
+
+    work = output.work / "shards"
+    stream(source, layout, transform, output.folder, work=work, progress=progress, what="export dense")
+    copy_companions(source.path, output.folder)
+    return same_tensors(source, open_checkpoint(output.folder), dtype, progress)

@@ -1,0 +1,179 @@
+"""Export to GGUF: one file that llama.cpp runs.
+
+place    which tensors the architecture has, and how each is turned           (formats/gguf/architectures.py)
+type     a mix of llama.cpp's, our own under a budget, or what the codes say  (kinds.py)
+round    nearest with importance, or any rounding of attar.quantization       (codes.py)
+write    tensor by tensor, its place known beforehand                         (formats/gguf/writer.py)
+verify   the file read back with the gguf library's decoder, value by value
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.output import Output
+from attar.deployment.codes import Codes, quantized_codes
+from attar.deployment.importance import importance_of
+from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
+from attar.deployment.settings import ExportSettings, byte_count
+from attar.errors import ModelError, NumericsError
+from attar.formats.decoded import Decoded
+from attar.formats.gguf import blocks, container, imatrix
+from attar.formats.gguf.architectures import placements
+from attar.formats.gguf.metadata import metadata as described
+from attar.formats.gguf.tokenizer import tokenizer_metadata
+from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
+from attar.formats.gguf.writer import Slot, Writer
+from attar.formats.readers import method
+from attar.progress import Progress
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+CHUNK = 1 << 22  # weights at a time
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+IMATRIX = "imatrix.gguf"
+
+
+def refuse(source: Checkpoint, settings: ExportSettings) -> None:
+    """Raise where a checkpoint cannot become a GGUF file.
+
+    Raises:
+        ModelError: its architecture has no mapping, or it is quantized and would be rounded once more with
+            data.
+        SettingsError: no such type.
+    """
+    view = dense_view(source)
+    placed = placements(view.config, view.tensors)
+    refuse_type(settings, placed)
+    if settings.rounding != "nearest" and method(source):
+        raise ModelError(
+            f"{source.path} is quantized already; rounding {settings.rounding} needs the dense model",
+            hint="export the model it was made from, or --type auto to carry the codes over",
+        )
+
+
+def dense_view(source: Checkpoint) -> Any:
+    """The checkpoint with its weights decoded as they are asked for."""
+    return Decoded(source) if method(source) else source
+
+
+def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+    """Write the file (or its parts) into the output folder; what was checked, in words."""
+    view = dense_view(source)
+    placed = placements(view.config, view.tensors)
+    importance = importance_of(source, placed, settings, output.work, progress)
+    metadata = {
+        **described(view.config, file_stem(source)),
+        **tokenizer_metadata(source.path, view.config, pre=settings.pretokenizer or None),
+    }
+    kinds = choose_kinds(source, view, placed, settings, metadata, bool(importance.entries), progress)
+    codes = quantized_codes(source, view, placed, kinds, settings, importance, output.work, progress)
+    file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
+    metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}
+    if importance.entries and settings.imatrix == "compute":
+        imatrix.write(output.folder / IMATRIX, importance.entries, **importance.origin)
+    digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
+    output.details.update(kinds.details(placed))
+    output.details["notes"] = [*kinds.notes, *codes.notes]
+    output.details["layers"] = codes.reports()
+    return verify(file, digests, progress)
+
+
+def file_stem(source: Checkpoint) -> str:
+    """The model's name as part of a file's."""
+    return source.name.replace("attar:", "attar-").rpartition("/")[2].partition("@")[0]
+
+
+def _write(
+    file: Path,
+    metadata: dict[str, Any],
+    placed: list[Any],
+    kinds: Kinds,
+    codes: Codes,
+    settings: ExportSettings,
+    view: Any,
+    progress: Progress,
+) -> dict[str, str]:
+    """Fill the file; the digest of each tensor's values, as they are in memory."""
+    slots = [Slot(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
+    writer = Writer(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
+    digests = {}
+    with progress.task("write gguf", total=len(placed)) as task:
+        for one in placed:
+            kind = kinds.of[one.gguf]
+            if kind in FLOATS:
+                data, digest = _floats(one, kind, view)
+            else:
+                data, digest = _blocks(one, kind, codes)
+            writer.add(one.gguf, data)
+            digests[one.gguf] = digest.hexdigest()
+            task.advance()
+    writer.finish()
+    return digests
+
+
+def _floats(one: Any, kind: str, view: Any) -> tuple[Tensor, Any]:
+    """A tensor of numbers, cast."""
+    value = one.value if one.stored is None else one.apply(view.load(one.stored))
+    data = value.to(FLOATS[kind]).contiguous()
+    if not torch.isfinite(data).all():
+        raise NumericsError(f"{one.gguf} does not fit {kind}", hint="--type BF16 or F32")
+    return data, hashlib.sha256(data.float().numpy().tobytes())
+
+
+def _blocks(one: Any, kind: str, codes: Codes) -> tuple[Tensor, Any]:
+    """A tensor of blocks."""
+    made = codes(one, kind)
+    data = blocks.pack(kind, made.codes, made.stored)
+    digest = hashlib.sha256()
+    step = max(1, CHUNK // one.shape[1])
+    for start in range(0, one.shape[0], step):
+        digest.update(made.decode(slice(start, start + step)).numpy().tobytes())
+    return data, digest
+
+
+def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
+    """Open the written file and decode every tensor with the gguf library; compare with what was in memory.
+
+    Returns:
+        what was checked, in words.
+
+    Raises:
+        NumericsError: a tensor reads back differently.
+    """
+    opened = container.read(
+        file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
+    )
+    with progress.task("verify", total=len(digests)) as task:
+        for name, wanted in digests.items():
+            digest = hashlib.sha256()
+            for part in _read_back(opened, name):
+                digest.update(part)
+            if digest.hexdigest() != wanted:
+                raise NumericsError(
+                    f"{name} reads back differently from what was written",
+                    hint="the disk may be failing; run it again",
+                )
+            task.advance()
+    return [f"{len(digests)} tensors read back equal, decoded by the gguf library"]
+
+
+def _read_back(opened: Any, name: str) -> Any:
+    """float32 bytes of a tensor, some rows at a time."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    info, data = opened.tensors[name], opened.load(name)
+    if info.kind in FLOATS:
+        yield data.float().numpy().tobytes()
+        return
+    kind = GGMLQuantizationType(TYPES[info.kind].id)
+    step = max(1, CHUNK // info.shape[1])
+    for start in range(0, info.shape[0], step):
+        yield dequantize(data[start : start + step].numpy(), kind).tobytes()

@@ -1,0 +1,181 @@
+"""The importance matrix of a checkpoint, computed by one sweep over calibration text.
+
+    in_sum2[k] = sum over tokens of x[k]^2        count = tokens
+
+Letters: x (K,) the input of a Linear for one token. The sums are those of llama.cpp's ``imatrix`` with its
+``--process-output``: the head is a weight like any other. Differs from llama.cpp: a head that is the
+embedding too has its sums, under the name of the stored embedding (there: none), and sums are kept in
+float64.
+
+Nothing is solved, so a block runs once for each batch and no weight is copied. The head is run last, on the
+hidden states behind the last block, up to its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attar.errors import NumericsError
+from attar.models.anatomy import discover
+from attar.progress import SILENT, Progress
+from attar.walks.activations import Activations
+from attar.walks.passes import StopForward
+from attar.walks.skeleton import Skeleton
+from attar.walks.sweep import Solution, sweep
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+MEMORY = 4 * 2**30  # bytes of hidden states behind the last block kept in memory; the rest waits on disk
+RESULT = "importance.safetensors"
+
+Sums = dict[str, tuple[Tensor, float]]
+"""(in_sum2 float32 (K,), tokens) by name of the stored weight."""
+
+
+def compute(
+    checkpoint: Checkpoint,
+    batches: Sequence[Tensor],
+    *,
+    work: Path,
+    precision: str = "auto",
+    device: str | torch.device = "cpu",
+    progress: Progress = SILENT,
+) -> Sums:
+    """Sums of squared inputs of every Linear of the blocks, and of the head.
+
+    Args:
+        checkpoint: dense.
+        batches: int64 (B, S), none padded.
+        work: folder of its own for this; what a finished run left there is read back.
+        precision: of the passes: "fp32", "bf16" or "auto".
+
+    Raises:
+        NumericsError: an input or a block's output is not finite.
+    """
+    if (work / RESULT).exists():
+        return _kept(work / RESULT)
+    place, watch = torch.device(device), _Watch()
+    behind = Activations(work / "behind", MEMORY)
+
+    def prepare(model: nn.Module) -> None:
+        anatomy = discover(model)
+        for name in [name for block in anatomy.blocks for name in block.linears]:
+            watch.on(name, model.get_submodule(name))
+        anatomy.blocks[-1].module.register_forward_hook(lambda _, args, output: _keep(behind, output))
+
+    sweep(
+        checkpoint,
+        batches,
+        _Nothing(),
+        work=work,
+        select=lambda name: False,
+        precision=precision,
+        prepare=prepare,
+        device=place,
+        progress=progress,
+        what="importance",
+    )
+    skeleton = Skeleton(checkpoint, place)
+    _run_head(skeleton, batches, behind, watch)
+    behind.clear()
+    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in watch.sums}
+    found = {names[name]: (sums.float(), float(watch.counts[name])) for name, sums in watch.sums.items()}
+    _write(work / RESULT, found)
+    return found
+
+
+class _Watch:
+    """Sums of the squared inputs of modules; an input that several have is squared once.
+
+    Attributes:
+        sums: float64 (K,) by name.
+        counts: tokens by name.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = {}
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def on(self, name: str, module: nn.Module) -> None:
+        """Add up what a module is given from now on."""
+        module.register_forward_pre_hook(lambda _, args: self._add(name, args[0]))
+
+    def _add(self, name: str, x: Tensor) -> None:
+        if x.is_meta:
+            return
+        if self.last is None or self.last[0] is not x:
+            self.last = x, x.flatten(0, -2).float().square().sum(0, dtype=torch.float64).cpu()
+        squares = self.last[1]
+        if not torch.isfinite(squares).all():
+            raise NumericsError(f"an input of {name} is not finite", hint="the model overflows; try fp32")
+        self.sums[name] = squares + self.sums[name] if name in self.sums else squares.clone()
+        self.counts[name] = self.counts.get(name, 0) + x.shape[:-1].numel()
+
+
+def _keep(behind: Activations, output: Any) -> None:
+    """The hidden states of one more batch; those on the meta device are of no batch."""
+    hidden = output if isinstance(output, Tensor) else output[0]
+    if not hidden.is_meta:
+        behind[len(behind)] = hidden.float()
+
+
+def _run_head(skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations, watch: _Watch) -> None:
+    """What is behind the blocks, up to the head's product; nothing for a model without a head."""
+    if skeleton.anatomy.head is None:
+        return
+    head = skeleton.model.get_submodule(skeleton.anatomy.head)
+    watch.on(skeleton.anatomy.head, head)
+    head.register_forward_pre_hook(_stop)
+    used = torch.cat([batch.flatten() for batch in batches]).unique()
+    with torch.no_grad(), skeleton.headed(used):
+        for number, batch in enumerate(batches):
+            with suppress(StopForward):
+                skeleton.logits(batch, behind[number].to(skeleton.device))
+
+
+def _stop(module: nn.Module, args: Any) -> None:
+    raise StopForward
+
+
+def _write(file: Path, found: Sums) -> None:
+    """Keep what was found, beside and renamed."""
+    tensors = {f"{name}/in_sum2": sums.contiguous() for name, (sums, _) in found.items()}
+    tensors |= {
+        f"{name}/count": torch.tensor(count, dtype=torch.float64) for name, (_, count) in found.items()
+    }
+    partial = file.with_suffix(".partial")
+    save_file(tensors, partial)
+    partial.rename(file)
+
+
+def _kept(file: Path) -> Sums:
+    tensors = load_file(file)
+    names = [name.removesuffix("/in_sum2") for name in tensors if name.endswith("/in_sum2")]
+    return {name: (tensors[f"{name}/in_sum2"], float(tensors[f"{name}/count"])) for name in names}
+
+
+class _Nothing:
+    """A solver with nothing to solve."""
+
+    original = False
+
+    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
+        """Never asked."""
+        raise AssertionError(names)
+
+    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
+        """Never asked."""
+        raise AssertionError(list(weights))
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """Never asked."""
+        raise AssertionError(name)

@@ -1,0 +1,253 @@
+"""Integer codes from one layout into another, tensor by tensor: compressed-tensors, GPTQ, AWQ, bitsandbytes'
+INT8, and what GGUF files hold of them.
+
+Linears keep their codes; a coded tensor that is no Linear (an int8 embedding) is decoded. Targets of float16
+take everything else as float16.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.deployment.verify import check_fits
+from attar.errors import ModelError
+from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
+from attar.formats.coded import Coded
+from attar.formats.convert import carried_rule, carry, fits
+from attar.formats.readers import reader
+from attar.formats.rules import PACK, WeightRule
+from attar.models.anatomy import is_linear
+from attar.models.load import empty_model
+from attar.models.names import stored_names
+from attar.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+FLOATS = ("F32", "F16", "BF16")
+HALF = ("gptq", "awq")
+"""Targets whose numbers are float16."""
+BITSANDBYTES = "bitsandbytes"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A Linear whose codes are carried over.
+
+    Attributes:
+        module: its name in the module tree.
+        base: the stored name of its dense weight, without ``.weight``.
+        shape: (N, K).
+        rule: what its codes are in the target.
+    """
+
+    module: str
+    base: str
+    shape: tuple[int, int]
+    rule: WeightRule
+
+
+def refuse_source(source: Checkpoint, target: str) -> None:
+    """Raise where the first Linear's codes have no place in the target; the others are seen while scanning.
+
+    Raises:
+        ModelError: names the Linear and why.
+    """
+    read = reader(source)
+    name = next((name for name in source.tensors if read.coded(name)), None)  # type: ignore[attr-defined]
+    found = None if name is None else read.codes(name)  # type: ignore[attr-defined]
+    if name is None or found is None:
+        raise ModelError(
+            f"{source.path}: its weights are no integer codes, which is all that {target} holds",
+            hint="--format dense loads everywhere",
+        )
+    if _activations(source) and target != BITSANDBYTES:
+        raise ModelError(
+            f"{source.path} rounds activations as well, for which {target} has no place",
+            hint="quantize with a scheme of weights alone, such as W4A16",
+        )
+    weight, rule = found
+    _check(source, name, weight, rule, target)
+
+
+def _activations(source: Checkpoint) -> bool:
+    said = source.config.get("quantization_config") or {}
+    groups = (said.get("config_groups") or {}).values()
+    return any(group.get("input_activations") for group in groups) or bool(said.get("kv_cache_scheme"))
+
+
+def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, target: str) -> None:
+    if target == BITSANDBYTES:
+        bitsandbytes_int8.refuse(rule)
+        return
+    why = fits(rule, (weight.codes.shape[0], weight.codes.shape[1]), target)
+    if why:
+        raise ModelError(
+            f"{source.path}: {name} cannot be {target}: {why}", hint="--format dense loads everywhere"
+        )
+
+
+class Integers:
+    """A checkpoint's tensors as another integer layout stores them.
+
+    Attributes:
+        config: the result's config.json.
+        linears: what is carried over, by stored name.
+        notes: sentences for people: scales that changed.
+
+    Raises:
+        ModelError: codes have no place in the target; names the Linear.
+    """
+
+    def __init__(self, source: Checkpoint, target: str, progress: Progress = SILENT) -> None:
+        self.source, self.target = source, target
+        self.read: Any = reader(source)
+        self.linears: dict[str, Linear] = {}
+        self.changes: list[float] = []
+        self.zeros = False
+        self._scan(progress)
+        self.config = self._config()
+        self.notes = self._notes()
+
+    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        """Names, types and shapes of what a stored tensor becomes, known before it is read."""
+        linear = self.linears.get(info.name)
+        if linear is not None:
+            made = self._layout(linear)
+            return [(f"{linear.base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        slot = self.read.slot(info)
+        if slot is None:
+            return []
+        name, kind, shape = slot
+        return [(name, "F16" if self.target in HALF and kind in FLOATS else kind, shape)]
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a stored tensor becomes, as :meth:`slots` announces it."""
+        linear = self.linears.get(name)
+        if linear is not None:
+            return {f"{linear.base}.{leaf}": value for leaf, value in self._encoded(name, linear).items()}
+        slot, tensor = self.read.slot(self.source.tensors[name]), self.read.dense(name)
+        if slot is None or tensor is None:
+            return {}
+        if self.target in HALF and tensor.is_floating_point():
+            tensor = tensor.half()
+            check_fits(slot[0], tensor)
+        return {slot[0]: tensor}
+
+    def _scan(self, progress: Progress) -> None:
+        """Look at every Linear's codes once."""
+        model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
+        dense = {
+            slot[0]: info.name for info in self.source.tensors.values() if (slot := self.read.slot(info))
+        }
+        names = stored_names(model, _Names(dense))
+        modules = [name for name, module in model.named_modules() if is_linear(module)]
+        places = {names.get(f"{module}.weight", ""): module for module in modules}
+        with progress.task("scan", total=len(dense)) as task:
+            for name, stored in dense.items():
+                found = self.read.codes(stored) if name in places else None
+                if found is not None:
+                    self._note(name, stored, places[name], *found)
+                task.advance()
+
+    def _note(self, name: str, stored: str, module: str, weight: Coded, rule: WeightRule) -> None:
+        _check(self.source, name, weight, rule, self.target)
+        self.zeros |= weight.zero is not None
+        if self.target != BITSANDBYTES:
+            self.changes.append(carry(weight, rule, self.target, dtype=self._dtype(stored), name=name).change)
+            rule = carried_rule(rule, self.target)
+        shape = (weight.codes.shape[0], weight.codes.shape[1])
+        self.linears[stored] = Linear(module, name.removesuffix(".weight"), shape, rule)
+
+    def _dtype(self, stored: str) -> torch.dtype:
+        """Of the scales: the target's, or what they are."""
+        if self.target in HALF:
+            return torch.float16
+        kind = self.read.slot(self.source.tensors[stored])[1]
+        return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
+
+    def _encoded(self, stored: str, linear: Linear) -> Mapping[str, Tensor]:
+        weight, rule = self.read.codes(stored)
+        if self.target == BITSANDBYTES:
+            return bitsandbytes_int8.encode(weight)
+        together = self.target == "awq" or self._mixed_zeros()
+        made = carry(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
+        if self.target == "gptq":
+            return gptq.encode(made.weight, made.rule, self._version())
+        if self.target == "awq":
+            return awq.encode(made.weight, made.rule)
+        return layouts.encode(made.weight, made.rule, PACK, made.dtype)
+
+    def _layout(self, linear: Linear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        if self.target == BITSANDBYTES:
+            return bitsandbytes_int8.layout(linear.shape)
+        if self.target == "gptq":
+            return gptq.layout(linear.shape, linear.rule)
+        if self.target == "awq":
+            return awq.layout(linear.shape, linear.rule)
+        kinds = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+        stored = next(name for name, one in self.linears.items() if one is linear)
+        return layouts.layout(linear.shape, linear.rule, PACK, kinds[self._dtype(stored)])
+
+    def _mixed_zeros(self) -> bool:
+        """GPTQ: a file that has asymmetric weights has zero points everywhere."""
+        return self.target == "gptq" and self.zeros
+
+    def _rules(self) -> dict[str, WeightRule]:
+        return {one.module: one.rule for one in self.linears.values()}
+
+    def _version(self) -> str:
+        return gptq.version_for(self._rules())
+
+    def _config(self) -> dict[str, Any]:
+        config = {key: value for key, value in self.source.config.items() if key != "quantization_config"}
+        if self.target in HALF:
+            config["dtype"] = "float16"
+            config.pop("torch_dtype", None)
+        model = empty_model(config)
+        modules = [name for name, module in model.named_modules() if is_linear(module)]
+        rules = self._rules()
+        ignore = [name for name in modules if name not in rules]
+        if self.target == "gptq":
+            said = gptq.quantization_config(rules, ignore=ignore)
+        elif self.target == "awq":
+            said = awq.quantization_config(rules, ignore=ignore)
+        elif self.target == BITSANDBYTES:
+            said = bitsandbytes_int8.quantization_config(ignore)
+        else:
+            said = _compressed(rules, ignore)
+        return {**config, "quantization_config": said}
+
+    def _notes(self) -> list[str]:
+        changed = [change for change in self.changes if change]
+        if not changed:
+            return []
+        kind = "float16" if self.target in HALF else "the model's type"
+        return [
+            f"{len(changed)} of {len(self.changes)} Linears have scales that {kind} cannot hold; they are "
+            f"rounded, by {max(changed):.1e} of themselves at most; no code changes"
+        ]
+
+
+class _Names:
+    """What :func:`stored_names` wants to know of a checkpoint: the names of its dense tensors."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self.tensors = names
+
+
+def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[str, Any]:
+    """A group for each rule; the most common one takes every Linear that is left."""
+    ranked = [rule for rule, _ in Counter(rules.values()).most_common()]
+    groups = []
+    for number, rule in enumerate(ranked):
+        modules = tuple(name for name, one in rules.items() if one == rule)
+        groups.append(compressed_tensors.Group(modules if number else ("Linear",), rule, None, PACK))
+    alone = len(groups) == 1 and not ranked[0].symmetric
+    return compressed_tensors.quantization_config(groups, ignore=ignore, dequantize=alone)

@@ -1,0 +1,168 @@
+"""Export of a quantized checkpoint in another packed layout: every code stays what it is.
+
+    scan     what becomes of each tensor is settled: do the codes fit, do scales change their type?
+    write    codes in the target's layout, everything else as it expects it        (streamed)
+    verify   both files decoded, tensor by tensor
+
+compressed-tensors, GPTQ, AWQ and bitsandbytes' INT8 share integer codes (integers.py), compressed-tensors and
+ModelOpt those of FP8 and NVFP4 (formats/modelopt_conversion.py). A checkpoint that is in the layout asked for
+already is copied, and checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor
+
+from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import Output
+from attar.checkpoint.shards import Slot
+from attar.deployment.folder import write_config
+from attar.deployment.integers import Integers, refuse_source
+from attar.deployment.settings import ExportSettings
+from attar.deployment.verify import same_tensors, same_weights
+from attar.errors import ModelError
+from attar.formats.compressed_tensors import TRANSPOSED
+from attar.formats.limits import limits
+from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
+from attar.formats.readers import method, reader
+from attar.formats.rules import WeightRule
+from attar.progress import Progress
+from attar.walks.stream import stream
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+INTEGERS = ("compressed-tensors", "gptq", "awq", "gguf")
+"""Layouts whose readers give integer codes."""
+
+
+class Conversion(Protocol):
+    """What a checkpoint becomes, tensor by tensor.
+
+    Attributes:
+        config: the result's config.json.
+    """
+
+    config: dict[str, Any]
+
+    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        """Names, types and shapes of what a stored tensor becomes, known before it is read."""
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """What a stored tensor becomes."""
+
+
+def refuse(source: Checkpoint, settings: ExportSettings) -> None:
+    """Raise where a checkpoint cannot leave in the layout asked for.
+
+    Raises:
+        ModelError: it is not quantized, or its codes have no place there.
+    """
+    found = method(source)
+    if not found:
+        raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
+    said = source.config.get("quantization_config") or {}
+    if said.get("format") == TRANSPOSED:
+        raise ModelError(
+            f"{source.path}: {settings.format} has no transposed Linears ({source.config['model_type']})",
+            hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
+        )
+    if found == settings.format:
+        return
+    if {found, settings.format} == {"compressed-tensors", "modelopt"}:
+        _modelopt(source, settings.format)
+    elif settings.format == "modelopt" or found not in INTEGERS:
+        raise ModelError(
+            f"{source.path} is in the layout of {found}, whose codes have no place in {settings.format}",
+            hint="it loads as it is; --format dense loads everywhere",
+        )
+    else:
+        refuse_source(source, settings.format)
+
+
+def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+    """Write the folder; what was checked, in words."""
+    found = method(source)
+    if found == settings.format:
+        return _copy(source, output, progress)
+    made: Conversion
+    if "modelopt" in (found, settings.format):
+        made = _modelopt(source, settings.format)
+    else:
+        made = Integers(source, settings.format, progress)
+    if isinstance(made, Integers):
+        output.details["notes"] = made.notes
+    write_config(output.folder, made.config)
+    if isinstance(made, FromCompressedTensors):
+        write_config(output.folder, made.hf_quant_config, "hf_quant_config.json")
+    _stream(source, made, output, progress)
+    copy_companions(source.path, output.folder)
+    written = open_checkpoint(output.folder)
+    output.details["limits"] = found_limits(written)
+    return same_weights(source, written, progress)
+
+
+def _modelopt(source: Checkpoint, target: str) -> FromCompressedTensors | ToCompressedTensors:
+    return FromCompressedTensors(source) if target == "modelopt" else ToCompressedTensors(source)
+
+
+def _copy(source: Checkpoint, output: Output, progress: Progress) -> list[str]:
+    """The same tensors in a folder of their own."""
+    write_config(output.folder, source.config)
+    stream(
+        source,
+        lambda info: [Slot(info.name, info.dtype, info.shape)],
+        lambda name, load: {name: load()},
+        output.folder,
+        work=output.work / "shards",
+        progress=progress,
+        what="export",
+    )
+    copy_companions(source.path, output.folder)
+    written = open_checkpoint(output.folder)
+    output.details["limits"] = found_limits(written)
+    return same_tensors(source, written, None, progress)
+
+
+def _stream(source: Checkpoint, made: Conversion, output: Output, progress: Progress) -> None:
+    def transform(name: str, load: Callable[[], Tensor]) -> Mapping[str, Tensor]:
+        return made.tensors(name)
+
+    stream(
+        source,
+        lambda info: [Slot(*slot) for slot in made.slots(info)],
+        transform,
+        output.folder,
+        work=output.work / "shards",
+        progress=progress,
+        what="export",
+    )
+
+
+def found_limits(written: Checkpoint) -> list[str]:
+    """What to know before a packed checkpoint is deployed; nothing where its codes are not integers."""
+    read = reader(written)
+    if not hasattr(read, "described"):
+        return []
+    shapes: dict[str, tuple[int, int]] = {}
+    rules: dict[str, WeightRule] = {}
+    for name in written.tensors:
+        described = read.described(name)
+        if described is not None:
+            module, rules[module], shapes[module] = described  # type: ignore[misc]
+    config = written.config
+    heads = int(config.get("num_attention_heads") or 0)
+    scheme = config.get("quantization_config") or {}
+    groups = (scheme.get("config_groups") or {}).values()
+    return limits(
+        str(method(written)),
+        shapes,
+        rules,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        activations=any(group.get("input_activations") for group in groups),
+    )

@@ -1,0 +1,184 @@
+"""A GGUF file as a checkpoint.
+
+What a model folder has beside its weights is made from the metadata: config.json and the tokenizer's files.
+It stands in the user's cache, in a folder named after the path, size and time of the file and after the code
+that makes it, so that neither an old file nor old code is ever answered for. The weights stay where they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint import atomic, hashing
+from attar.checkpoint.card import Card
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.open import Checkpoint
+from attar.errors import CheckpointError, OutputError
+from attar.formats.gguf.container import GGUF, read
+from attar.formats.gguf.hf_config import hf_config
+from attar.formats.gguf.reader import METHOD, explained
+from attar.formats.gguf.types import TYPES
+
+SUFFIX = ".gguf"
+CARD = ".attar.json"
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a GGUF file, or the only model among the GGUF files of a folder. Reads no weights.
+
+    The checkpoint's ``path`` is the folder in the cache; its tensors have the file's names, and block types
+    are uint8 (N, row bytes).
+
+    Args:
+        path: the file, any part of a split file, or a folder.
+
+    Raises:
+        CheckpointError: the file is missing or damaged, is no model, or is one of several in the folder.
+        ModelError: attar does not know the architecture or the tokenizer.
+        OutputError: the cache cannot be written.
+    """
+    opened = read(model_file(path))
+    with explained(opened.files[0]):
+        _check_model(opened.metadata)
+        _check_sizes(opened)
+        config = _config(opened)
+        folder = _companion(opened, config)
+    return Checkpoint(
+        path=folder,
+        name=model_name(opened.files[0]),
+        config=config,
+        card=card_of(opened.files[0]),
+        tensors={name: tensor.info for name, tensor in opened.tensors.items()},
+    )
+
+
+def model_name(file: Path) -> str:
+    """The file's name without its suffix and the number of its part."""
+    return _PART.sub("", file.stem)
+
+
+def model_file(place: Path) -> Path:
+    """The file itself, or the only model among the GGUF files of a folder; matrices of importance and other
+    companions do not count.
+
+    Raises:
+        CheckpointError: the folder has several models, or none.
+    """
+    if not place.is_dir():
+        return place
+    files = [file for file in sorted(place.glob(f"*{SUFFIX}")) if _is_model(read(file).metadata)]
+    models = {model_name(file): file for file in reversed(files)}
+    if len(models) != 1:
+        what = f"{len(models)} GGUF models" if models else "no model among its GGUF files"
+        raise CheckpointError(f"{place}: {what}", hint="give the path of one file")
+    return next(iter(models.values()))
+
+
+def _is_model(metadata: Mapping[str, Any]) -> bool:
+    return bool(metadata.get("general.type", "model") == "model")
+
+
+def _check_model(metadata: Mapping[str, Any]) -> None:
+    if not _is_model(metadata):
+        raise CheckpointError(f"is a GGUF file of the type {metadata['general.type']!r}, not a model")
+    if "general.architecture" not in metadata:
+        raise CheckpointError("has no general.architecture", hint="is it a model? Copy it again")
+
+
+def _check_sizes(opened: GGUF) -> None:
+    """Refuse numbers that the tensors contradict, before anything of that size is made."""
+    written, tensors = opened.metadata["general.architecture"], opened.tensors
+
+    def said(key: str) -> list[int]:
+        value = opened.metadata.get(f"{written}.{key}", 0)
+        return value if isinstance(value, list) else [value]
+
+    blocks, (width,) = max(said("block_count")), said("attention.key_length")
+    if blocks > len(tensors):
+        raise CheckpointError(f"its {written}.block_count is {blocks}, but it has {len(tensors)} tensors")
+    widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    needed = {
+        "embedding_length": 1,
+        "attention.head_count": width or 1,
+        "attention.head_count_kv": width or 1,
+    }
+    for key, each in needed.items():
+        if max(said(key)) * each > widest:
+            raise CheckpointError(f"{written}.{key} is {max(said(key))}: no tensor is so wide")
+
+
+def _config(opened: GGUF) -> dict[str, Any]:
+    """Content of config.json. Decoded blocks are float32, so that is what the model computes in."""
+    config = hf_config(opened.metadata, opened.tensors, opened.load)
+    if any(TYPES[tensor.kind].block > 1 for tensor in opened.tensors.values()):
+        config["dtype"] = "float32"
+    licence = opened.metadata.get("general.license")
+    if isinstance(licence, str) and licence:
+        config["license"] = licence
+    return {**config, "quantization_config": {"quant_method": METHOD}}
+
+
+def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
+    """The folder in the cache, made where it is not there yet."""
+    folder = cache_folder() / METHOD / _key(opened) / opened.files[0].name
+    if folder.is_dir():
+        return folder
+    partial = folder.parent.with_name(f".{folder.parent.name}.{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / folder.name).mkdir(parents=True)
+        _fill(partial / folder.name, opened.metadata, config)
+        try:
+            partial.rename(folder.parent)
+        except OSError:  # another process was faster
+            if not folder.is_dir():
+                raise
+    except OSError as error:
+        raise OutputError(
+            f"{cache_folder()}: cannot be written: {error.strerror}",
+            hint="set ATTAR_CACHE to a folder that you may write to",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """config.json, and the tokenizer where the file has one."""
+    if "tokenizer.ggml.model" in metadata:
+        from attar.formats.gguf.tokenizer import write_tokenizer
+
+        write_tokenizer(metadata, folder)
+    atomic.write_json(folder / "config.json", config)
+
+
+def cache_folder() -> Path:
+    """``$ATTAR_CACHE``, or the cache that attar has for other things. It may be deleted at any time."""
+    said = os.environ.get("ATTAR_CACHE")
+    return Path(said).expanduser() if said else hashing.cache_folder()
+
+
+def _key(opened: GGUF) -> str:
+    """What the folder depends on: the files as they are now, and the code that reads them."""
+    stats = [(file.resolve(), file.stat()) for file in opened.files]
+    state = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    code = hashlib.sha256()
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(module.read_bytes())
+    return hashing.sha256_text(hashing.canonical_json([state, code.hexdigest()]))[:32]
+
+
+def card_of(file: Path) -> Card | None:
+    """The card beside the file, or that of its folder where it speaks of this file."""
+    beside = file.with_name(model_name(file) + CARD)
+    if beside.is_file():
+        return Card.from_dict(read_json(beside), beside)
+    card = Card.read(file.parent)
+    return card if card is not None and file.name in card.files else None

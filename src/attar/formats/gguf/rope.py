@@ -1,0 +1,303 @@
+"""Rotary position embeddings: a config's settings, what says the same in GGUF, and the way back.
+
+A head's first d dimensions turn by position times theta^(-2i/d) / f_i, i = 0 .. d/2 - 1. Kinds of f:
+
+    default    1
+    linear     one factor for all
+    yarn       1 to ``factor``, computed by llama.cpp itself (its constants are transformers' defaults)
+    llama3     1 to ``factor`` by wavelength; written as the tensor ``rope_freqs.weight``
+    longrope   two given lists: ``rope_factors_short.weight`` up to the original context, ``..._long`` beyond
+
+llama3 (w = 2 pi theta^(2i/d) the wavelength, c the original context, l and h the low and high frequency
+factors): f = 1 where w < c/h, ``factor`` where w > c/l, between them 1/f = (1 - s)/factor + s with
+s = (c/w - l)/(h - l).
+
+Differs from llama.cpp's converter: c is taken from the rope settings, where transformers has it; the
+converter looks in the config itself and falls back to 8192. A file has the f_i only; l, h and c that give
+them are found again from the straight line s(1/w) with l = 1, for only the ratios matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.errors import ModelError
+from attar.formats.gguf.parts import LLAMA_ROPES, Architecture
+from attar.formats.gguf.sizes import Sizes, shortest
+
+FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+TENSORS = (FREQUENCIES, SHORT, LONG)
+ORIGINAL = "original_max_position_embeddings"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary settings.
+
+    Attributes:
+        kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
+        theta: base of the frequencies; ``local_theta``: in blocks with a sliding window, where it is another.
+        dimensions: d.
+        settings: the config's settings of this kind.
+        original: context before scaling.
+    """
+
+    kind: str
+    theta: float
+    dimensions: int
+    settings: Mapping[str, Any]
+    original: int
+    local_theta: float | None = None
+
+
+def read_rope(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes) -> Rope | None:
+    """The rotary settings of a config, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
+
+    Returns:
+        None for families without rotary embeddings.
+
+    Raises:
+        ModelError: llama.cpp does not compute this kind in this family.
+    """
+    if not architecture.ropes:
+        return None
+    full, local = _settings(config)
+    two = architecture.family == "gemma3_text"
+    theta = _first(
+        full.get("rope_theta"),
+        config.get("rope_theta"),
+        config.get("rotary_emb_base"),
+        architecture.defaults.get("rope_theta"),
+    )
+    local_theta = (
+        _first(local.get("rope_theta"), config.get("rope_local_base_freq"), 10000.0) if two else None
+    )
+    kind = _kind(full, architecture)
+    if two and str(local.get("rope_type", "default")) != "default":
+        raise ModelError(
+            f"{architecture.family}: llama.cpp has no rope_type {local['rope_type']!r} in windowed blocks",
+            hint="only default is known there",
+        )
+    _check_kind(kind, full, architecture)
+    return Rope(
+        kind=kind,
+        theta=float(_first(theta, 1e6 if two else 1e4)),
+        dimensions=_dimensions(config, full, architecture, sizes),
+        settings=full,
+        original=int(_first(_original(config, architecture), full.get(ORIGINAL), sizes.context)),
+        local_theta=None if local_theta is None else float(local_theta),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _setting(settings: Mapping[str, Any], key: str) -> Any:
+    if settings.get(key) is None:
+        kind = settings.get("rope_type") or settings.get("type")
+        raise ModelError(f"config.json: the rope settings of type {kind!r} have no {key!r}")
+    return settings[key]
+
+
+def _settings(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Settings of full attention, and of blocks with a sliding window where they have their own."""
+    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if "full_attention" in said or "sliding_attention" in said:
+        return said.get("full_attention") or {}, said.get("sliding_attention") or {}
+    return said, {}
+
+
+def _kind(settings: Mapping[str, Any], architecture: Architecture) -> str:
+    kind = str(_first(settings.get("rope_type"), settings.get("type"), "default"))
+    return "longrope" if kind == "su" or (kind == "yarn" and architecture.family == "phi3") else kind
+
+
+def _original(config: Mapping[str, Any], architecture: Architecture) -> Any:
+    """The config's own entry goes before that of the rope settings, as in transformers."""
+    return config[ORIGINAL] if ORIGINAL in config else architecture.defaults.get(ORIGINAL)
+
+
+def _dimensions(
+    config: Mapping[str, Any], settings: Mapping[str, Any], architecture: Architecture, sizes: Sizes
+) -> int:
+    fraction = _first(
+        settings.get("partial_rotary_factor"),
+        config.get("partial_rotary_factor"),
+        config.get("rotary_pct"),
+        architecture.defaults.get("partial_rotary_factor"),
+        1.0,
+    )
+    dimensions = int(sizes.head * fraction)
+    whole = architecture.ropes == LLAMA_ROPES
+    if dimensions % 2 or dimensions < 2 or (whole and dimensions != sizes.head):
+        raise ModelError(
+            f"{architecture.family}: GGUF's {architecture.written} cannot turn {dimensions} of a head's "
+            f"{sizes.head} dimensions",
+            hint="config.json's partial_rotary_factor must leave an even number, for llama all of them",
+        )
+    return dimensions
+
+
+def _check_kind(kind: str, settings: Mapping[str, Any], architecture: Architecture) -> None:
+    if kind not in architecture.ropes:
+        raise ModelError(
+            f"{architecture.family}: llama.cpp's {architecture.written} has no rope_type {kind!r}",
+            hint=f"it has {', '.join(architecture.ropes)}",
+        )
+    if kind == "yarn":
+        _check_yarn(settings, architecture)
+
+
+def _check_yarn(settings: Mapping[str, Any], architecture: Architecture) -> None:
+    """llama.cpp reads a factor and a context, and takes the paper's constants for the rest."""
+    usual = 0.1 * math.log(max(float(_setting(settings, "factor")), 1.0)) + 1.0
+    fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": usual}
+    for key, value in fixed.items():
+        said = settings.get(key)
+        if said is not None and not math.isclose(float(said), float(value), rel_tol=1e-6):
+            raise ModelError(f"{architecture.family}: llama.cpp's yarn has {key} {value}, not {said}")
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        raise ModelError(f"{architecture.family}: llama.cpp's yarn has no mscale here")
+
+
+def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[str, Any]:
+    """Keys without the architecture's prefix."""
+    said: dict[str, Any] = {"rope.dimension_count": rope.dimensions, "rope.freq_base": rope.theta}
+    if rope.local_theta is not None:
+        said["rope.freq_base_swa"] = rope.local_theta
+    if rope.kind in ("linear", "yarn"):
+        said |= {
+            "rope.scaling.type": rope.kind,
+            "rope.scaling.factor": float(_setting(rope.settings, "factor")),
+        }
+    if rope.kind == "longrope":
+        said |= {"rope.scaling.type": rope.kind, "rope.scaling.attn_factor": _longrope_scale(rope, context)}
+    if rope.kind in ("yarn", "longrope") or ORIGINAL in architecture.defaults:
+        said["rope.scaling.original_context_length"] = rope.original
+    return said
+
+
+def _longrope_scale(rope: Rope, context: int) -> float:
+    """What queries and keys are multiplied by under longrope."""
+    if rope.settings.get("attention_factor") is not None:
+        return float(rope.settings["attention_factor"])
+    factor = float(_first(rope.settings.get("factor"), context / rope.original))
+    return math.sqrt(1 + math.log(factor) / math.log(rope.original)) if factor > 1 else 1.0
+
+
+def rope_tensors(rope: Rope) -> dict[str, Tensor]:
+    """The tensors that a file needs beside the metadata: float32 (d / 2,)."""
+    if rope.kind == "llama3":
+        return {FREQUENCIES: llama3_factors(rope)}
+    if rope.kind != "longrope":
+        return {}
+    return {name: _list(rope, f"{kind}_factor") for name, kind in ((LONG, "long"), (SHORT, "short"))}
+
+
+def _list(rope: Rope, key: str) -> Tensor:
+    values = _setting(rope.settings, key)
+    if len(values) != rope.dimensions // 2:
+        raise ModelError(
+            f"config.json: the rope settings' {key!r} has {len(values)} numbers, not {rope.dimensions // 2}"
+        )
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def llama3_factors(rope: Rope) -> Tensor:
+    """f of llama3, float32 (d / 2,), computed in float64."""
+    factor, low, high = (
+        float(_setting(rope.settings, key)) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    turns = rope.original / _wavelengths(rope.theta, rope.dimensions)
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+def _wavelengths(theta: float, dimensions: int) -> Tensor:
+    exponents = torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions
+    return 2 * math.pi * torch.tensor(theta, dtype=torch.float64) ** exponents
+
+
+def rope_config(
+    get: Callable[[str, Any], Any], architecture: Architecture, sizes: Sizes, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """``rope_parameters`` of a config, and what else it needs, from a file.
+
+    Args:
+        get: (key without the architecture's prefix, what holds where it is missing) to value.
+        tensors: those of the file that are named in ``TENSORS``.
+    """
+    if not architecture.ropes:
+        return {}
+    theta = float(get("rope.freq_base", 10000.0))
+    said: dict[str, Any] = {"rope_theta": theta, **_kind_config(get, theta, sizes, tensors)}
+    turned = int(get("rope.dimension_count", sizes.head))
+    if turned != sizes.head or "partial_rotary_factor" in architecture.defaults:
+        said["partial_rotary_factor"] = _fraction(turned, sizes.head)
+    if architecture.family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": float(get("rope.freq_base_swa", 10000.0))}
+        return {"rope_parameters": {"full_attention": said, "sliding_attention": local}}
+    if ORIGINAL in architecture.defaults:
+        original = get("rope.scaling.original_context_length", sizes.context)
+        return {"rope_parameters": said, ORIGINAL: int(original)}
+    return {"rope_parameters": said}
+
+
+def _fraction(part: int, whole: int) -> float:
+    """A number whose product with ``whole`` has ``part`` before its point."""
+    fraction = part / whole
+    return fraction if int(whole * fraction) == part else math.nextafter(fraction, 2.0)
+
+
+def _kind_config(
+    get: Callable[[str, Any], Any], theta: float, sizes: Sizes, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """``rope_type`` and its settings."""
+    original = int(get("rope.scaling.original_context_length", sizes.context))
+    if LONG in tensors and SHORT in tensors:
+        scale = float(get("rope.scaling.attn_factor", 1.0))
+        return _lists(tensors[SHORT], tensors[LONG], scale, original)
+    if FREQUENCIES in tensors:
+        found = _llama3_config(tensors[FREQUENCIES].double(), theta)
+        return found or _lists(tensors[FREQUENCIES], tensors[FREQUENCIES], 1.0, sizes.context)
+    kind, factor = get("rope.scaling.type", "linear"), float(get("rope.scaling.factor", 1.0))
+    if kind == "yarn":
+        return {"rope_type": kind, "factor": factor, ORIGINAL: original}
+    return {"rope_type": "linear", "factor": factor} if factor not in (0.0, 1.0) else {"rope_type": "default"}
+
+
+def _lists(short: Tensor, long: Tensor, scale: float, original: int) -> dict[str, Any]:
+    """longrope can say any factors."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": [shortest(each) for each in short.tolist()],
+        "long_factor": [shortest(each) for each in long.tolist()],
+        "attention_factor": scale,
+        ORIGINAL: original,
+    }
+
+
+def _llama3_config(factors: Tensor, theta: float) -> dict[str, Any] | None:
+    """The llama3 settings that give these factors; None where there are none."""
+    largest = float(factors.max())
+    between = (factors > 1 + 1e-6) & (factors < largest * (1 - 1e-6))
+    if largest == 1.0 or int(between.sum()) < 2:
+        return None
+    rates = 1 / _wavelengths(theta, 2 * len(factors))
+    smooth = (1 / factors - 1 / largest) / (1 - 1 / largest)
+    slope, offset = np.polyfit(rates[between].numpy(), smooth[between].numpy(), 1)
+    high = round(1 - 1 / float(offset), 4)
+    settings = {"factor": largest, "low_freq_factor": 1.0, "high_freq_factor": high}
+    original = round(float(slope) * (high - 1))
+    again = llama3_factors(Rope("llama3", theta, 2 * len(factors), settings, original)).double()
+    if not torch.allclose(again, factors, rtol=1e-5, atol=0):
+        return None
+    return {"rope_type": "llama3", **settings, ORIGINAL: original}

@@ -1,0 +1,196 @@
+"""A tokenizer's files as Hugging Face has them, read together.
+
+    tokenizer.json            model, normalizer, pre_tokenizer, post_processor, decoder, added_tokens
+    tokenizer_config.json     names of special tokens, add_bos_token, added_tokens_decoder, chat_template
+    special_tokens_map.json   names of special tokens, in older folders
+    added_tokens.json         added tokens by text, in older folders
+    generation_config.json    all tokens that end a text
+    chat_template.jinja, additional_chat_templates/NAME.jinja
+
+An added token is matched in the text before anything else. Special ones are those that a file calls so, and
+those that have a name (bos, eos, ...), as transformers has it. Where a chat template stands in a file of its
+own, that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.jsonfile import read_json
+from attar.errors import CheckpointError
+
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+@dataclass(frozen=True)
+class Added:
+    """An added token.
+
+    Attributes:
+        text: as it stands in a text.
+        special: belongs to the format of the input, not to its text.
+        flags: ``lstrip``, ``rstrip``, ``single_word``, ``normalized``, where they are set.
+    """
+
+    text: str
+    special: bool
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a folder says of its tokenizer.
+
+    Attributes:
+        folder: the folder.
+        tokenizer: the content of tokenizer.json, empty where there is none.
+        settings: of tokenizer_config.json, completed by special_tokens_map.json.
+        generation: of generation_config.json.
+        config: of config.json.
+        vocabulary: ids by text, without added tokens that the model does not know.
+        added: added tokens by id.
+        templates: chat templates by name; the main one is ``default``.
+    """
+
+    folder: Path
+    tokenizer: dict[str, Any]
+    settings: dict[str, Any]
+    generation: dict[str, Any]
+    config: Mapping[str, Any]
+    vocabulary: dict[str, int]
+    added: dict[int, Added]
+    templates: dict[str, str]
+
+    @property
+    def file(self) -> Path:
+        """The main file, for messages."""
+        return self.folder / "tokenizer.json"
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The model of tokenizer.json."""
+        return dict(self.tokenizer.get("model") or {})
+
+    @property
+    def size(self) -> int | None:
+        """Rows of the embedding, where the config tells."""
+        for config in (self.config, self.config.get("text_config") or {}):
+            if isinstance(config.get("vocab_size"), int):
+                return int(config["vocab_size"])
+        return None
+
+    def id_of(self, text: str | None) -> int | None:
+        """The id of a token by its text: an added one, or one of the model's."""
+        for index, token in self.added.items():
+            if token.text == text:
+                return index
+        return self.vocabulary.get(text) if text is not None else None
+
+
+def read_source(folder: Path, config: Mapping[str, Any]) -> Source:
+    """Read a tokenizer's files.
+
+    Args:
+        folder: the model folder.
+        config: the content of its config.json.
+
+    Raises:
+        CheckpointError: a file is damaged, or an added token has no id or text.
+    """
+    tokenizer = _optional(folder / "tokenizer.json")
+    settings = {
+        **_optional(folder / "special_tokens_map.json"),
+        **_optional(folder / "tokenizer_config.json"),
+    }
+    vocabulary = _vocabulary(tokenizer)
+    return Source(
+        folder,
+        tokenizer,
+        settings,
+        _optional(folder / "generation_config.json"),
+        config,
+        vocabulary,
+        _added(folder, tokenizer, settings, vocabulary),
+        _templates(folder, settings),
+    )
+
+
+def text_of(token: Any) -> str | None:
+    """The text of a special token as tokenizer_config.json spells it: a string, or an object with it."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    """Ids by text: BPE has a table, unigram a list of texts and scores."""
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, list):
+        return {piece[0]: index for index, piece in enumerate(vocabulary)}
+    return dict(vocabulary)
+
+
+def _added(
+    folder: Path, tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocabulary: Mapping[str, int]
+) -> dict[int, Added]:
+    """Added tokens by id, from all the places that have them; tokenizer.json goes first."""
+    found: dict[int, Added] = {}
+    decoder = settings.get("added_tokens_decoder") or {}
+    old = _optional(folder / "added_tokens.json")
+    entries = [
+        *(tokenizer.get("added_tokens") or ()),
+        *({**entry, "id": id_} for id_, entry in decoder.items()),
+    ]
+    entries += [{"id": index, "content": text} for text, index in old.items()]
+    for entry in entries:
+        try:
+            index, token = int(entry["id"]), _token(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: an added token lacks id or content: {entry!r}") from error
+        found.setdefault(index, token)
+    named = set(_named(settings))
+    ids = {token.text: index for index, token in found.items()}
+    for text in _named(settings):
+        if text not in ids and text in vocabulary:
+            found[vocabulary[text]] = Added(text, special=True)
+    return {
+        index: Added(token.text, token.special or token.text in named, token.flags)
+        for index, token in sorted(found.items())
+    }
+
+
+def _token(entry: Mapping[str, Any]) -> Added:
+    flags = tuple(name for name in ("lstrip", "rstrip", "single_word", "normalized") if entry.get(name))
+    return Added(str(entry["content"]), bool(entry.get("special")), flags)
+
+
+def _named(settings: Mapping[str, Any]) -> list[str]:
+    """Texts that tokenizer_config.json names as special."""
+    more = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
+    listed = [token for tokens in more if isinstance(tokens, list) for token in tokens]
+    texts = [text_of(token) for token in (*(settings.get(f"{role}_token") for role in ROLES), *listed)]
+    return [text for text in texts if text is not None]
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name."""
+    found = {}
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    given = settings.get("chat_template")
+    if found or given is None:
+        return found
+    if isinstance(given, str):
+        return {"default": given}
+    if isinstance(given, Mapping):
+        return {str(name): str(template) for name, template in given.items()}
+    return {str(entry["name"]): str(entry["template"]) for entry in given}

@@ -1,0 +1,192 @@
+"""Special tokens, what is put around a text, and chat templates: the keys all kinds of tokenizers share.
+
+    tokenizer.ggml.bos_token_id, eos_, unknown_, seperator_ (so spelled), padding_, mask_
+    tokenizer.ggml.eot_token_id, eom_     further tokens that end a turn or a message
+    tokenizer.ggml.add_bos_token, add_eos_token
+    tokenizer.chat_template, tokenizer.chat_template.NAME, tokenizer.chat_templates (the names)
+
+A generation config may list several tokens that end a text. llama.cpp has one ``eos``, one ``eot``, one
+``eom``, and ends at tokens of some well-known texts (``llama-vocab.cpp``, ``special_eog_ids``). So the
+tokenizer's own stays ``eos``, and those that llama.cpp would not know by their text take the other two; a
+third such token finds no place.
+
+What is put around a text follows transformers: ``add_bos_token`` and ``add_eos_token`` of
+tokenizer_config.json where one is given, otherwise the template of tokenizer.json's post_processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attar.errors import ModelError
+from attar.formats.gguf.tokenizer_source import ROLES, Source, text_of
+from attar.formats.gguf.values import Value
+
+PREFIX = "tokenizer.ggml."
+KEYS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "sep": "seperator_token_id",
+    "pad": "padding_token_id",
+    "mask": "mask_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+}
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|end|>", "<end_of_utterance>")
+MESSAGE_END = "<|eom_id|>"
+KNOWN_ENDS = (
+    *TURN_ENDS,
+    MESSAGE_END,
+    *(
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<|endoftext|>",
+        "</s>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+    ),
+    *(
+        "[EOS]",
+        "<|end_of_text|>",
+        "<eos>",
+        "<|tool_response>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "[e~[",
+    ),
+)
+"""Texts that llama.cpp takes for the end of a text by themselves."""
+
+
+def special_metadata(source: Source) -> dict[str, Value]:
+    """The keys of special tokens, of what is put around a text, and of chat templates.
+
+    Raises:
+        ModelError: no token ends a text, or another one than bos or eos is put around it.
+    """
+    ids = special_ids(source)
+    if "eos" not in ids:
+        raise ModelError(
+            f"{source.folder}: no token ends a text, and llama.cpp would take one of its own for it",
+            hint="name it as eos_token in tokenizer_config.json",
+        )
+    bos, eos = added_around(source, ids)
+    return {
+        **{PREFIX + KEYS[role]: index for role, index in ids.items() if role in KEYS},
+        PREFIX + "add_bos_token": bos,
+        PREFIX + "add_eos_token": eos,
+        **_template_keys(source.templates),
+    }
+
+
+def special_ids(source: Source) -> dict[str, int]:
+    """Ids of the special tokens by role, those of :data:`KEYS` that are known, and ``cls``."""
+    found: dict[str, int] = {}
+    for role in ROLES:
+        index = source.id_of(text_of(source.settings.get(f"{role}_token")))
+        index = _configured(source, role) if index is None else index
+        if index is not None and _in_range(source, index):
+            found[role] = index
+    unknown = source.model.get("unk_id", source.id_of(source.model.get("unk_token")))
+    if "unk" not in found and isinstance(unknown, int):
+        found["unk"] = unknown
+    for role, like in (("bos", "cls"), ("eos", "sep")):
+        if role not in found and like in found:
+            found[role] = found[like]
+    return {**found, **_further_ends(source, found.get("eos"))}
+
+
+def added_around(source: Source, ids: Mapping[str, int]) -> tuple[bool, bool]:
+    """Whether bos goes before a text, and eos after it.
+
+    Raises:
+        ModelError: something else goes there, for which llama.cpp has no key.
+    """
+    settings = source.settings
+    if "add_bos_token" in settings or "add_eos_token" in settings:
+        return (
+            bool(settings.get("add_bos_token")) and "bos" in ids,
+            bool(settings.get("add_eos_token")) and "eos" in ids,
+        )
+    first, last = _around(source.tokenizer.get("post_processor") or {})
+    for texts, role in ((first, "bos"), (last, "eos")):
+        if texts and [source.id_of(text) for text in texts] != [ids.get(role)]:
+            raise ModelError(
+                f"{source.file}: post_processor puts {' '.join(texts)} "
+                f"{'before' if role == 'bos' else 'after'} a text, llama.cpp can only put {role} there",
+                hint=f"set add_{role}_token in tokenizer_config.json to say which it shall be",
+            )
+    return bool(first), bool(last)
+
+
+def _configured(source: Source, role: str) -> int | None:
+    """A special token's id from config.json or generation_config.json; the first of several."""
+    text = source.config.get("text_config") or {}
+    for config in (source.config, text, source.generation):
+        index = config.get(f"{role}_token_id")
+        if isinstance(index, list) and index:
+            index = index[0]
+        if isinstance(index, int):
+            return index
+    return None
+
+
+def _in_range(source: Source, index: int) -> bool:
+    return index >= 0 and (source.size is None or index < source.size)
+
+
+def _further_ends(source: Source, eos: int | None) -> dict[str, int]:
+    """``eot`` and ``eom``: further tokens that end a text."""
+    text = source.config.get("text_config") or {}
+    listed: Any = []
+    for config in (source.generation, source.config, text):
+        listed = listed or config.get("eos_token_id") or []
+    others = [index for index in (listed if isinstance(listed, list) else [listed]) if index != eos]
+    special = {token.text: index for index, token in source.added.items() if token.special}
+    known = [name for name in TURN_ENDS if name in special and _in_range(source, special[name])]
+    turns = [special[name] for name in known if special[name] in others] or [special[name] for name in known]
+    found = {"eot": turns[0]} if turns and "<|return|>" not in special else {}
+    if MESSAGE_END in special:
+        found["eom"] = special[MESSAGE_END]
+    named = {special[name] for name in KNOWN_ENDS if name in special}
+    free = [role for role in ("eot", "eom") if role not in found]
+    unnamed = [index for index in others if index not in named and _in_range(source, index)]
+    return {**found, **dict(zip(free, unnamed, strict=False))}
+
+
+def _around(processor: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The special tokens that a post_processor puts before and after a text."""
+    kind = processor.get("type")
+    if kind == "Sequence":
+        found = [_around(each) for each in processor.get("processors") or ()]
+        return [text for each in found for text in each[0]], [text for each in found for text in each[1]]
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][0]], [processor["sep"][0]]
+    if kind != "TemplateProcessing":
+        return [], []
+    parts = processor.get("single") or []
+    place = next((index for index, part in enumerate(parts) if "Sequence" in part), len(parts))
+    before, after = (
+        [part["SpecialToken"]["id"] for part in some if "SpecialToken" in part]
+        for some in (parts[:place], parts[place:])
+    )
+    return before, after
+
+
+def _template_keys(templates: Mapping[str, str]) -> dict[str, Value]:
+    """Chat templates under the keys that llama.cpp's converter uses."""
+    names = {
+        name: "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
+        for name in templates
+        if name != "default"
+    }
+    found: dict[str, Value] = {f"tokenizer.chat_template.{names[name]}": templates[name] for name in names}
+    if names:
+        found["tokenizer.chat_templates"] = list(names.values())
+    if "default" in templates:
+        found["tokenizer.chat_template"] = templates["default"]
+    return found

@@ -1,0 +1,76 @@
+"""The tokens of a GGUF file by id: text, type and score, one for each row of the embedding.
+
+Types are llama.cpp's (``llama.h``): 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte. An id
+without a token gets the unused token ``[PAD<id>]``. llama.cpp finds tokens by text, so no two may be equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from attar.errors import ModelError
+from attar.formats.gguf.values import Typed, Value
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"  # how SentencePiece writes a space
+BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
+UNUSED_SCORE, ADDED_SCORE = -10000.0, -1000.0
+
+
+class Entry(NamedTuple):
+    """A token: its text, its type, and its score where the kind of tokenizer has scores."""
+
+    text: str
+    type: int
+    score: float = 0.0
+
+
+def pad_text(index: int) -> str:
+    """The text of the unused token that fills an id."""
+    return f"[PAD{index}]"
+
+
+def listed(entries: Mapping[int, Entry], size: int | None, where: Path) -> list[Entry]:
+    """Tokens in the order of their ids, as many as the embedding has rows.
+
+    Args:
+        entries: by id.
+        size: rows of the embedding; None for as many as there are tokens.
+        where: the file, for messages.
+
+    Raises:
+        ModelError: a token of the model has no row in the embedding, or two have the same text.
+    """
+    count = max(entries, default=-1) + 1 if size is None else size
+    beyond = [index for index in sorted(entries) if index >= count and entries[index].type == NORMAL]
+    if beyond:
+        raise ModelError(
+            f"{where}: token {beyond[0]} ({entries[beyond[0]].text!r}) is beyond vocab_size {count}",
+            hint="this tokenizer belongs to another model",
+        )
+    filled = [entries.get(index, Entry(pad_text(index), UNUSED, UNUSED_SCORE)) for index in range(count)]
+    seen: dict[str, int] = {}
+    for index, entry in enumerate(filled):
+        if not entry.text:
+            filled[index] = entry = entry._replace(text=f"[EMPTY_{index}]")
+        if seen.setdefault(entry.text, index) != index:
+            raise ModelError(
+                f"{where}: tokens {seen[entry.text]} and {index} have the same text {entry.text!r}",
+                hint="llama.cpp finds tokens by their text",
+            )
+    return filled
+
+
+def metadata(kind: str, entries: list[Entry], *, scored: bool) -> dict[str, Value]:
+    """The keys of a vocabulary."""
+    found: dict[str, Value] = {
+        "tokenizer.ggml.model": kind,
+        "tokenizer.ggml.tokens": Typed("[str]", [entry.text for entry in entries]),
+        "tokenizer.ggml.token_type": Typed("[i32]", [entry.type for entry in entries]),
+    }
+    if scored:
+        found["tokenizer.ggml.scores"] = Typed("[f32]", [entry.score for entry in entries])
+    return found

@@ -1,0 +1,309 @@
+"""Writing a GGUF file: its layout first, then tensors in any order, each to its place.
+
+    "GGUF" | u32 version 3 | u64 tensors | u64 keys | metadata | tensor infos | zeros | data
+
+    metadata      string key | u32 type | value                                  (values.py)
+    tensor info   string name | u32 n | n u64 sizes, the innermost first | u32 type | u64 offset
+
+Offsets count from the start of the data. It and every tensor start at a multiple of the alignment; tensors
+stand in the order of their infos without other gaps, as llama.cpp insists.
+
+Split files ``NAME-00001-of-0000N.gguf``: each has ``split.no`` (from 0), ``split.count`` and
+``split.tensors.count`` (of all parts); the first alone has the other metadata. Source: ggml ``docs/gguf.md``,
+``gguf.cpp``; llama.cpp ``gguf-split.cpp``, whose limit counts tensors, while ours counts whole files.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import struct
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from attar.checkpoint import atomic
+from attar.checkpoint.tensors import stored_dtype
+from attar.errors import ModelError, OutputError
+from attar.formats.gguf.types import TYPES, row_bytes
+from attar.formats.gguf.values import Typed, Value, encode, string
+
+if TYPE_CHECKING:
+    import torch
+
+MAGIC, VERSION = b"GGUF", 3
+ALIGNMENT = 32
+LONGEST_NAME = 63  # bytes of a tensor's name that llama.cpp reads
+DIMENSIONS = 4
+SPLIT = ("split.no", "split.count", "split.tensors.count")
+
+
+class Slot(NamedTuple):
+    """A tensor that will be written: its name, its ggml type (``"Q4_K"``) and its shape, torch's way round:
+    (N, K), K the row that blocks divide."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data.
+
+        Raises:
+            ModelError: the rows are no multiple of the type's block.
+        """
+        return math.prod(self.shape[:-1]) * row_bytes(self.kind, self.shape[-1] if self.shape else 1)
+
+
+class Writer:
+    """Writes tensors of a known layout into a GGUF file, or several. Memory: the tensor being added.
+
+    Files are made beside their places under hidden names and renamed by :meth:`finish`; what is unfinished is
+    deleted on an error, at the end of a ``with`` block, or with the writer itself. Equal layout and equal
+    tensors give equal bytes, in whatever order they come.
+
+    Args:
+        path: ``NAME.gguf``; an existing file is replaced. Parts are named after it.
+        metadata: keys and values, in the order of the file.
+        slots: every tensor, in the order of the file.
+        alignment: where tensors start; a power of two, at least 8.
+        max_bytes: of a file at most; a tensor that is larger has a file of its own. None: one file.
+
+    Raises:
+        ModelError: a name, shape, key or value that the format cannot hold.
+        OutputError: no folder, no space, or no permission.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: Mapping[str, Value],
+        slots: Sequence[Slot],
+        *,
+        alignment: int = ALIGNMENT,
+        max_bytes: int | None = None,
+    ) -> None:
+        assert alignment >= 8 and not alignment & (alignment - 1), f"alignment {alignment}"
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise OutputError(f"{self.path}: there is no folder {self.path.parent}", hint="create it first")
+        self._slots = {slot.name: Slot(*slot) for slot in slots}
+        _check(list(slots), metadata, alignment)
+        self._parts = _plan(self.path, metadata, list(self._slots.values()), alignment, max_bytes)
+        self._place = {name: (part, place) for part in self._parts for name, place in part.places.items()}
+        self._waiting = dict.fromkeys(self._slots)
+        self._unfinished = [part.partial for part in self._parts]
+        self._discard = weakref.finalize(self, _remove, self._unfinished)
+        with self._guarded():
+            for part in self._parts:
+                atomic.check_file(part.file, force=True)
+                _reserve(part)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(part.size for part in self._parts)
+
+    def missing(self) -> list[str]:
+        """Names still to be added, in the layout's order."""
+        return list(self._waiting)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor to its place. The input is not changed and not kept.
+
+        Args:
+            tensor: of a block type the bytes, uint8 (..., row_bytes); otherwise of the slot's type and shape.
+
+        Raises:
+            OutputError: no space, or no permission.
+        """
+        assert name in self._waiting, f"{name} is written already, or not in the layout"
+        wanted, found = stored_form(self._slots[name]), (stored_dtype(tensor.dtype), tuple(tensor.shape))
+        assert wanted == found, f"layout says {wanted} for {name}, got {found}"
+        part, place = self._place[name]
+        with self._guarded():
+            _write_at(part.partial, tensor, place)
+        del self._waiting[name]
+
+    def finish(self) -> list[Path]:
+        """Give the files their names.
+
+        Returns:
+            the files, sorted by name.
+        """
+        assert not self._waiting, f"{len(self._waiting)} tensors were never added, first {self.missing()[0]}"
+        with self._guarded():
+            for part in self._parts:
+                atomic.fsync(part.partial)
+            for part in reversed(self._parts):  # the first part last: whoever sees it sees all
+                part.partial.replace(part.file)
+                self._unfinished.append(part.file)
+            atomic.fsync(self._parts[0].file.parent)
+        self._discard.detach()
+        return [part.file for part in self._parts]
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """On an error, delete what is unfinished and say in one line what the system refused."""
+        try:
+            with atomic.explain_os_errors(self.path, self.nbytes):
+                yield
+        except BaseException:
+            self._discard()
+            raise
+
+
+def stored_form(slot: Slot) -> tuple[str, tuple[int, ...]]:
+    """Type, in safetensors' words, and shape in which a tensor is handed over: bytes for block types."""
+    kind = TYPES[slot.kind]
+    if kind.block == 1:
+        return slot.kind, tuple(slot.shape)
+    return "U8", (*slot.shape[:-1], row_bytes(slot.kind, slot.shape[-1]))
+
+
+def part_name(path: Path, number: int, count: int) -> Path:
+    """The file of part ``number``, counted from 0, of a split ``path``."""
+    return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
+
+
+class _Part(NamedTuple):
+    """One file: its bytes up to the data, where each tensor goes, and its size."""
+
+    file: Path
+    header: bytes
+    places: dict[str, int]
+    size: int
+
+    @property
+    def partial(self) -> Path:
+        return atomic.beside(self.file, "partial")
+
+
+def _check(slots: list[Slot], metadata: Mapping[str, Value], alignment: int) -> None:
+    """Refuse what the format, or llama.cpp, cannot hold."""
+    assert len({slot.name for slot in slots}) == len(slots), "a layout names each tensor once"
+    for slot in slots:
+        if not 0 < len(slot.name.encode()) <= LONGEST_NAME:
+            raise ModelError(f"tensor {slot.name!r}: llama.cpp reads names of 1 to {LONGEST_NAME} bytes")
+        if len(slot.shape) > DIMENSIONS or 0 in slot.shape:
+            raise ModelError(f"tensor {slot.name}: GGUF has no shape {list(slot.shape)}")
+    said = metadata.get("general.alignment", alignment)
+    assert (said.value if isinstance(said, Typed) else said) == alignment, "metadata says another alignment"
+    assert not any(key in metadata for key in SPLIT), "the writer counts the parts itself"
+
+
+def _plan(
+    path: Path, metadata: Mapping[str, Value], slots: list[Slot], alignment: int, max_bytes: int | None
+) -> list[_Part]:
+    """Cut the layout, in its order, into files."""
+    aligned: dict[str, Value] = {} if alignment == ALIGNMENT else {"general.alignment": alignment}
+    whole = {**metadata, **aligned}
+    groups = _groups(slots, whole, aligned, alignment, max_bytes)
+    if len(groups) == 1:
+        return [_part(path, whole, slots, alignment)]
+    parts = []
+    for number, group in enumerate(groups):
+        split = _split_keys(number, len(groups), len(slots))
+        known = {**(whole if number == 0 else aligned), **split}
+        parts.append(_part(part_name(path, number, len(groups)), known, group, alignment))
+    return parts
+
+
+def _groups(
+    slots: list[Slot],
+    whole: Mapping[str, Value],
+    rest: Mapping[str, Value],
+    alignment: int,
+    max_bytes: int | None,
+) -> list[list[Slot]]:
+    """The tensors of each file."""
+    head, data = len(_head(whole, 0)), sum(_padded(slot.nbytes, alignment) for slot in slots)
+    infos = sum(len(_info(slot, 0)) for slot in slots)
+    if not max_bytes or _padded(head + infos, alignment) + data <= max_bytes:
+        return [slots]
+    keys = _split_keys(0, 0, 0)
+    head, next_head = len(_head({**whole, **keys}, 0)), len(_head({**rest, **keys}, 0))
+    groups: list[list[Slot]] = [[]]
+    data = 0
+    for slot in slots:
+        head, data = head + len(_info(slot, 0)), data + _padded(slot.nbytes, alignment)
+        if groups[-1] and _padded(head, alignment) + data > max_bytes:
+            groups.append([])
+            head, data = next_head + len(_info(slot, 0)), _padded(slot.nbytes, alignment)
+        groups[-1].append(slot)
+    return groups
+
+
+def _split_keys(number: int, count: int, tensors: int) -> dict[str, Value]:
+    values = (Typed("u16", number), Typed("u16", count), Typed("i32", tensors))
+    return dict(zip(SPLIT, values, strict=True))
+
+
+def _head(metadata: Mapping[str, Value], tensors: int) -> bytes:
+    """A file up to its tensor infos."""
+    counts = struct.pack("<IQQ", VERSION, tensors, len(metadata))
+    return MAGIC + counts + b"".join(encode(key, value) for key, value in metadata.items())
+
+
+def _info(slot: Slot, offset: int) -> bytes:
+    sizes = struct.pack(f"<I{len(slot.shape)}Q", len(slot.shape), *reversed(slot.shape))
+    return string(slot.name) + sizes + struct.pack("<IQ", TYPES[slot.kind].id, offset)
+
+
+def _part(file: Path, metadata: Mapping[str, Value], slots: Sequence[Slot], alignment: int) -> _Part:
+    offsets, end = {}, 0
+    for slot in slots:
+        offsets[slot.name] = end
+        end += _padded(slot.nbytes, alignment)
+    header = _head(metadata, len(slots)) + b"".join(_info(slot, offsets[slot.name]) for slot in slots)
+    start = _padded(len(header), alignment)
+    return _Part(file, header, {name: start + offset for name, offset in offsets.items()}, start + end)
+
+
+def _padded(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment
+
+
+def _remove(partials: list[Path]) -> None:
+    for path in partials:
+        path.unlink(missing_ok=True)
+
+
+def _reserve(part: _Part) -> None:
+    """Create a file at its full size, zeros after the header. A full disk shows here."""
+    with part.partial.open("wb") as file:
+        file.write(part.header)
+        file.flush()
+        try:
+            os.posix_fallocate(file.fileno(), 0, part.size)
+        except AttributeError:  # macOS has no posix_fallocate
+            file.truncate(part.size)
+        except OSError as error:  # and some file systems cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            file.truncate(part.size)
+
+
+def _write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
+    """Write a tensor's bytes into an existing file."""
+    import torch
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    rest = memoryview(flat.view(torch.uint8).numpy())
+    with path.open("r+b", buffering=0) as file:
+        while rest:
+            count = os.pwrite(file.fileno(), rest, position)
+            rest, position = rest[count:], position + count

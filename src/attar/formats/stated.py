@@ -1,0 +1,29 @@
+"""What a checkpoint says of its quantization: in config.json, or in the file that older writers put beside
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attar.checkpoint.jsonfile import read_json
+
+BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files that stand alone for ``quantization_config``, and the method of those that name none."""
+
+
+def stated(checkpoint: Any) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` of a checkpoint with its ``quant_method``; None where it is dense.
+
+    Raises:
+        CheckpointError: the file beside config.json is no JSON object.
+    """
+    said = checkpoint.config.get("quantization_config")
+    if said:
+        return said  # type: ignore[no-any-return]
+    if not any(name.endswith(".qweight") for name in checkpoint.tensors):
+        return None
+    for name, method in BESIDE.items():
+        if (checkpoint.path / name).is_file():
+            return {"quant_method": method, **read_json(checkpoint.path / name)}
+    return None

@@ -1,0 +1,236 @@
+"""Our own mix of types: the choice against all choices, its size against a written file, its KLs against
+models that were changed by hand."""
+
+import copy
+import itertools
+import math
+import textwrap
+
+import pytest
+import torch
+
+from attar.checkpoint import open_checkpoint
+from attar.deployment.mixture import NARROW, WIDE, gguf_mixture
+from attar.deployment.settings import ExportSettings
+from attar.errors import SettingsError
+from attar.formats.gguf.architectures import placements
+from attar.formats.gguf.container import Slot, Writer
+from attar.formats.gguf.mixes import bits, tensor_bytes
+from attar.formats.gguf.types import TYPES
+from attar.models.load import load_model
+from attar.quantization.grids import GGML
+from attar.quantization.mixture import ground
+from attar.quantization.sensitivity import read
+from tests import tiny_models
+
+WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+TEXT = {"samples": 3, "sequence_length": 24, "batch_size": 2, "data": textwrap.__file__}
+TEXT |= {"format": "gguf", "bits": 5.0}
+
+
+class Case:
+    """A tiny model on disk, and where its tensors stand."""
+
+    def __init__(self, folder, family="llama2", **changes):
+        made = tiny_models.build(family, **{**({} if family == "gpt2" else WIDTHS), **changes})
+        self.checkpoint = open_checkpoint(tiny_models.save(made, folder / "model"))
+        self.placed = placements(self.checkpoint.config, self.checkpoint.tensors)
+        self.shapes = {one.gguf: one.shape for one in self.placed}
+        self.settings = ExportSettings(**TEXT)
+
+    def mix(self, **options):
+        settings = options.pop("settings", self.settings)
+        return gguf_mixture(self.checkpoint, self.placed, settings, **options)
+
+    def measured(self):
+        """KL by group and type, as the cached file has them."""
+        on = ground(self.checkpoint, self.settings)
+        found = {}
+        for one in read(on.file, on.key):
+            found.setdefault(one.group, {})[one.grid] = one
+        return found
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder for measurements; what else is cached (compiled kernels) stays where it is."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setattr("attar.quantization.mixture.cache_folder", lambda: folder)
+    return folder
+
+
+def stored_of(case, module):
+    """GGUF names of a module's tensors."""
+    return [one.gguf for one in case.placed if one.stored == f"{module}.weight"]
+
+
+def test_the_choice_is_the_best_of_all_and_keeps_its_budget(tmp_path):
+    case = Case(tmp_path)
+    previous = math.inf
+    for budget in (3.1, 4.0, 5.5):
+        found = case.mix(bits=budget)
+        assert found.bits_per_weight == bits(found.kinds, case.shapes)[0] <= budget
+        assert list(found.kinds) == list(case.shapes)
+        groups = case.measured()
+        assert len(groups) == 6 and all(list(options) == list(WIDE) for options in groups.values())
+        weights = sum(math.prod(shape) for shape in case.shapes.values())
+        vectors = sum(4 * math.prod(shape) for shape in case.shapes.values() if len(shape) == 1)
+        room = budget * weights / 8 - vectors
+        sizes = {group: {k: one.bits / 8 for k, one in each.items()} for group, each in groups.items()}
+        best = min(
+            sum(groups[group][kind].kl for group, kind in zip(groups, picked, strict=True))
+            for picked in itertools.product(WIDE, repeat=len(groups))
+            if sum(sizes[group][kind] for group, kind in zip(groups, picked, strict=True)) <= room
+        )
+        ours = 0.0
+        for each in groups.values():
+            modules = next(iter(each.values())).modules
+            kinds = {found.kinds[name] for module in modules for name in stored_of(case, module)}
+            assert len(kinds) == 1
+            ours += each[kinds.pop()].kl
+        assert ours == pytest.approx(best, rel=1e-9) and ours < previous and found.report["gap"] == 0
+        assert found.report["predicted"] == pytest.approx(ours, rel=1e-9)
+        previous = ours
+    assert len({kind for kind in found.kinds.values() if kind != "F32"}) > 1
+    assert found.report["curve"][0][0] < 3.1 < 8.5 < found.report["curve"][-1][0] + 0.1
+
+
+def kl_by_hand(case, kinds):
+    """KL in float64 of a copy with modules in types; a tied head follows its embedding."""
+    model = load_model(case.checkpoint, dtype=torch.float32)
+    changed = copy.deepcopy(model)
+    for name, kind in kinds.items():
+        module = changed.get_submodule(name)
+        weight = module.weight.data.T if type(module).__name__ == "Conv1D" else module.weight.data
+        grid = GGML[kind]
+        weight.copy_(grid.quantize(weight, grid.choose(weight)).dequantize())
+    with torch.no_grad():
+        batches = ground(case.checkpoint, case.settings).batches
+        p, q = (
+            torch.cat([m(input_ids=batch).logits.flatten(0, 1) for batch in batches]).double().log_softmax(-1)
+            for m in (model, changed)
+        )
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("family", ["llama2", "smollm", "gemma3"])
+def test_embedding_and_head_are_measured_like_a_model_changed_by_hand(tmp_path, family):
+    case = Case(tmp_path, family, num_hidden_layers=2)
+    found = case.mix(bits=5.0)
+    groups, tied = case.measured(), family != "llama2"
+    assert ("lm_head" in groups) == (not tied) and ("output.weight" in case.shapes) == (not tied)
+    assert next(iter(groups)) == "model.embed_tokens"
+    for name in ("model.embed_tokens",) if tied else ("model.embed_tokens", "lm_head"):
+        for kind in ("Q2_K", "Q4_K"):
+            assert groups[name][kind].kl == pytest.approx(kl_by_hand(case, {name: kind}), rel=2e-3), name
+            assert groups[name][kind].bits == 320 * TYPES[kind].size * 8
+            assert 0 < groups[name][kind].output_error < 0.2
+    chosen = {one.stored.removesuffix(".weight"): found.kinds[one.gguf] for one in case.placed if one.matrix}
+    assert found.report["measured"] == pytest.approx(kl_by_hand(case, chosen), rel=2e-3)
+
+
+def test_the_size_is_that_of_the_written_file(tmp_path):
+    case = Case(tmp_path)
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": [f"t{i}" for i in range(320)]}
+    smallest = None
+    for size in (400_000, 300_000):
+        found = case.mix(size=size, metadata=metadata)
+        slots = [Slot(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
+        with Writer(tmp_path / "model.gguf", metadata, slots) as writer:
+            for name, kind in found.kinds.items():
+                nbytes = tensor_bytes(kind, case.shapes[name])
+                raw = torch.zeros(nbytes, dtype=torch.uint8)
+                rows = case.shapes[name][:-1]
+                writer.add(name, raw.view(torch.float32) if kind == "F32" else raw.view(*rows, -1))
+            writer.finish()
+        written = (tmp_path / "model.gguf").stat().st_size
+        assert found.size == written <= size
+        assert written > 0.9 * size
+        smallest = found.size
+    with pytest.raises(SettingsError, match=r"size is 9000, but must be at least (\d+) bytes") as caught:
+        case.mix(size=9000, metadata=metadata)
+    least = int(caught.value.allowed.split()[2])
+    assert case.mix(size=least, metadata=metadata).size <= least < smallest
+    with pytest.raises(SettingsError):
+        case.mix(size=least - 1, metadata=metadata)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(tmp_path, cache):
+    case = Case(tmp_path)
+    with pytest.raises(
+        SettingsError, match=r"bits is 2\.0, but must be at least 2\.\d+: every tensor"
+    ) as caught:
+        case.mix(bits=2.0)
+    assert not list(cache.iterdir())
+    least = float(caught.value.allowed.split()[2].rstrip(":"))
+    assert set(case.mix(bits=least).kinds.values()) == {"Q2_K", "F32"}
+
+
+def test_inputs_that_256_does_not_divide(tmp_path):
+    case = Case(tmp_path, hidden_size=64, intermediate_size=96)
+    found = case.mix(bits=5.2)
+    groups = case.measured()
+    assert all(sorted(options) == sorted(NARROW) for options in groups.values())
+    assert found.bits_per_weight <= 5.2 and any("256 does not divide" in note for note in found.notes)
+    assert {TYPES[kind].block for kind in found.kinds.values()} <= {1, 32}
+
+
+def test_inputs_that_32_does_not_divide_stay_numbers(tmp_path):
+    case = Case(tmp_path, intermediate_size=80)
+    found = case.mix(bits=6.0)
+    down = [kind for name, kind in found.kinds.items() if "ffn_down" in name]
+    assert down == ["F16"] and "1 tensors are F16" in found.notes
+    assert found.bits_per_weight <= 6.0 and not any("down_proj" in group for group in case.measured())
+
+
+def test_types_given_by_hand_are_kept_and_paid_for(tmp_path):
+    case = Case(tmp_path)
+    own = ExportSettings(**TEXT, overrides=("^output=Q8_0", "attn_(q|k)=Q6_K"))
+    found = case.mix(bits=5.5, settings=own)
+    assert found.kinds["output.weight"] == "Q8_0"
+    assert found.kinds["blk.0.attn_q.weight"] == found.kinds["blk.0.attn_k.weight"] == "Q6_K"
+    assert found.bits_per_weight <= 5.5
+    assert list(case.measured()) == [
+        "model.embed_tokens",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate_proj+up_proj",
+        "model.layers.0.mlp.down_proj",
+    ]
+
+
+def test_each_its_own(tmp_path):
+    case = Case(tmp_path)
+    shared, alone = case.mix(bits=4.0), case.mix(bits=4.0, share=False)
+    assert alone.report["predicted"] <= shared.report["predicted"] * 1.2
+    assert "model.layers.0.self_attn.k_proj" in case.measured()
+
+
+def test_nothing_is_measured_twice_and_the_same_comes_out(tmp_path):
+    case = Case(tmp_path)
+    first = case.mix(bits=4.0)
+    file = ground(case.checkpoint, case.settings).file
+    before = file.stat().st_mtime_ns
+    assert case.mix(bits=4.0) == first
+    case.mix(bits=6.0)
+    assert file.stat().st_mtime_ns == before
+
+
+def test_tensors_of_one_parameter_share_a_type_and_both_are_paid_for(tmp_path):
+    """A family whose file needs a copy of the tied embedding as its head."""
+    case = Case(tmp_path, "gpt_neox", tie_word_embeddings=True)
+    budget = 4.6
+    found = case.mix(bits=budget)
+    assert found.kinds["output.weight"] == found.kinds["token_embd.weight"]
+    assert found.bits_per_weight <= budget and "lm_head" not in case.measured()
+    assert found.kinds["blk.0.attn_qkv.weight"] in WIDE
+
+
+def test_conv1d_and_positions(tmp_path):
+    case = Case(tmp_path, "gpt2", n_embd=256, n_layer=1)
+    found = case.mix(bits=7.0)
+    assert found.kinds["position_embd.weight"] == "F32" and found.kinds["blk.0.attn_qkv.weight"] in WIDE
+    name = "transformer.h.0.mlp.c_proj"
+    wanted = kl_by_hand(case, {name: "Q3_K"})
+    assert case.measured()[name]["Q3_K"].kl == pytest.approx(wanted, rel=2e-3)

@@ -1,0 +1,113 @@
+"""Tiny models for the tests of GGUF's architectures: every family that can be written, and the variants that
+are written in another way."""
+
+import json
+
+import transformers
+
+from tests import tiny_models
+from tests.tiny_models import GQA, MHA, WIDE
+
+FAMILIES = {
+    **{family: tiny_models.FAMILIES[family] for family in tiny_models.DECODERS if family != "opt"},
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", WIDE),
+    "phi": ("PhiConfig", "PhiForCausalLM", GQA),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", GQA),
+    "stablelm": ("StableLmConfig", "StableLmForCausalLM", GQA),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", GQA),
+    "granite": (
+        "GraniteConfig",
+        "GraniteForCausalLM",
+        {**GQA, "embedding_multiplier": 1.5, "residual_multiplier": 0.7}
+        | {"attention_multiplier": 0.25, "logits_scaling": 2.0},
+    ),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**GQA, "num_hidden_layers": 5}),
+}
+
+
+def rope(kind, theta=10000.0, **settings):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **settings}}
+
+
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+LINEAR = rope("linear", factor=4.0)
+LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0) | {"head_dim": 32}
+LLAMA3["rope_parameters"]["original_max_position_embeddings"] = 64
+LISTS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+LONGROPE = rope("longrope", factor=2.0, original_max_position_embeddings=256, **LISTS)
+LONG_PHI3 = rope("longrope", **LISTS) | {"original_max_position_embeddings": 256}
+
+# variant -> (family, what it changes)
+VARIANTS = {
+    **{family: (family, {}) for family in FAMILIES},
+    "mistral": ("mistral", {"sliding_window": None}),
+    "llama with rope of llama3": ("llama3", LLAMA3),
+    "llama with biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
+    "llama with wide heads": ("llama3", {"head_dim": 16}),
+    "llama with linear rope": ("llama3", LINEAR),
+    "llama with yarn": ("llama3", YARN),
+    "llama with longrope": ("llama3", {**LONGROPE, "max_position_embeddings": 512}),
+    "mistral with heads removed": (
+        "mistral", {"head_dim": 8, "num_attention_heads": 6, "num_key_value_heads": 3}
+        | {"sliding_window": None}),
+    "qwen2 with yarn": ("qwen2", YARN),
+    "qwen3 with yarn": ("qwen3", YARN),
+    "gemma with linear rope": ("gemma", LINEAR),
+    "gemma2 with marked layers": (
+        "gemma2", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}),
+    "gemma2 with linear rope": ("gemma2", LINEAR),
+    "gemma3 with seven layers": ("gemma3", {"num_hidden_layers": 7}),
+    "gemma3 without windows": ("gemma3", {"layer_types": ["full_attention"] * 3}),
+    "gemma3 with marked layers": (
+        "gemma3", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "gemma3 with a cap": ("gemma3", {"final_logit_softcapping": 2.0}),
+    "phi3 with part of each head turned": (
+        "phi3", {"num_attention_heads": 4, "num_key_value_heads": 2}
+        | rope("default", partial_rotary_factor=0.75)),
+    "phi3 with longrope": ("phi3", {**LONG_PHI3, "max_position_embeddings": 512}),
+    "gpt2 with a head": ("gpt2", {"tie_word_embeddings": False, "n_inner": 96}),
+    "gpt_neox one after the other": (
+        "gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_new"}
+        | rope("linear", factor=4.0, partial_rotary_factor=0.5)),
+    "gpt_neox tied": ("gpt_neox", {"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "phi with linear rope": ("phi", rope("linear", factor=4.0, partial_rotary_factor=0.5)),
+    "starcoder2 with yarn": ("starcoder2", YARN),
+    "stablelm with biases": ("stablelm", {**MHA, "use_qkv_bias": True, "tie_word_embeddings": True}),
+    "olmo2 with yarn": ("olmo2", YARN),
+    "granite with rope of llama3": ("granite", {**LLAMA3, "attention_bias": True, "num_attention_heads": 2}
+        | {"num_key_value_heads": 1}),
+}  # fmt: skip
+
+
+def config(variant):
+    """The transformers config of a variant."""
+    family, changes = VARIANTS[variant]
+    kind, model, arguments = FAMILIES[family]
+    made = getattr(transformers, kind)(
+        **{**json.loads(json.dumps(arguments)), **json.loads(json.dumps(changes))}
+    )
+    made.architectures = [model]
+    return made
+
+
+def build(variant):
+    """The model of a variant: seeded random weights, float32."""
+    made = config(variant)
+    return tiny_models.randomize(getattr(transformers, made.architectures[0])(made)).eval()
+
+
+def said(model_or_config):
+    """The content of config.json."""
+    made = getattr(model_or_config, "config", model_or_config)
+    return json.loads(made.to_json_string(use_diff=False))
+
+
+def stored(model):
+    """What is stored of a model: tied weights once."""
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state

@@ -1,0 +1,176 @@
+"""AWQ's layout: hand-computed words, a decoder of loops over nibbles, configs old and new."""
+
+import pytest
+import torch
+
+from attar.checkpoint.tensors import stored_dtype
+from attar.errors import CheckpointError, ModelError, NumericsError
+from attar.formats.awq import (
+    ORDER,
+    PLACE,
+    Reader,
+    coded,
+    decode,
+    dequantize_state,
+    encode,
+    layout,
+    quantization_config,
+)
+from attar.formats.coded import Coded
+from attar.formats.readers import method, reader
+from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
+
+MODULE = "model.layers.0.mlp.down_proj"
+SAID = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+
+
+def nibble(word, output):
+    """Output 0 to 7 of a word: even ones in the low half, odd ones in the high half."""
+    place = output // 2 if output % 2 == 0 else 4 + output // 2
+    return (int(word) & 0xFFFFFFFF) >> (4 * place) & 15
+
+
+def by_loops(tensors, shape, size):
+    weight = torch.zeros(shape, dtype=torch.float16)
+    for n in range(shape[0]):
+        for k in range(shape[1]):
+            code = nibble(tensors["qweight"][k, n // 8], n % 8)
+            zero = nibble(tensors["qzeros"][k // size, n // 8], n % 8)
+            weight[n, k] = half(float(tensors["scales"][k // size, n]) * (code - zero))
+    return weight
+
+
+@pytest.mark.parametrize("size", [16, 32, 0])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_decoding_agrees_with_loops_over_the_description(size, symmetric):
+    made, shape = rule(4, size, symmetric=symmetric), (24, 96)
+    weight = random_coded(made, shape)
+    tensors = encode(weight, made)
+    got = decode(tensors, made)
+    assert got.dtype == torch.float16
+    assert torch.equal(got, by_loops(tensors, shape, size or 96))
+    assert equal(coded(tensors), weight)
+    assert layout(shape, made) == {
+        name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
+    }
+
+
+def test_hand_computed_words():
+    """Outputs 0 to 7 of one input have the stored codes 0 to 7: nibbles 0 2 4 6 1 3 5 7 from the lowest."""
+    codes = torch.arange(-8, 0, dtype=torch.int8)[:, None].repeat(1, 2)
+    tensors = encode(Coded(codes, torch.full((8, 1), 0.5)), rule(4, 0))
+    assert words(tensors["qweight"]) == [0x75316420, 0x75316420]
+    assert words(tensors["qzeros"]) == [0x88888888]
+    zero = torch.arange(7.0, -1, -1)[:, None]
+    shifted = encode(Coded(codes, torch.full((8, 1), 0.5), zero), rule(4, 0, symmetric=False))
+    assert words(shifted["qzeros"]) == [0x8ACE9BDF]
+    assert decode(shifted, rule(4, 0, symmetric=False))[:, 0].tolist() == [
+        (code - zero) / 2 for code, zero in zip(range(-8, 0), range(7, -1, -1), strict=True)
+    ]
+
+
+def test_the_two_orders_are_inverses():
+    assert [ORDER[place] for place in PLACE] == list(range(8)) == [PLACE[output] for output in ORDER]
+
+
+def test_nothing_is_modified():
+    made = rule(4, 16, symmetric=False)
+    weight = random_coded(made)
+    tensors = encode(weight, made)
+    kept = {name: tensor.clone() for name, tensor in tensors.items()}
+    decode(tensors, made)
+    assert equal(weight, random_coded(made)) and all(torch.equal(kept[name], tensors[name]) for name in kept)
+
+
+def test_config():
+    rules = {"a": rule(4, 128, symmetric=False), "b": rule(4, 128)}
+    assert quantization_config(rules, ignore=["lm_head"]) == {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    assert quantization_config({"a": rule(4, 0)})["group_size"] == -1
+    assert quantization_config({"a": rule(4, 0)})["modules_to_not_convert"] is None
+    with pytest.raises(ModelError, match="one group size"):
+        quantization_config({"a": rule(4, 128), "b": rule(4, 64)})
+
+
+def stored(made=None, shape=(8, 64)):
+    made = made or rule(4, 16, symmetric=False)
+    return {f"{MODULE}.{leaf}": tensor for leaf, tensor in encode(random_coded(made, shape), made).items()}
+
+
+@pytest.mark.parametrize(
+    ("said", "beside"),
+    [
+        (SAID, None),
+        ({**SAID, "version": "GEMM"}, None),
+        ({key: value for key, value in SAID.items() if key != "version"}, None),
+        (
+            None,
+            ("quant_config.json", {"zero_point": True, "q_group_size": 16, "w_bit": 4, "version": "GEMM"}),
+        ),
+    ],
+)
+def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
+    norm, bias = torch.randn(4).half(), torch.randn(8).half()
+    tensors = {**stored(), "model.norm.weight": norm, f"{MODULE}.bias": bias}
+    checkpoint = folder(tmp_path, tensors, said, beside=beside)
+    assert method(checkpoint) == "awq"
+    read = reader(checkpoint)
+    made = rule(4, 16, symmetric=False)
+    weight = random_coded(made)
+    found = read.codes(f"{MODULE}.qweight")
+    assert equal(found[0], weight) and found[1] == made
+    state = dequantize_state(checkpoint)
+    assert sorted(state) == [f"{MODULE}.bias", f"{MODULE}.weight", "model.norm.weight"]
+    assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, made), made))
+    assert torch.equal(state["model.norm.weight"], norm) and torch.equal(state[f"{MODULE}.bias"], bias)
+    slot = read.slot(checkpoint.tensors[f"{MODULE}.qweight"])
+    assert slot == (f"{MODULE}.weight", "F16", (8, 64))
+    read.check(f"{MODULE}.qweight")
+
+
+def test_zero_points_of_8_are_none(tmp_path):
+    made = rule(4, 16)
+    found = Reader(folder(tmp_path, stored(made), SAID)).codes(f"{MODULE}.qweight")
+    assert found[1] == made and equal(found[0], random_coded(made))
+
+
+@pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])
+def test_other_layouts_are_refused_by_name(tmp_path, changes):
+    with pytest.raises(ModelError, match="gemm with 4 bits"):
+        Reader(folder(tmp_path, stored(), {**SAID, **changes}))
+
+
+@pytest.mark.parametrize("size", [None, 0, "16"])
+def test_group_sizes_that_make_no_sense(tmp_path, size):
+    with pytest.raises(CheckpointError, match="in groups of"):
+        Reader(folder(tmp_path, stored(), {**SAID, "group_size": size})).dense(f"{MODULE}.qweight")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "change", "error"),
+    [
+        ("qweight", lambda t: t[:32], "qzeros is I32"),
+        ("qzeros", lambda t: t[:1], "qzeros is I32"),
+        ("scales", lambda t: t[:, :4], "scales is F16"),
+        ("qweight", lambda t: t.half(), "qweight is F16"),
+        ("qweight", lambda t: t.flatten(), "1 axes"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
+    tensors = stored()
+    tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
+    with pytest.raises(CheckpointError, match=error):
+        Reader(folder(tmp_path, tensors, SAID)).dense(f"{MODULE}.qweight")
+
+
+def test_scales_of_zero_are_named(tmp_path):
+    tensors = stored()
+    tensors[f"{MODULE}.scales"][0, 0] = 0
+    with pytest.raises(NumericsError, match=r"down_proj\.scales"):
+        Reader(folder(tmp_path, tensors, SAID)).check(f"{MODULE}.qweight")

@@ -1,0 +1,186 @@
+"""Models of every family through a GGUF file into llama.cpp: its logits at every position are transformers'.
+
+llama-cpp-python runs in the environment ``$ATTAR_PEERS/llama-cpp``, one process for all files. The files
+have float32 weights; token ids are given, so no tokenizer is asked. The KV cache is float32.
+
+llama.cpp looks GELU up in a table of float16; families with it agree to a few 1e-4 of the largest logit, the
+others to a few 1e-6.
+"""
+
+import json
+import os
+import subprocess
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attar.formats.gguf.architectures import architecture, placements
+from attar.formats.gguf.container import Slot, Typed, Writer, read
+from attar.formats.gguf.hf_config import hf_config, sources
+from attar.formats.gguf.metadata import metadata
+from attar.formats.gguf.parts import SILU
+from attar.models.load import load_model
+from attar.models.surgery import keep_heads, keep_layers, keep_neurons
+from tests.formats.gguf.variants import VARIANTS, build, said, stored
+
+pytestmark = pytest.mark.peers
+PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "llama-cpp" / "bin" / "python"
+if "ATTAR_PEERS" not in os.environ or not PYTHON.exists():
+    pytest.skip("no llama-cpp-python: set ATTAR_PEERS", allow_module_level=True)
+
+TOKENS = 24
+LOGITS = textwrap.dedent(
+    """
+    import json, sys
+    import numpy as np
+    from llama_cpp import Llama
+
+    for job in json.load(sys.stdin):
+        model = Llama(job["file"], n_ctx=job["context"], n_batch=512, n_threads=1, n_threads_batch=1,
+                      logits_all=True, flash_attn=False, type_k=0, type_v=0, verbose=False)
+        model.eval(job["tokens"])
+        np.save(job["out"], np.array(model.scores[:len(job["tokens"])]))
+    """
+)
+
+
+def vocabulary(rows):
+    """The tokenizer of a file, as small as llama.cpp accepts it: printable letters, then padding."""
+    letters = [chr(code) for code in range(33, 127)] + [f"[PAD{index}]" for index in range(94, rows)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.token_type": Typed("[i32]", [1] * 94 + [5] * (rows - 94)),
+        "tokenizer.ggml.merges": ["! !"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def write(model, path, kind="F32"):
+    """A GGUF file of a model."""
+    config, state = said(model), stored(model)
+    placed = placements(config, state)
+    slots = [Slot(each.gguf, kind if each.matrix else "F32", each.shape) for each in placed]
+    keys = metadata(config, "tiny") | vocabulary(config["vocab_size"])
+    writer = Writer(path, keys, slots)
+    for each, slot in zip(placed, slots, strict=True):
+        tensor = each.apply(state[each.stored].float()) if each.stored else each.value
+        writer.add(each.gguf, tensor.half() if slot.kind == "F16" else tensor)
+    writer.finish()
+    return path
+
+
+def smaller(change):
+    """A model from which something was removed."""
+    model = build("llama2")
+    if change == "heads":
+        return keep_heads(model, [[0, 1, 3]] * 3)
+    if change == "neurons":
+        return keep_neurons(model, [list(range(0, 96, 2))] * 3)
+    return keep_layers(model, [0, 2])
+
+
+CASES = {
+    **{name: (lambda name=name: build(name)) for name in VARIANTS},
+    "llama with heads cut": lambda: smaller("heads"),
+    "llama with neurons cut": lambda: smaller("neurons"),
+    "llama with layers cut": lambda: smaller("layers"),
+    "attar:tiny": lambda: load_model("attar:tiny").float(),
+}
+TEXTS = {"phi3 with longrope, long": "phi3 with longrope", "llama with longrope, long": "llama with longrope"}
+"""The same models with a text that is longer than the original context."""
+
+
+def tokens(model, length):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, said(model)["vocab_size"], (1, length), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """(logits of llama.cpp, of transformers, GELU) by case; float32 (tokens, vocabulary)."""
+    folder = tmp_path_factory.mktemp("gguf")
+    jobs, wanted = [], {}
+    for number, name in enumerate([*CASES, *TEXTS]):
+        model = CASES[TEXTS.get(name, name)]()
+        length = 300 if name in TEXTS else TOKENS
+        rows = tokens(model, length)
+        with torch.no_grad():
+            wanted[name] = (model(rows).logits[0].numpy(), _gelu(model))
+        file = write(model, folder / f"{number}.gguf")
+        jobs.append({"file": str(file), "tokens": rows[0].tolist(), "out": str(folder / f"{number}.npy")})
+        jobs[-1]["context"] = 512 if name in TEXTS else 64
+    run(jobs)
+    made = {name: np.load(job["out"]) for name, job in zip(wanted, jobs, strict=True)}
+    return {name: (made[name], *wanted[name]) for name in wanted}
+
+
+def _gelu(model):
+    config = said(model)
+    return config[architecture(config).activation] not in SILU
+
+
+def run(jobs):
+    done = subprocess.run(
+        [str(PYTHON), "-c", LOGITS], input=json.dumps(jobs), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", [*CASES, *TEXTS])
+def test_logits_are_those_of_transformers(results, name):
+    made, wanted, gelu = results[name]
+    assert made.shape == wanted.shape and np.isfinite(made).all()
+    error = np.abs(made - wanted).max() / np.abs(wanted).max()
+    assert error < (1e-3 if gelu else 1e-5)
+    assert (made.argmax(1) == wanted.argmax(1)).all()
+
+
+def test_the_error_shows_a_head_out_of_order(results):
+    """The comparison can fail: the files of two variants are not interchangeable."""
+    made, wanted, _ = results["llama with linear rope"]
+    other = results["llama with yarn"][0]
+    assert np.abs(other - wanted).max() > 100 * np.abs(made - wanted).max()
+
+
+def test_a_window_that_llama_cpp_leaves_out_changes_longer_texts_only(tmp_path):
+    model = build("mistral")
+    model.config.sliding_window = 8
+    for layer in model.model.layers:
+        layer.self_attn.config.sliding_window = 8
+    rows = tokens(model, TOKENS)
+    with torch.no_grad():
+        wanted = model(rows).logits[0].numpy()
+    file, out = write(model, tmp_path / "m.gguf"), tmp_path / "m.npy"
+    run([{"file": str(file), "tokens": rows[0].tolist(), "out": str(out), "context": 64}])
+    error = np.abs(np.load(out) - wanted).max(1)
+    assert error[:8].max() < 1e-4 and error[8:].max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt2"])
+def test_float16_files_agree_to_their_precision(tmp_path, name):
+    model = build(name).half().float()
+    rows = tokens(model, TOKENS)
+    with torch.no_grad():
+        wanted = model(rows).logits[0].numpy()
+    file, out = write(model, tmp_path / "m.gguf", "F16"), tmp_path / "m.npy"
+    run([{"file": str(file), "tokens": rows[0].tolist(), "out": str(out), "context": 64}])
+    made = np.load(out)
+    assert np.abs(made - wanted).max() / np.abs(wanted).max() < 5e-3
+
+
+@pytest.mark.parametrize("name", [*CASES])
+def test_files_are_read_back_as_the_model(tmp_path, name):
+    model = CASES[name]()
+    file = read(write(model, tmp_path / "m.gguf"))
+    config = hf_config(file.metadata, file.tensors, file.load)
+    state = stored(model)
+    for each in sources(config, file.tensors):
+        if each.stored in state and not each.plus:
+            assert torch.equal(each.undo(file.load(each.gguf)), state[each.stored]), each.gguf
+    assert config["bos_token_id"] == 0 and config["dtype"] == "float32"
