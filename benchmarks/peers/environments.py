@@ -41,7 +41,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         Peer("llmcompressor", "llmcompressor_run.py"),
-        Peer("gptqmodel", "gptqmodel_run.py"),
+        Peer("gptqmodel", "gptqmodel_run.py", ("optimum",)),
         Peer("auto-round", "autoround_run.py"),
         Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
         Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),

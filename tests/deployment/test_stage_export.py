@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attar.errors import ModelError, NumericsError
-from attar.deployment.stage import export
 from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
+from attar.errors import ModelError, NumericsError
 from attar.models.load import load_model
 from attar.quantization.schemes import SCHEMES
 from tests import tiny_models

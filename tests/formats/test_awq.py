@@ -92,6 +92,10 @@ def test_config():
         "version": "gemm",
         "modules_to_not_convert": ["lm_head"],
     }
+    some = quantization_config({"a": rule()}, ignore=["lm_head", "model.b"])
+    assert some["modules_to_not_convert"] == ["lm_head", "model.b"]
+    assert some["dynamic"] == {r"-:^model\.b$": {}}
+    assert quantization_config({"lm_head": rule()})["lm_head"] is True
     assert quantization_config({"a": rule(4, 0)})["group_size"] == -1
     assert quantization_config({"a": rule(4, 0)})["modules_to_not_convert"] is None
     with pytest.raises(ModelError, match="one group size"):

@@ -9,6 +9,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.decoded import Decoded
+from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.gptq import (
     V1,
     V2,
@@ -138,6 +139,18 @@ def test_a_borrow_between_zero_points_is_undone():
     assert equal(coded(tensors, made, V1), weight)
 
 
+def test_a_zero_point_of_0_that_went_round_in_three_bits():
+    """Fields straddle words there, so that a writer took 1 from each field: 0 became 7."""
+    made = rule(3, 16, symmetric=False)
+    weight = random_coded(made, (32, 64))
+    weight.zero[5] = -4
+    tensors = encode(weight, made, V2)
+    fields = dense_unpack(tensors["qzeros"], 3, 32)
+    assert (fields == 0).any()
+    tensors["qzeros"] = dense_pack((fields - 1) & 7, 3)
+    assert equal(coded(tensors, made, V1), weight)
+
+
 def test_rounds_once():
     """float16 scale times whole number, to the nearest float16: no rounding of s z in between."""
     scale = torch.tensor([[0.033721923828125]])  # a float16 number
@@ -246,20 +259,22 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
 OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_method": "gptq"}
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("said", "version"),
     [
-        (OLD, V1),
-        ({**OLD, "checkpoint_format": "gptq"}, V1),
-        ({**OLD, "checkpoint_format": "gptq_v2"}, V2),
-        ({**OLD, "format": "gptq_v2", "method": "gptq"}, V2),
-        ({**OLD, "checkpoint_format": "GPTQ"}, V1),
+        ({}, V1),
+        ({"checkpoint_format": "gptq"}, V1),
+        ({"checkpoint_format": "gptq_v2"}, V2),
+        ({"format": "gptq_v2", "method": "gptq"}, V2),
+        ({"checkpoint_format": "GPTQ"}, V1),
     ],
 )
-def test_labels_old_and_new(tmp_path, said, version):
-    checkpoint = folder(tmp_path, stored(version=version), said)
+def test_labels_old_and_new(tmp_path, said, version, symmetric):
+    made = rule(4, 16, symmetric=symmetric)
+    checkpoint = folder(tmp_path, stored(made, version=version), {**OLD, "sym": symmetric, **said})
     found = Reader(checkpoint).codes(f"{MODULE}.qweight")
-    assert equal(found[0], random_coded(rule())) and found[1] == rule()
+    assert equal(found[0], random_coded(made)) and found[1] == made
 
 
 def test_a_config_beside_the_config(tmp_path):
@@ -275,6 +290,8 @@ def test_a_symmetric_file_with_the_wrong_label(tmp_path):
     """Kernels for symmetric weights do not look at zero points; neither does its meaning depend on them."""
     checkpoint = folder(tmp_path, stored(version=V2), OLD)
     assert equal(Reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
+    asymmetric = folder(tmp_path, stored(version=V2), {**OLD, "sym": False})
+    assert (Reader(asymmetric).codes(f"{MODULE}.qweight")[0].zero == 1).all()
 
 
 def test_a_file_that_says_symmetric_and_is_not(tmp_path):
@@ -301,9 +318,9 @@ def test_overrides_and_skips(tmp_path):
         weight, found = read.codes(f"{name}.qweight")
         assert found == made and equal(weight, random_coded(made, (32, 64), n))
     assert torch.equal(read.dense("lm_head.weight"), torch.ones(2, 2))
-    skipped = Reader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.0\..*": {}}}))
-    with pytest.raises(CheckpointError, match=r"skips model\.layers\.0"):
-        skipped.dense(f"{names[0]}.qweight")
+    skipped = Reader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
+    with pytest.raises(CheckpointError, match=r"skips model\.layers\.1"):
+        skipped.dense(f"{names[1]}.qweight")
     with pytest.raises(CheckpointError, match="regular expression"):
         Reader(folder(tmp_path, tensors, {**said, "dynamic": {"+:(": {}}}))
 
@@ -360,6 +377,8 @@ def test_conv1d_weights_are_turned(tmp_path):
     wanted = decode(encode(random_coded(rule()), rule()), rule())
     assert torch.equal(read.dense(f"{MODULE}.qweight"), wanted.T)
     assert read.codes(f"{MODULE}.qweight")[0].codes.shape == (8, 64)
+    head = Reader(folder(tmp_path, stored(name="lm_head"), OLD, family="gpt2"))
+    assert torch.equal(head.dense("lm_head.qweight"), wanted)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,12 @@ def test_words_of_packed_codes_are_not_cut():
     assert "up to 16" in limits("awq", down, rule(4, 0))[0]
 
 
+def test_heads_of_keys_are_repeated_whole():
+    """One head of 24 outputs, 3 words of 4-bit codes: 16 devices cannot cut it, and need not."""
+    assert "up to 16" in limits("gptq", {"a.k_proj": (24, 128)}, rule(4, 32), heads=16, kv_heads=1)[0]
+    assert "up to 1 device;" in limits("gptq", {"a.k_proj": (24, 128)}, rule(4, 32), heads=16)[0]
+
+
 def test_blocks_are_not_cut():
     blocks = WeightRule("float", 8, "block", block=(128, 128))
     first = limits("compressed-tensors", SHAPES, blocks, heads=32)[0]
@@ -88,6 +94,7 @@ def one(format, made, shapes=None, **said):
         ("gptq", rule(4, 128, symmetric=False), "has 4 bits, asymmetric"),
         ("gptq", rule(4, 128, symmetric=False), "gptq_v2"),
         ("gptq", rule(4, 16), "Marlin has groups of 32, 64, 128 or the whole row"),
+        ("gptq", rule(4, 16), "no groups of 16, as model.layers.0.self_attn.q_proj has (and 13 more)"),
         ("gptq", rule(4, 8), "1024 or the whole row; model.layers.0.self_attn.q_proj has groups of 8"),
         ("awq", rule(4, 256), "16, 32, 64, 128 or the whole row"),
         ("awq", rule(4, 16, symmetric=False), "Marlin has groups"),
@@ -123,8 +130,8 @@ def test_sets_that_vllm_fuses():
 
 def test_heads_and_formats_without_limits():
     shapes = {**SHAPES, "lm_head": (32000, 4096)}
-    assert "GPTQModel and vLLM run it" in one("gptq", W4, shapes)
-    assert "dense lm_head" in one("awq", W4, shapes)
+    for format in ("gptq", "awq"):
+        assert "transformers takes lm_head to be dense and leaves it random" in one(format, W4, shapes)
     assert "lm_head" not in one("compressed-tensors", W4, shapes)
     assert limits("gguf", SHAPES, W4) == [] == limits("gptq", {}, W4)
     assert "does not split" in limits("bitsandbytes", SHAPES, rule(8, 0))[0]

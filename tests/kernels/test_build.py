@@ -1,4 +1,4 @@
-"""Libraries are compiled once, for what they depend on; where that fails, callers get None and no trace is left."""
+"""Libraries are compiled once, for all that they depend on; where that fails, callers get None."""
 
 import logging
 import subprocess

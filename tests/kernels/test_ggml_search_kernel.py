@@ -87,7 +87,7 @@ def test_scale_codes_beside_all_there_are(kind, weights):
             lost = ((((x + base) / s).round().clamp(0, layout.high) * s - base - x) ** 2).sum(-1)
             ours += float(lost[int(found["scale_codes"][row, j]) - 1, int(found["minimum_codes"][row, j])])
             best += float(lost.min())
-    assert best <= ours < (1.01 if kind == "Q2_K" else 1.05) * best
+    assert best <= ours < (1.03 if kind == "Q2_K" else 1.01) * best
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL"])
@@ -151,7 +151,7 @@ def test_hard_sizes(kind, size):
         assert decoded.abs().max() <= 5e-6
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q2_K"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q4_K"])
 def test_scales_below_the_smallest_float16_still_have_a_use(kind):
     """d cannot be small enough for these weights with the largest code, but smaller codes do."""
     weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(5)) * 2e-6
@@ -190,7 +190,7 @@ def test_effort_lowers_the_error(kind, weights):
     errors = []
     for effort in (0, 1, 3):
         found = plain_search(kind, weight, effort=effort)
-        made = GGML[kind].quantize(weight, GGML[kind]._parameters(found.stored))
+        made = GGML[kind].quantize(weight, GGML[kind].parameters(found.stored))
         errors.append(error(made, weight))
     assert errors[2] <= errors[1] < errors[0]
 

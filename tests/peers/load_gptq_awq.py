@@ -1,12 +1,12 @@
-"""Runs in the environment of GPTQModel: loads checkpoints the way their users do, and writes down what it got.
+"""Runs in the environment of GPTQModel: loads checkpoints as their users do, and writes down what it got.
 
     python load_gptq_awq.py JOB.json
 
-``load``: [folder, way] pairs. transformers picks the kernel with way ``auto`` and GPTQModel's torch kernel with
-``torch``; ``direct`` is GPTQModel without transformers' loader. ``FOLDER/WAY.safetensors`` then holds the
-logits and, but for ``auto``, each weight as the kernel decodes it; ``FOLDER/WAY.json`` the kernels, or the
-error. ``quantize``: a dense folder and the files to make of it. ``pack``: weights, scales and zero points for
-GPTQModel's and AWQ's own packers.
+``load``: [folder, way] pairs. transformers picks the kernel with way ``auto``, and takes GPTQModel's torch
+kernel with ``torch``; ``direct`` is GPTQModel without transformers' loader. ``FOLDER/WAY.safetensors`` then
+holds the logits and, but for ``auto``, each weight as the kernel decodes it; ``FOLDER/WAY.json`` the kernels,
+or the error. ``quantize``: a dense folder and the files to make of it. ``pack``: weights, scales and zero
+points for GPTQModel's and AWQ's own packers.
 """
 
 import json

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.formats import awq, gptq
 from attar.formats.coded import Coded
+from attar.formats.limits import limits
 from attar.formats.readers import reader
 from attar.formats.values import values
 from attar.models.load import load_model
@@ -25,7 +26,7 @@ from tests.formats.integer_weights import random_coded, rule
 PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "gptqmodel" / "bin" / "python"
 if "ATTAR_PEERS" not in os.environ or not PYTHON.exists():
     pytest.skip("no GPTQModel: set ATTAR_PEERS", allow_module_level=True)
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
 TOKENS = [[3, 40, 5, 60, 7, 80, 9, 100], [11, 12, 130, 14, 150, 16, 170, 18]]
 FIRST, LAST, HEAD = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"
@@ -42,10 +43,27 @@ CASES = {
     "gptq-skip": (gptq, rule(4, 32), {LAST: None}, EVERYWHERE),
     "gptq-mixed": (gptq, rule(4, 32), {FIRST: rule(8, 32), LAST: rule(3, 128, symmetric=False)}, ("direct",)),
     "gptq-head": (gptq, rule(4, 32), {HEAD: rule(4, 32)}, ("direct",)),
+    "awq-head": (awq, rule(4, 32, symmetric=False), {HEAD: rule(4, 32, symmetric=False)}, ("direct",)),
     "awq": (awq, rule(4, 32, symmetric=False), {}, EVERYWHERE),
     "awq-symmetric": (awq, rule(4, 128), {}, EVERYWHERE),
-    "awq-row": (awq, rule(4, 0, symmetric=False), {}, ("torch", "direct")),
+    "awq-row": (awq, rule(4, 0, symmetric=False), {}, EVERYWHERE),
     "awq-skip": (awq, rule(4, 32, symmetric=False), {LAST: None}, EVERYWHERE),
+}
+REFUSED = {  # hidden size, format, rule, rules of some, way, what it says, what limits says
+    "groups-48": (96, gptq, rule(4, 48), {}, "auto", "group_size: actual group_size = `48`", "groups of 48"),
+    "groups-8": (128, gptq, rule(4, 8), {}, "torch", "group_size: actual group_size = `8`", "groups of 8"),
+    "awq-groups-256": (256, awq, rule(4, 256), {}, "direct", "actual group_size = `256`", "groups of 256"),
+    "shape-3": (80, gptq, rule(3, 16), {}, "direct", "columns divisible by 3", "3-bit kernels unpack 32"),
+    "cpu-16": (128, gptq, rule(4, 16), {}, "auto", "to be 32, 64, 128 or 256, got 16", "no groups of 16"),
+    "mixed": (
+        128,
+        gptq,
+        rule(4, 32),
+        {FIRST: rule(8, 32)},
+        "auto",
+        "ignore_mismatched_sizes",
+        "one rule for",
+    ),
 }
 THEIRS = {  # bits, symmetric, act-order, format: what GPTQModel makes itself
     "theirs": (4, True, False, "gptq"),
@@ -53,6 +71,12 @@ THEIRS = {  # bits, symmetric, act-order, format: what GPTQModel makes itself
     "theirs-act-order": (4, False, True, "gptq_v2"),
     "theirs-3": (3, False, False, "gptq"),
 }
+MORE = [
+    *((name, "direct") for name in THEIRS),
+    *((name, case[4]) for name, case in REFUSED.items()),
+    ("gptq-head", "auto"),
+    ("awq-head", "torch"),
+]
 LOADS = [(name, way) for name, case in CASES.items() for way in case[3]]
 
 
@@ -72,8 +96,9 @@ def rounded(weight: torch.Tensor, made, seed: int) -> Coded:
     return Coded(shifted.round().clamp(-half, half - 1).to(torch.int8), scale, zero, order=frame.order)
 
 
-def dense_model():
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+def dense_model(hidden: int = 128):
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
     return tiny_models.build("llama2", **sizes).half()
 
 
@@ -121,6 +146,8 @@ def work(tmp_path_factory):
     model = dense_model()
     for name, (form, made, some, _) in CASES.items():
         write(path / name, model, form, made, some)
+    for name, (hidden, form, made, some, *_) in REFUSED.items():
+        write(path / name, dense_model(hidden), form, made, some)
     model.model.layers[0].mlp.down_proj.weight.data.abs_()  # groups without negatives: zero points of 0
     tiny_models.save(model, path / "dense")
     job = {
@@ -128,14 +155,16 @@ def work(tmp_path_factory):
         "tokens": TOKENS,
         "quantize": [(str(path / name), *said) for name, said in THEIRS.items()],
         "pack": [str(pack_job(path, *said)) for said in PACKS],
-        "load": [(str(path / name), way) for name, way in (*LOADS, *((name, "direct") for name in THEIRS))],
+        "load": [(str(path / name), way) for name, way in (*LOADS, *MORE)],
     }
     (path / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
         [PYTHON, Path(__file__).with_name("load_gptq_awq.py"), path / "job.json"],
         env={
             **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-            "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "GPTQMODEL_CPU_WORKERS": "2",
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "GPTQMODEL_CPU_WORKERS": "2",
             "TMPDIR": str(path),
         },
         capture_output=True,
@@ -169,6 +198,25 @@ def test_they_load_our_files(work, name, way):
         state = model.state_dict()
         assert sorted(found) == sorted(f"{base}.weight" for base in packed)
         assert all(torch.equal(found[weight], state[weight]) for weight in found)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_they_refuse_what_limits_says(work, name):
+    hidden, form, made, some, way, error, sentence = REFUSED[name]
+    said = json.loads((work / name / f"{way}.json").read_text())
+    if "requires optimum" in said.get("error", ""):
+        pytest.skip(said["error"])
+    assert error in said["error"]
+    linears = {n: tuple(m.weight.shape) for n, m in dense_model(hidden).named_modules() if n.endswith("proj")}
+    known = limits(form.METHOD, linears, {linear: some.get(linear, made) for linear in linears}, heads=4)
+    assert any(sentence in one for one in known)
+
+
+@pytest.mark.parametrize(("name", "way"), [("gptq-head", "auto"), ("awq-head", "torch")])
+def test_transformers_leaves_the_head_random(work, name, way):
+    said, found = got(work, name, way)
+    wanted = load_model(work / name)(input_ids=torch.tensor(TOKENS)).logits.detach().float()
+    assert said["count"] == 14 and (found["logits"] - wanted).abs().max() > 0.3 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", list(THEIRS))

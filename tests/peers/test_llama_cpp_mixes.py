@@ -1,15 +1,13 @@
 """Types of every tensor against llama.cpp's own quantizer, run on random models of many shapes.
 
-It runs in the environment whose Python ``ATTAR_LLAMA_CPP_PYTHON`` names (one with llama-cpp-python); without
-it, in this one.
+The quantizer runs in the environment ``$ATTAR_PEERS/llama-cpp`` (benchmarks/peers/environments.py builds it).
 """
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.peers
-PYTHON = os.environ.get("ATTAR_LLAMA_CPP_PYTHON")
-if PYTHON is None:
-    if importlib.util.find_spec("llama_cpp") is None:
-        pytest.skip("no llama-cpp-python: set ATTAR_LLAMA_CPP_PYTHON", allow_module_level=True)
-    PYTHON = sys.executable
+PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "llama-cpp" / "bin" / "python"
+if "ATTAR_PEERS" not in os.environ or not PYTHON.exists():
+    pytest.skip("no $ATTAR_PEERS/llama-cpp", allow_module_level=True)
 
 MIXES = [name for name in DEFAULTS if name not in ("MXFP4", "F16")]  # F16 is what is quantized
 QUANTIZE = textwrap.dedent(

@@ -106,7 +106,7 @@ def _where(path: Path) -> str:
     close = nearest(path.name, siblings)
     if close:
         return f"did you mean {parent / close}?"
-    return "give a folder, a hub id (org/name@revision) or attar:tiny"
+    return "give a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
 
 
 def _fetch(repo: str, revision: str | None) -> Path:

@@ -27,7 +27,7 @@ def build(verb: str) -> Any:
     """The command."""
     cls = load(EVALUATE_SETTINGS)
     parameters = [
-        argument("model", "a folder, a hub id (org/name@revision) or attar:tiny"),
+        argument("model", "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"),
         text_option(
             "reference",
             "--reference",

@@ -15,7 +15,7 @@ _EXAMPLE = 'attar generate attar:tiny -p "def " --max-tokens 64 --temperature 0.
 def build(verb: str) -> Any:
     """The command."""
     parameters = [
-        argument("model", "a folder, a hub id (org/name@revision) or attar:tiny"),
+        argument("model", "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"),
         many_option("prompt", "--prompt", "-p", help="text to continue", required=True),
         *settings_options(GenerateSettings),
     ]

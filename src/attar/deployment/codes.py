@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from attar.deployment.importance import Importance
 from attar.deployment.kinds import FLOATS, Kinds
 from attar.deployment.settings import ExportSettings
+from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
@@ -25,7 +26,8 @@ from attar.models.anatomy import discover
 from attar.models.load import empty_model
 from attar.models.names import stored_names
 from attar.progress import Progress
-from attar.quantization.grids import GGML, Grid, MXFP4Grid, Parameters, Quantized
+from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
+from attar.quantization.hessian import all_finite
 from attar.quantization.rounding import RoundedModel, round_all
 from attar.quantization.scheme import Plan, Site
 from attar.quantization.schemes import Scheme
@@ -59,9 +61,9 @@ class Blocks:
         return self.quantized.parameters.stored
 
     def decode(self, rows: slice) -> Tensor:
-        """float32 values of some rows."""
+        """float32 values of some rows; a zero has no sign."""
         parameters = self.quantized.parameters.each(lambda value: value[rows])
-        return Quantized(self.quantized.grid, self.quantized.codes[rows], parameters).dequantize()
+        return Quantized(self.quantized.grid, self.quantized.codes[rows], parameters).dequantize() + 0.0
 
 
 @dataclass
@@ -159,9 +161,13 @@ class _Maker:
         if self.rounded and self.plan and one.stored in self.plan.sites:
             made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return made if one.rows is None else reordered(made, one.rows)
-        grid = grid_of(kind)
-        weight = one.apply(self.view.load(one.stored)).float()
-        return grid.quantize(weight, grid.choose(weight, importance=self.importance.vector(one.gguf)))
+        grid, importance = grid_of(kind), self.importance.vector(one.gguf)
+        weight = one.apply(self.view.load(one.stored))
+        if not all_finite(weight):
+            raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        if isinstance(grid, GGMLGrid):
+            return grid.search(weight, importance)
+        return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> Quantized:
         found = reader(self.source).codes(self.view.tensors[one.stored].stored)  # type: ignore[attr-defined]

@@ -26,7 +26,9 @@ from attar.formats.decoded import Decoded
 from attar.formats.gguf import blocks, container, imatrix
 from attar.formats.gguf.architectures import placements
 from attar.formats.gguf.metadata import metadata as described
+from attar.formats.gguf.metadata import notes as architecture_notes
 from attar.formats.gguf.tokenizer import tokenizer_metadata
+from attar.formats.gguf.tokenizer_limits import tokenizer_limits
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import Slot, Writer
 from attar.formats.readers import method
@@ -81,6 +83,10 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
     output.details.update(kinds.details(placed))
     output.details["notes"] = [*kinds.notes, *codes.notes]
+    output.details["limits"] = [
+        *architecture_notes(view.config),
+        *tokenizer_limits(source.path, view.config, metadata),
+    ]
     output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
 
@@ -123,7 +129,7 @@ def _floats(one: Any, kind: str, view: Any) -> tuple[Tensor, Any]:
     value = one.value if one.stored is None else one.apply(view.load(one.stored))
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
-        raise NumericsError(f"{one.gguf} does not fit {kind}", hint="--type BF16 or F32")
+        raise NumericsError(f"{one.gguf} ({one.stored}) does not fit {kind}", hint="--type BF16 or F32")
     return data, hashlib.sha256(data.float().numpy().tobytes())
 
 
@@ -176,4 +182,4 @@ def _read_back(opened: Any, name: str) -> Any:
     kind = GGMLQuantizationType(TYPES[info.kind].id)
     step = max(1, CHUNK // info.shape[1])
     for start in range(0, info.shape[0], step):
-        yield dequantize(data[start : start + step].numpy(), kind).tobytes()
+        yield (dequantize(data[start : start + step].numpy(), kind) + 0.0).tobytes()  # -0 is 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
 from attar.formats.convert import carried_rule, carry, fits
+from attar.formats.gguf.coded import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear
@@ -60,9 +61,10 @@ def refuse_source(source: Checkpoint, target: str) -> None:
         ModelError: names the Linear and why.
     """
     read = reader(source)
-    name = next((name for name in source.tensors if read.coded(name)), None)  # type: ignore[attr-defined]
-    found = None if name is None else read.codes(name)  # type: ignore[attr-defined]
-    if name is None or found is None:
+    coded = (name for name in source.tensors if read.coded(name))  # type: ignore[attr-defined]
+    codes = ((name, usual(read.codes(name))) for name in coded)  # type: ignore[attr-defined]
+    name, found = next((pair for pair in codes if pair[1] is not None), ("", None))
+    if found is None:
         raise ModelError(
             f"{source.path}: its weights are no integer codes, which is all that {target} holds",
             hint="--format dense loads everywhere",
@@ -91,6 +93,24 @@ def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, targe
         raise ModelError(
             f"{source.path}: {name} cannot be {target}: {why}", hint="--format dense loads everywhere"
         )
+
+
+def usual(found: tuple[Coded, WeightRule] | None) -> Any:
+    """Codes under positive scales, as every layout but llama.cpp's has them; the numbers are the same.
+
+    A block of zeros has scale 0 there; here its codes are those of zero under scale 1.
+    """
+    if found is None or found[1].kind != "int" or found[0].order is not None:
+        return found
+    weight, rule = found
+    empty = weight.scale == 0
+    if empty.any():
+        width = weight.codes.shape[1] // weight.scale.shape[1]
+        zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+        spread = (empty.repeat_interleave(width, 1), zero.repeat_interleave(width, 1))
+        codes = torch.where(spread[0], spread[1], weight.codes.float()).to(weight.codes.dtype)
+        weight = replace(weight, codes=codes, scale=torch.where(empty, 1.0, weight.scale))
+    return with_positive_scales(weight, rule)
 
 
 class Integers:
@@ -151,7 +171,7 @@ class Integers:
         places = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
             for name, stored in dense.items():
-                found = self.read.codes(stored) if name in places else None
+                found = usual(self.read.codes(stored)) if name in places else None
                 if found is not None:
                     self._note(name, stored, places[name], *found)
                 task.advance()
@@ -173,7 +193,7 @@ class Integers:
         return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
 
     def _encoded(self, stored: str, linear: Linear) -> Mapping[str, Tensor]:
-        weight, rule = self.read.codes(stored)
+        weight, rule = usual(self.read.codes(stored))
         if self.target == BITSANDBYTES:
             return bitsandbytes_int8.encode(weight)
         together = self.target == "awq" or self._mixed_zeros()

@@ -55,6 +55,9 @@ WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 """Candidates elsewhere."""
 
+KEYS: dict[str, Value] = {"general.file_type": 0, "general.quantization_version": 0}
+"""Metadata that depends on the choice, and so is not known before it; its size does not."""
+
 
 class Budgeted(Calibration, Protocol):
     """Settings of the export that matter here."""
@@ -104,7 +107,7 @@ def gguf_mixture(
         settings: the calibration text, the device, and types given by hand.
         bits: the budget as an average; 0: ``size`` is the budget.
         size: the budget in bytes of the file.
-        metadata: what the file says beside the tensors; counts for ``size``.
+        metadata: what the file says beside the tensors; counts for ``size``, with :data:`KEYS`.
         share: q, k and v get one type, and so do gate and up; False: each its own.
 
     Raises:
@@ -115,7 +118,7 @@ def gguf_mixture(
     layout = _layout(on, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
-    budget = Budget(layout, bits, size, head_bytes(layout.shapes, metadata or {}))
+    budget = Budget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
     budget.check_smallest(kinds_for)
     grids = candidates()
     found = measure(

@@ -29,7 +29,6 @@ from attar.formats.compressed_tensors import TRANSPOSED
 from attar.formats.limits import limits
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
 from attar.formats.readers import method, reader
-from attar.formats.rules import WeightRule
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -144,24 +143,19 @@ def _stream(source: Checkpoint, made: Conversion, output: Output, progress: Prog
 
 
 def found_limits(written: Checkpoint) -> list[str]:
-    """What to know before a packed checkpoint is deployed; nothing where its codes are not integers."""
-    read = reader(written)
+    """What to know before a packed checkpoint is deployed, in sentences."""
+    read: Any = reader(written)
     if not hasattr(read, "described"):
         return []
-    shapes: dict[str, tuple[int, int]] = {}
-    rules: dict[str, WeightRule] = {}
-    for name in written.tensors:
-        described = read.described(name)
-        if described is not None:
-            module, rules[module], shapes[module] = described  # type: ignore[misc]
+    found = {name: read.described(name) for name in written.tensors}
+    said = {name.rpartition(".")[0]: one for name, one in found.items() if one is not None}
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)
-    scheme = config.get("quantization_config") or {}
-    groups = (scheme.get("config_groups") or {}).values()
+    groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
     return limits(
         str(method(written)),
-        shapes,
-        rules,
+        {name: shape for name, (_, shape) in said.items()},
+        {name: rule for name, (rule, _) in said.items()},
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         activations=any(group.get("input_activations") for group in groups),

@@ -104,7 +104,7 @@ def _write(
     ) as output:
         details: dict[str, Any] = output.details
         details["checks"] = writer.write(source, settings, output, progress)
-        for note in details.get("notes", ()):
+        for note in (*details.get("notes", ()), *details.get("limits", ())):
             progress.log(note)
 
 

@@ -32,6 +32,7 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.qweight import (
+    HEAD,
     QWEIGHT,
     QZEROS,
     SCALES,
@@ -40,6 +41,7 @@ from attar.formats.qweight import (
     code_bytes,
     decoded,
     half_scales,
+    pattern,
     read_state,
     signed,
 )
@@ -109,12 +111,18 @@ def decode(tensors: Mapping[str, Tensor], rule: WeightRule) -> Tensor:
     return decoded(coded(tensors), rule, half_scales(tensors[SCALES]).dtype)
 
 
-def quantization_config(rules: Mapping[str, WeightRule], *, ignore: Sequence[str] = ()) -> dict[str, Any]:
+def quantization_config(
+    rules: Mapping[str, WeightRule], *, ignore: Sequence[str] = (), head: str = HEAD
+) -> dict[str, Any]:
     """The ``quantization_config`` of config.json.
+
+    Linears that stay dense are told twice: ``modules_to_not_convert`` is for transformers and vLLM, and
+    GPTQModel, which passes it by and would leave random weights, follows ``dynamic``.
 
     Args:
         rules: of the quantized Linears, by module name; all of one group size.
         ignore: Linears that keep their dense weight.
+        head: name of the output head, dense for readers unless ``lm_head`` is true.
 
     Raises:
         ModelError: the group sizes differ.
@@ -128,7 +136,7 @@ def quantization_config(rules: Mapping[str, WeightRule], *, ignore: Sequence[str
             f"AWQ has one group size for all Linears, but they differ: {found}",
             hint="export to gptq or compressed-tensors",
         )
-    return {
+    made: dict[str, Any] = {
         "quant_method": METHOD,
         "bits": BITS,
         "group_size": next(iter(sizes)),
@@ -136,6 +144,10 @@ def quantization_config(rules: Mapping[str, WeightRule], *, ignore: Sequence[str
         "version": GEMM,
         "modules_to_not_convert": list(ignore) or None,
     }
+    dense: dict[str, Any] = {f"-:{pattern(name)}": {} for name in ignore if name != head}
+    if dense:
+        made["dynamic"] = dense
+    return {**made, HEAD: True} if head in rules else made
 
 
 class Reader(QweightReader):

@@ -203,6 +203,13 @@ class Reader:
         weight = decode(self._tensors(name), group.weights, group.form)
         return weight.T.contiguous() if self._turned(group) else weight
 
+    def described(self, name: str) -> tuple[WeightRule, tuple[int, int]] | None:
+        """Rule and shape (N, K) of a coded weight, from headers; None for any other tensor."""
+        if not self.coded(name):
+            return None
+        group = self._group(name)
+        return group.weights, self._shape(name, group.form)
+
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
         """The codes of a stored weight as they are, and what they are; None for any other tensor.
 

@@ -46,6 +46,7 @@ from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.qweight import (
     G_IDX,
+    HEAD,
     QWEIGHT,
     QZEROS,
     SCALES,
@@ -54,6 +55,7 @@ from attar.formats.qweight import (
     code_bytes,
     decoded,
     half_scales,
+    pattern,
     read_state,
     signed,
 )
@@ -63,12 +65,6 @@ from attar.formats.stated import stated
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
 BITS = (2, 3, 4, 8)
-HEAD = "lm_head"
-FUSED = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-}
-"""What vLLM calls the module that it makes of several; its patterns are matched against this name."""
 
 
 def version_for(rules: Mapping[str, WeightRule]) -> str:
@@ -188,11 +184,11 @@ def quantization_config(
     plain = {name: _stated(rule) for name, rule in rules.items()}
     base = dict(Counter(tuple(said.items()) for said in plain.values()).most_common(1)[0][0])
     dense = [name for name in ignore if name != head]
-    dynamic: dict[str, dict[str, Any]] = {f"-:{_pattern(name)}": {} for name in dense}
+    dynamic: dict[str, dict[str, Any]] = {f"-:{pattern(name)}": {} for name in dense}
     for name, said in plain.items():
         differs = {key: value for key, value in said.items() if value != base[key]}
         if differs:
-            dynamic[f"+:{_pattern(name)}"] = differs
+            dynamic[f"+:{pattern(name)}"] = differs
     made: dict[str, Any] = {
         "quant_method": METHOD,
         **base,
@@ -211,13 +207,6 @@ def quantization_config(
 def _stated(rule: WeightRule) -> dict[str, Any]:
     """What a config says of a rule."""
     return {"bits": rule.bits, "group_size": rule.group_size or -1, "sym": rule.symmetric}
-
-
-def _pattern(name: str) -> str:
-    """A regular expression for one module, and for the one that vLLM makes of it and its neighbours."""
-    parent, _, leaf = name.rpartition(".")
-    leaf = f"(?:{leaf}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
-    return f"^{re.escape(f'{parent}.') if parent else ''}{leaf}$"
 
 
 class Reader(QweightReader):
@@ -252,8 +241,8 @@ class Reader(QweightReader):
             CheckpointError: it says that the Linear is dense, or nothing that GPTQ knows.
         """
         said = dict(self.config)
-        for pattern, changes in self._dynamic:
-            if pattern.match(module):
+        for expression, changes in self._dynamic:
+            if expression.match(module):
                 if changes is None:
                     raise CheckpointError(
                         f"{self.checkpoint.path}: the config's dynamic skips {module}, which has codes",
@@ -276,12 +265,12 @@ class Reader(QweightReader):
     def _override(self, key: str, said: Any) -> tuple[re.Pattern[str], dict[str, Any] | None]:
         """A ``dynamic`` entry: pattern, and changes or None for a skip."""
         try:
-            pattern = re.compile(key[2:] if key[:2] in ("-:", "+:") else key)
+            expression = re.compile(key[2:] if key[:2] in ("-:", "+:") else key)
         except re.error as error:
             raise CheckpointError(
                 f"{self.checkpoint.path}: dynamic pattern {key!r} is no regular expression ({error})"
             ) from error
-        return pattern, None if key.startswith("-:") else dict(said or {})
+        return expression, None if key.startswith("-:") else dict(said or {})
 
     def shape(self, module: str, rule: WeightRule) -> tuple[int, int]:
         """(N, K) of a Linear, from the shapes of its tensors."""

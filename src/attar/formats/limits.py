@@ -14,7 +14,8 @@ The rest is which kernels take which codes, as their sources say:
     Marlin (vLLM, GPTQModel)    4 bits and 8, without zero points; 4 bits with; groups of 32, 64, 128 or the
                                 row; N % 64 and K % 128 (vLLM of mid-2026 pads instead, but for act-order)
     ExLlama                     GPTQModel: 4 bits, N % 32 and K % 32; vLLM: 4 and 8 bits, float16
-    torch (GPTQModel)           groups of 16 to 1024 (AWQ: to 128) or the row; 3 bits: N % 32 and K % 32
+    torch (GPTQModel)           groups of 16 to 1024 (AWQ: to 128) or the row; 3 bits: N % 32 and K % 32;
+                                on a CPU, 4 bits: groups of 32 to 256, where another is not asked for
 
 Sources: vLLM, quantization/auto_gptq.py, auto_awq.py, utils/marlin_utils.py, utils/gptq_utils.py,
 kernels/linear/mixed_precision/, model_loader/bitsandbytes_loader.py; GPTQModel 7.6, nn_modules/qlinear/;
@@ -37,6 +38,7 @@ SETS = {**dict.fromkeys(ATTENTION, ATTENTION), **dict.fromkeys(GATED, GATED)}
 MARLIN_GROUPS = (0, 32, 64, 128)
 TORCH_GROUPS = {"gptq": (0, 16, 32, 64, 128, 256, 512, 1024), "awq": (0, 16, 32, 64, 128)}
 HEAD = "lm_head"
+CPU_BACKENDS = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 Shapes = Mapping[str, tuple[int, int]]
 Rules = Mapping[str, WeightRule]
@@ -72,7 +74,7 @@ def limits(
     named = dict.fromkeys(shapes, rules) if isinstance(rules, WeightRule) else rules
     said = [_parallel(format, shapes, named, heads, kv_heads or heads), *_fused(named)]
     checks: tuple[Check, ...] = () if activations else (_kernels, _marlin_groups, _marlin_shapes)
-    checks += (_torch_groups, _whole_blocks, _act_order, _second_version, _one_rule, _head)
+    checks += (_torch_groups, _cpu_groups, _whole_blocks, _act_order, _second_version, _one_rule, _head)
     found = [check(format, shapes, named) for check in checks]
     return [*said, *(sentence for sentence in found if sentence)]
 
@@ -112,15 +114,15 @@ def _uncut(
 ) -> str | None:
     """Why a Linear cannot be cut for so many devices; None where it can."""
     leaf, (rows, columns) = name.rpartition(".")[2], shape
-    whole, kind = (columns, "inputs") if leaf in ROW else (rows, "outputs")
-    if whole % degree:
-        return f"has {whole} {kind}, which {degree} devices cannot share"
     if leaf in QUERY and heads % degree:
         return f"has {heads} heads, which {degree} devices cannot share"
     if leaf in KEYS and kv_heads % degree and degree % kv_heads:
         return f"has {kv_heads} heads of keys and values, which {degree} devices can neither share nor repeat"
-    repeats = max(degree // kv_heads, 1) if leaf in KEYS and kv_heads else 1
-    share = whole // degree * repeats
+    whole, kind = (columns, "inputs") if leaf in ROW else (rows, "outputs")
+    parts = min(degree, kv_heads) if leaf in KEYS and kv_heads else degree
+    if whole % parts:
+        return f"has {whole} {kind}, which {degree} devices cannot share"
+    share = whole // parts
     inputs = share if leaf in ROW else columns
     height, width = rule.block or (1, rule.group_size or 1)
     if inputs % width and not rule.ordered:
@@ -277,7 +279,7 @@ def _one_rule(format: str, shapes: Shapes, rules: Rules) -> str | None:
         return None
     return (
         f"transformers knows one rule for all Linears, and {odd[0]}{_more(odd[1:])} differs from {first}: "
-        "GPTQModel and vLLM follow dynamic, transformers does not"
+        "it refuses the model; GPTQModel and vLLM follow dynamic"
     )
 
 
@@ -285,8 +287,20 @@ def _head(format: str, shapes: Shapes, rules: Rules) -> str | None:
     """Readers that expect a dense head."""
     if format not in ("gptq", "awq") or HEAD not in shapes:
         return None
-    runs = "GPTQModel and vLLM run it" if format == "gptq" else "vLLM alone may run it"
-    return f"transformers expects a dense {HEAD} in this format; {runs}"
+    return (
+        f"transformers takes {HEAD} to be dense and leaves it random, without an error; GPTQModel decodes it"
+    )
+
+
+def _cpu_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
+    """Group sizes that the kernel which transformers takes on a CPU has not."""
+    odd = [name for name, rule in rules.items() if rule.bits == 4 and rule.group_size == 16]
+    if format not in ("gptq", "awq") or not odd:
+        return None
+    return (
+        f"on a CPU transformers takes a kernel of torch that has no groups of 16, as {odd[0]} has"
+        f"{_more(odd[1:])}: it fails on the first pass, but for backend {CPU_BACKENDS[format]}"
+    )
 
 
 def _size(shape: tuple[int, int]) -> str:

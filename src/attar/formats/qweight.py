@@ -11,6 +11,7 @@ The difference of two whole numbers is exact and the product is rounded once. Ke
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,20 @@ from attar.formats.values import values
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 ASIDE = (QZEROS, SCALES, G_IDX)
 HALVES = ("F16", "BF16")
+HEAD = "lm_head"
+FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""What vLLM calls the module that it makes of several; its patterns are matched against this name."""
 Layout = dict[str, tuple[str, tuple[int, ...]]]
+
+
+def pattern(name: str) -> str:
+    """A regular expression for one module, and for the one that vLLM makes of it and its neighbours."""
+    parent, _, leaf = name.rpartition(".")
+    leaf = f"(?:{leaf}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
+    return f"^{re.escape(f'{parent}.') if parent else ''}{leaf}$"
 
 
 def code_bytes(codes: Tensor, bits: int) -> Tensor:
@@ -86,6 +100,10 @@ class QweightReader:
         base, _, leaf = name.rpartition(".")
         return leaf in ASIDE and f"{base}.{QWEIGHT}" in self.checkpoint.tensors
 
+    def described(self, name: str) -> tuple[WeightRule, tuple[int, int]] | None:
+        """Rule and shape (N, K) of a coded weight, from headers; None for any other tensor."""
+        return self._fitting(name.removesuffix(f".{QWEIGHT}")) if self.coded(name) else None
+
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
         """The codes of a stored weight as they are, and what they are; None for any other tensor.
 
@@ -126,7 +144,11 @@ class QweightReader:
         base = info.name.removesuffix(f".{QWEIGHT}")
         shape = self._fitting(base)[1]
         kind = self.checkpoint.tensors[f"{base}.{SCALES}"].dtype
-        return f"{base}.weight", kind if kind in HALVES else "F16", shape[::-1] if self._turned() else shape
+        return (
+            f"{base}.weight",
+            kind if kind in HALVES else "F16",
+            shape[::-1] if self._turned(base) else shape,
+        )
 
     def dense(self, name: str) -> Tensor | None:
         """What a stored tensor stands for: a decoded weight for codes, None for scales and the like, itself
@@ -142,7 +164,7 @@ class QweightReader:
             tensor: Tensor = self.checkpoint.load(name)
             return tensor
         weight = decoded(*found, self._dtype(name))
-        return weight.T.contiguous() if self._turned() else weight
+        return weight.T.contiguous() if self._turned(name.removesuffix(f".{QWEIGHT}")) else weight
 
     def check(self, name: str) -> None:
         """Raise where scales cannot be right or all codes are the same. Some writers choose negative scales.
@@ -164,9 +186,9 @@ class QweightReader:
         kind = self.checkpoint.tensors[f"{name.removesuffix(QWEIGHT)}{SCALES}"].dtype
         return torch.bfloat16 if kind == "BF16" else torch.float16
 
-    def _turned(self) -> bool:
-        """Whether the family keeps its dense weights as Conv1D does."""
-        return self.checkpoint.config.get("model_type") in CONV1D
+    def _turned(self, base: str) -> bool:
+        """Whether the model keeps this dense weight as Conv1D does; the head is none."""
+        return self.checkpoint.config.get("model_type") in CONV1D and base != HEAD
 
     def _fitting(self, base: str) -> tuple[WeightRule, tuple[int, int]]:
         """Rule and shape of a Linear, checked against the types and shapes of its tensors."""

@@ -116,6 +116,7 @@ def _compile(source: Path, compiler: str, flags: tuple[str, ...], path: Path) ->
         command = [compiler, *flags, "-o", str(made), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT)
         if done.returncode:
-            return (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+            lines = [line for line in done.stderr.splitlines() if "error" in line]
+            return lines[0] if lines else f"exit status {done.returncode}"
         made.replace(path)
     return ""

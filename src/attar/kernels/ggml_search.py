@@ -17,9 +17,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.kernels.build import load
 
-EFFORT = (
-    3  # codes of scales tried to either side; benchmarks/ggml_search.py --effort prints what each is worth
-)
+EFFORT = 4  # codes of scales tried to either side; benchmarks/ggml_search.py prints what each is worth
 CHUNK = 1 << 20  # weights converted to float32 at a time
 ROWS = 16  # rows that the kernel takes at a time, at most
 

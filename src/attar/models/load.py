@@ -44,11 +44,11 @@ def load_model(
 ) -> Any:
     """Load a model in evaluation mode, of the class that its config names.
 
-    Quantized checkpoints (compressed-tensors, bitsandbytes NF4) come back dense; where their scheme rounds
-    activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`).
+    Quantized checkpoints (those of :data:`attar.formats.readers.METHODS`) come back dense; where their scheme
+    rounds activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`).
 
     Args:
-        model: a folder, a hub id, ``attar:tiny``, or an open checkpoint.
+        model: a folder, a ``.gguf`` file, a hub id, ``attar:tiny``, or an open checkpoint.
         dtype: of the weights; None keeps the checkpoint's.
         device: where the weights go; ``auto`` is the GPU where there is one.
 
@@ -63,11 +63,13 @@ def load_model(
     config = load_config(checkpoint.path, checkpoint.config)
     kind = model_class(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
-    if checkpoint.config.get("quantization_config"):
-        from attar.formats import readers
+    from attar.formats import readers
 
-        layout = readers.METHODS[str(readers.method(checkpoint))]
-        del config.quantization_config
+    packed = readers.method(checkpoint)
+    if packed is not None:
+        layout = readers.METHODS[packed]
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
         source = {"pretrained_model_name_or_path": None, "state_dict": layout.dequantize_state(checkpoint)}
     with quiet():
         try:
@@ -91,11 +93,18 @@ def load_model(
 
 def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     """Attach what a checkpoint's scheme does to activations and to the KV cache."""
-    from attar.formats import compressed_tensors
+    from attar.formats import compressed_tensors, modelopt
+    from attar.formats.modelopt_conversion import BESIDE, ToCompressedTensors
 
-    if not compressed_tensors.is_packed(checkpoint.config):
+    said = checkpoint.config.get("quantization_config")
+    places = dict.fromkeys(BESIDE, "")  # where the scales of keys and values stand
+    if modelopt.is_packed(checkpoint.config):
+        said = ToCompressedTensors(checkpoint).config["quantization_config"]
+        places = {leaf: f"{name}." for leaf, name in BESIDE.items()}
+    elif not compressed_tensors.is_packed(checkpoint.config):
         return
-    scheme = compressed_tensors.Scheme(checkpoint.config["quantization_config"])
+    assert said is not None
+    scheme = compressed_tensors.Scheme(said)
     if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
         return
     from attar.models.anatomy import discover, is_linear
@@ -112,7 +121,7 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
         assert rule is not None
         name = block.attention.name
         scales = [
-            _scale(checkpoint, model, f"{name}.{leaf}", rule)
+            _scale(checkpoint, model, f"{name}.{places[leaf]}{leaf}", rule)
             for leaf in (compressed_tensors.K_SCALE, compressed_tensors.V_SCALE)
         ]
         round_cache(model.get_submodule(name), rule, *scales)

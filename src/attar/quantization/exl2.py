@@ -30,7 +30,7 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.formats import exl2 as layout
 from attar.quantization.columns import round_columns
-from attar.quantization.exl2_patterns import HEADS, Measured, Pattern, choose, patterns
+from attar.quantization.exl2_patterns import HEADS, PATTERNS, Measured, Pattern, choose, patterns
 from attar.quantization.grids.exl2 import TILE, EXL2Grid, fit
 from attar.quantization.grids.grid import Quantized
 from attar.quantization.hessian import inverse_factor, output_error
@@ -39,6 +39,7 @@ from attar.quantization.rtn import rtn
 
 __all__ = [
     "HEADS",
+    "PATTERNS",
     "Inputs",
     "Layer",
     "Measured",

@@ -1,8 +1,21 @@
 """Texts that tokenizers stumble over, and small tokenizers of every kind, trained without a network."""
 
 import json
+import math
+import struct
+from collections import Counter
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from attar.formats.gguf.pretokenizers import pre_tokenizer
 
@@ -52,11 +65,12 @@ NASTY = [
     "https://example.org/a/b?c=d&e=%20f#g mail@example.org 127.0.0.1:8080",
     "\\u00e9 \\n \\x41",
 ]
-"""Texts; the lone bytes that are no UTF-8 are :data:`BROKEN`, for decoders that take bytes."""
+"""Texts."""
 
+_PLAIN = [text for text in NASTY if not any(mark in text for mark in ("<|", "<s>", "\x00"))]
 CORPUS = [
-    *NASTY,
-    *NASTY[::-1],
+    *_PLAIN,
+    *_PLAIN[::-1],
     "the quick brown fox jumps over the lazy dog. The dog's bark isn't as bad as it's said to be!\n" * 4,
     "import numpy as np\n\ndef main():\n    for i in range(100):\n        print(i, 'hello  world')\n\n" * 4,
     "In 1999, 2000 and 2024 there were 365 days, 366 days and 366 days; 12345678 seconds.\n" * 4,
@@ -84,7 +98,7 @@ def byte_level(pre, *, size=900, whole=True, ignore_merges=False, normalizer=Non
         max_token_length=12,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([USER])
+    tokenizer.add_tokens([AddedToken(USER, normalized=False)])
     content = json.loads(tokenizer.to_str())
     content["pre_tokenizer"], content["normalizer"] = step, normalizer
     content["model"]["ignore_merges"] = ignore_merges
@@ -112,7 +126,7 @@ def sentencepiece_bpe(*, scheme=None, size=700):
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(list(SPECIAL[1:]))
-    tokenizer.add_tokens([USER])
+    tokenizer.add_tokens([AddedToken(USER, normalized=False)])
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [
         token for token in content["added_tokens"] if not token["content"].startswith("<0x")
@@ -120,20 +134,54 @@ def sentencepiece_bpe(*, scheme=None, size=700):
     return content
 
 
-def unigram(*, size=500):
-    """A unigram model, as T5 has it, without a compiled normalization."""
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Metaspace("▁", prepend_scheme="always")
-    trainer = trainers.UnigramTrainer(
-        vocab_size=size,
-        special_tokens=["<pad>", "</s>", "<unk>"],
-        unk_token="<unk>",
-        show_progress=False,
+def unigram():
+    """A unigram model, as T5 has it: extra spaces dropped, tabs and line breaks spaces. Its pieces are the
+    frequent stretches of the corpus; stretches of one character are none, for their sums would tie."""
+    words = [f"▁{word}" for text in CORPUS for word in text.split()]
+    counts = Counter(
+        word[start : start + length]
+        for word in words
+        for length in range(1, 6)
+        for start in range(len(word) - length + 1)
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([USER])
+    kept = [
+        piece
+        for piece, count in sorted(counts.items())
+        if len(piece) == 1 or (count > 5 and len(set(piece)) > 1 and "▁" not in piece[1:])
+    ]
+    total = sum(counts[piece] for piece in kept)
+    scored = [(piece, math.log(counts[piece] / total)) for piece in kept]
+    specials = [(text, 0.0) for text in ("<pad>", "</s>", "<unk>")]
+    tokenizer = Tokenizer(models.Unigram([*specials, *scored], unk_id=2))
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Precompiled(charsmap({9: " ", 10: " ", 13: " "})),
+            normalizers.Strip(),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace("▁", prepend_scheme="always")
+    tokenizer.add_special_tokens([text for text, _ in specials])
+    tokenizer.add_tokens([AddedToken(USER, normalized=False)])
     return json.loads(tokenizer.to_str())
+
+
+def charsmap(table):
+    """SentencePiece's compiled normalization of single bytes, built by hand.
+
+    A double array of u32: the child of a node at ``base`` by a byte c stands at ``base ^ c`` and has c as its
+    label; bit 8 says that it has a value, which stands at its own place ^ its base, with bit 31 set.
+    """
+    units = [0] * 1024
+    units[0] = 256 << 10
+    texts = b""
+    for byte, text in table.items():
+        child = 256 ^ byte
+        units[child] = byte | 1 << 8 | 512 << 10
+        units[child ^ 512] = 1 << 31 | len(texts)
+        texts += text.encode() + b"\0"
+    return struct.pack("<I1024I", 4096, *units) + texts
 
 
 def template(content, before=(), after=()):

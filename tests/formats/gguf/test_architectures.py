@@ -365,7 +365,10 @@ def test_departures_are_told():
     ("qwen2", {"rope_parameters": {"rope_type": "yarn"}}, "factor"),
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("gemma", {"tie_word_embeddings": False}, "tied"),
+    ("llama3", {"rope_parameters": "default"}, "object"),
     ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar"),
+    ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+    ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("gemma2", {"num_hidden_layers": 46, "layer_types": None}, "query_pre_attn_scalar"),
     ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping"),
     ("gemma2", {"layer_types": ["full_attention"] * 3}, "window"),
@@ -423,6 +426,18 @@ def test_files_that_do_not_fit_are_named():
         hf_config({"general.architecture": "rwkv"}, made)
     with pytest.raises(CheckpointError, match="block_count"):
         hf_config({key: value for key, value in keys.items() if key != "gemma3.block_count"}, made)
+    for leaf, wrong in (
+        ("attention.head_count", 0),
+        ("attention.layer_norm_rms_epsilon", "small"),
+        ("rope.freq_base", float("nan")),
+        ("attention.sliding_window", [8]),
+    ):
+        with pytest.raises(CheckpointError, match=f"gemma3.{leaf} is"):
+            hf_config({**keys, f"gemma3.{leaf}": wrong}, made)
+    with pytest.raises(CheckpointError, match="epsilon is missing"):
+        hf_config({key: value for key, value in keys.items() if not key.endswith("epsilon")}, made)
+    with pytest.raises(ModelError, match="layer_types"):
+        sources(hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, made), made)
     with pytest.raises(CheckpointError, match="feed_forward_length differs"):
         hf_config({**keys, "gemma3.feed_forward_length": [96, 64, 96]}, made)
     assert hf_config({**keys, "gemma3.feed_forward_length": [96, 96, 96]}, made) == hf_config(keys, made)

@@ -1,4 +1,4 @@
-"""EXL2's grid: what every grid owes, several bits side by side, scales against brute force over the ladder."""
+"""EXL2's grid: what every grid owes, several bits side by side, scales against brute force."""
 
 import pytest
 import torch
@@ -65,6 +65,12 @@ def test_a_decoded_weight_has_the_same_codes(grid, weight):
         assert torch.equal(codes, made.codes[:, column].float())
 
 
+def test_codes_are_rounded_to_even_and_kept_between_their_ends():
+    values = torch.tensor([-9.0, -2.5, -1.5, 0.5, 1.5, 2.5, 9.0])
+    assert bounded(values, torch.tensor(1.0)).tolist() == [-2, -2, -2, 0, 1, 1, 1]
+    assert bounded(values, torch.tensor(3.0)).tolist() == [-4, -2, -2, 0, 2, 2, 3]
+
+
 def test_every_code_is_nearest_to_its_own_level():
     for bits in (2, 3, 4, 5, 6, 8):
         grid = EXL2Grid(((bits, 32),))
@@ -124,7 +130,9 @@ def test_scales_are_nearly_those_of_brute_force(bits, kind):
     h, c = fit(x, v, bits)
     top, s = torch.tensor(2.0 ** (bits - 1) - 1), scales(h, c)[:, None]
     error = float(((bounded(x / s, top) * s - x).square() @ v).sum())
-    assert error < 1.08 * brute(x, v, bits)
+    # where rows differ, a few of them decide, and where exactly their ladder lies
+    slack = {"normal": 1.01, "outliers": 1.03, "rows": 1.03 if bits < 6 else 1.15}[kind]
+    assert error < slack * brute(x, v, bits)
     assert c.min() >= 1 and c.max() <= 16 and float(h) == float(h.half())
 
 

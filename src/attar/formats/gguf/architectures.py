@@ -74,7 +74,7 @@ def _check(config: Mapping[str, Any], found: Architecture) -> None:
     _check_scale(config, found, measured)
     _check_turned(config, found, measured.layers)
     read_rope(config, found, measured)
-    if found.window_needed and not window(config, found, measured.layers):
+    if not window(config, found, measured.layers) and found.window_needed:
         raise ModelError(
             f"config of {found.family}: no block has a sliding window; llama.cpp's {found.written} needs one",
             hint="export to another format",
@@ -109,7 +109,7 @@ def _check_scale(config: Mapping[str, Any], found: Architecture, measured: Sizes
     if not found.scale_by_layers:
         return
     scalar = number(config, found, "query_pre_attn_scalar")
-    if not math.isclose(float(scalar), query_scalar(found, measured)):
+    if not isinstance(scalar, int | float) or not math.isclose(scalar, query_scalar(found, measured)):
         raise ModelError(
             f"config of {found.family}: query_pre_attn_scalar is {scalar}, but llama.cpp computes with "
             f"{query_scalar(found, measured)} for {measured.layers} blocks of this width",

@@ -287,7 +287,13 @@ STABLELM = Architecture(
     head="needed",
     layer_norm=True,
     keys={"epsilon": "layer_norm_eps"},
-    defaults={"epsilon": 1e-5, "kv_heads": 32, "partial_rotary_factor": 0.25},
+    defaults={
+        "epsilon": 1e-5,
+        "kv_heads": 32,
+        "partial_rotary_factor": 0.25,
+        "use_parallel_residual": False,
+    },
+    extras=(("use_parallel_residual", "use_parallel_residual"),),
     rules=(
         SILU_RULE,
         Rule("qk_layernorm", (False,), False),

@@ -11,6 +11,7 @@ is no multiple of its heads (which Llama's config refuses), becomes a Mistral.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.rope import TENSORS, rope_config
 from attar.formats.gguf.sizes import Sizes, key_of, shortest, usual_pattern
 
+DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
@@ -36,17 +38,25 @@ class Keys:
         self.written = str(metadata.get("general.architecture", ""))
 
     def get(self, key: str, otherwise: Any = None) -> Any:
-        """The value of a key without the architecture's prefix; numbers in as few digits as float32 needs."""
+        """The value of a key without the architecture's prefix; numbers in as few digits as float32 needs.
+
+        Raises:
+            CheckpointError: it is no finite number, where ``otherwise`` is one.
+        """
         value = self.metadata.get(f"{self.written}.{key}", otherwise)
+        number = isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(otherwise, int | float) and not number:
+            said = f"{value!r}, not a number" if f"{self.written}.{key}" in self.metadata else "missing"
+            raise CheckpointError(f"GGUF: {self.written}.{key} is {said}", hint=DAMAGED)
         return shortest(value) if isinstance(value, float) else value
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """A whole number.
+        """A whole number above 0.
 
         Raises:
             CheckpointError: it is missing, or differs from block to block.
         """
-        value = self.get(key, otherwise)
+        value = self.metadata.get(f"{self.written}.{key}", otherwise)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
         if isinstance(value, list):
@@ -54,9 +64,10 @@ class Keys:
                 f"GGUF: {self.written}.{key} differs from block to block",
                 hint="a config of transformers has one number for all",
             )
-        if value is None:
-            raise CheckpointError(f"GGUF: {self.written}.{key} is missing", hint="the file is incomplete")
-        return int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            said = "missing" if value is None else f"{value!r}, not a whole number above 0"
+            raise CheckpointError(f"GGUF: {self.written}.{key} is {said}", hint=DAMAGED)
+        return value
 
 
 def hf_config(
@@ -117,7 +128,7 @@ def _sizes(keys: Keys, tensors: Mapping[str, Any]) -> Sizes:
             hint="a config of transformers has one width for keys and values",
         )
     if "token_embd.weight" not in tensors:
-        raise CheckpointError("GGUF: there is no token_embd.weight", hint="the file is incomplete")
+        raise CheckpointError("GGUF: there is no token_embd.weight", hint=DAMAGED)
     return Sizes(
         layers=keys.whole("block_count"),
         hidden=hidden,
@@ -136,9 +147,7 @@ def _numbers(keys: Keys, found: Architecture, measured: Sizes) -> dict[str, Any]
     names += ["kv_heads"] if found.grouped else []
     names += [] if found.square else ["head"]
     kind = "layer_norm" if found.layer_norm else "layer_norm_rms"
-    epsilon = keys.get(f"attention.{kind}_epsilon")
-    if epsilon is None:
-        raise CheckpointError(f"GGUF: {keys.written}.attention.{kind}_epsilon is missing")
+    epsilon = keys.get(f"attention.{kind}_epsilon", math.nan)
     said = {key_of(found, name): getattr(measured, name) for name in names}
     return said | {key_of(found, "epsilon"): float(epsilon)}
 
@@ -155,7 +164,7 @@ def _extras(keys: Keys, found: Architecture) -> dict[str, Any]:
 
 def _window(keys: Keys, found: Architecture, measured: Sizes) -> dict[str, Any]:
     """Sliding windows, and the scale of queries that goes with them in Gemma."""
-    tokens, marks = keys.get("attention.sliding_window"), keys.get("attention.sliding_window_pattern")
+    tokens, marks = keys.get("attention.sliding_window", 0), keys.get("attention.sliding_window_pattern")
     if found.window == "all":
         return {"sliding_window": int(tokens) if tokens else None}
     if found.window == "marked":
@@ -213,7 +222,7 @@ def sources(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[Place
     wanted = [each for each in expected(config) if each.stored is not None]
     for each in wanted:
         if each.gguf not in tensors:
-            raise CheckpointError(f"GGUF: there is no tensor {each.gguf!r}", hint="the file is incomplete")
+            raise CheckpointError(f"GGUF: there is no tensor {each.gguf!r}", hint=DAMAGED)
         shape = tuple(tensors[each.gguf].shape)
         if shape != each.shape:
             raise CheckpointError(

@@ -83,7 +83,7 @@ def scores(tokens: Sequence[str], ranks: Mapping[Pair, int], where: str) -> list
                 "llama.cpp's SentencePiece tokenizer would join",
                 hint="a vocabulary whose merges make every token can be written",
             )
-        found.append(-float(last if len(symbols) == 1 and last >= 0 else len(ranks)))
+        found.append(float(-last if len(symbols) == 1 and last >= 0 else -len(ranks)))
     return found
 
 

@@ -162,7 +162,7 @@ def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> 
 def cache_folder() -> Path:
     """``$ATTAR_CACHE``, or the cache that attar has for other things. It may be deleted at any time."""
     said = os.environ.get("ATTAR_CACHE")
-    return Path(said).expanduser() if said else hashing.cache_folder()
+    return Path(said).expanduser().absolute() if said else hashing.cache_folder()
 
 
 def _key(opened: GGUF) -> str:

@@ -92,6 +92,7 @@ class Pre:
         ignore_merges: a piece that is a token is taken as it is, before any merge; the name implies it.
         composed: the tokenizers of this kind bring the text to NFC first. llama.cpp does not.
         recent: llama.cpp has it since 2026 only, so it is written only where no older one will do.
+        approximate: llama.cpp's rules are near those, no more; see above.
         aliases: other names for the same.
     """
 
@@ -101,6 +102,7 @@ class Pre:
     ignore_merges: bool = False
     composed: bool = False
     recent: bool = False
+    approximate: bool = False
     aliases: tuple[str, ...] = ()
 
 
@@ -176,16 +178,16 @@ TABLE = (
     Pre("deepseek-llm", (*_DEEPSEEK_LLM, DIGITS), spelled=((*_DEEPSEEK_LLM, DIGIT),)),
     Pre("deepseek-coder", _DEEPSEEK_CODER),
     Pre("deepseek-v3", (THREE, _IDEOGRAPHS, _DEEPSEEK3), aliases=("hunyuan-dense", "joyai-llm", "hy_v4")),
-    Pre("tekken", (TEKKEN,), ignore_merges=True),
-    Pre("gpt-4o", (O200K,), aliases=("llama4", "kanana2", "talkie", "minimax-m2")),
-    Pre("granite-embed-multi-97m", (O200K,), ignore_merges=True, recent=True),
+    Pre("tekken", (TEKKEN,), ignore_merges=True, approximate=True),
+    Pre("gpt-4o", (O200K,), approximate=True, aliases=("llama4", "kanana2", "talkie", "minimax-m2")),
+    Pre("granite-embed-multi-97m", (O200K,), ignore_merges=True, recent=True, approximate=True),
     Pre("bloom", (_BLOOM,), spelled=((_BLOOM_NESTED,),), aliases=("poro-chat", "gpt3-finnish")),
     Pre("viking", (_BLOOM, DIGIT), spelled=((_BLOOM_NESTED, DIGIT),)),
     Pre("minicpm5", (THREE, LLAMA3.replace(r"{1,3}", "+")), ignore_merges=True),
     Pre("jais-2", (_JAIS2,)),
     Pre("seed-coder", (_SEED,)),
     Pre("exaone-moe", (_EXAONE,)),
-    Pre("tiny_aya", (r"\d{1,3}(?=(?:\d{3})*\b)", O200K), aliases=("cohere2moe",)),
+    Pre("tiny_aya", (r"\d{1,3}(?=(?:\d{3})*\b)", O200K), approximate=True, aliases=("cohere2moe",)),
     Pre("ufakzeka", (QWEN2.removeprefix(CONTRACTIONS + "|"),)),
     Pre("laguna", (NEWLINES, QWEN2)),
     Pre("superbpe", (DIGITS, r"(?=(\d{3})+(?!\d))")),

@@ -12,9 +12,8 @@ llama3 (w = 2 pi theta^(2i/d) the wavelength, c the original context, l and h th
 factors): f = 1 where w < c/h, ``factor`` where w > c/l, between them 1/f = (1 - s)/factor + s with
 s = (c/w - l)/(h - l).
 
-Differs from llama.cpp's converter: c is taken from the rope settings, where transformers has it; the
-converter looks in the config itself and falls back to 8192. A file has the f_i only; l, h and c that give
-them are found again from the straight line s(1/w) with l = 1, for only the ratios matter.
+A file has the f_i of llama3 only. Some l, h and c that give them are found again from the line s(1/w): only
+two of the three are free, so l = 1. Factors on no such line are given to transformers as longrope.
 """
 
 from __future__ import annotations
@@ -110,6 +109,8 @@ def _setting(settings: Mapping[str, Any], key: str) -> Any:
 def _settings(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Settings of full attention, and of blocks with a sliding window where they have their own."""
     said = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(said, Mapping):
+        raise ModelError(f"config.json: the rope settings are {said!r}, not an object")
     if "full_attention" in said or "sliding_attention" in said:
         return said.get("full_attention") or {}, said.get("sliding_attention") or {}
     return said, {}

@@ -21,13 +21,13 @@ from typing import Any
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import UNIGRAM, read_model
+from attar.formats.gguf.sentencepiece import UNIGRAM
 from attar.formats.gguf.tokenizer_back import write_tokenizer
 from attar.formats.gguf.tokenizer_bpe import bpe_metadata
 from attar.formats.gguf.tokenizer_pipeline import PIPELINE, pipeline
 from attar.formats.gguf.tokenizer_source import Source, read_source
 from attar.formats.gguf.tokenizer_special import special_metadata
-from attar.formats.gguf.tokenizer_spm import model_file, spm_metadata
+from attar.formats.gguf.tokenizer_spm import spm_metadata
 from attar.formats.gguf.tokenizer_unigram import unigram_metadata
 from attar.formats.gguf.values import Value
 
@@ -66,15 +66,13 @@ def tokenizer_metadata(
 
 def _kind(source: Source) -> str:
     """Which of llama.cpp's tokenizers a folder's is."""
-    file = model_file(source)
-    if not source.tokenizer and file is None:
+    if source.pieces is not None:
+        return "t5" if source.pieces.kind == UNIGRAM else "llama"
+    if not source.tokenizer:
         raise CheckpointError(
             f"{source.folder}: no tokenizer.json and no tokenizer.model",
             hint="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes tokenizer.json",
         )
-    if not source.tokenizer:
-        assert file is not None
-        return "t5" if read_model(file).kind == UNIGRAM else "llama"
     model = source.model
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     if kind == "Unigram":

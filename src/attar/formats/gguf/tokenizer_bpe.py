@@ -70,11 +70,11 @@ def bpe_metadata(source: Source, pre: str | None) -> dict[str, Value]:
 
 def _entries(source: Source) -> dict[int, Entry]:
     """Tokens by id. Text that is in no byte's writing can come from no merge; it is written in bytes, so
-    that it reads the same."""
-    characters = set(ALPHABET.values())
+    that llama.cpp reads it the same (not with ignore_merges, which would then find it)."""
+    characters, respelt = set(ALPHABET.values()), not source.model.get("ignore_merges")
     found = {}
     for text, index in source.vocabulary.items():
-        if not characters.issuperset(text):
+        if respelt and not characters.issuperset(text):
             spelt = "".join(ALPHABET[byte] for byte in text.encode())
             text = text if spelt in source.vocabulary else spelt
         found[index] = Entry(text, NORMAL)

@@ -1,6 +1,7 @@
 """A tokenizer's files as Hugging Face has them, read together.
 
     tokenizer.json            model, normalizer, pre_tokenizer, post_processor, decoder, added_tokens
+    tokenizer.model           SentencePiece's file; all there is in some older folders (or spiece.model)
     tokenizer_config.json     names of special tokens, add_bos_token, added_tokens_decoder, chat_template
     special_tokens_map.json   names of special tokens, in older folders
     added_tokens.json         added tokens by text, in older folders
@@ -21,6 +22,7 @@ from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
+from attar.formats.gguf.sentencepiece import NAMES, SentencePiece, read_model
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -47,7 +49,8 @@ class Source:
     Attributes:
         folder: the folder.
         tokenizer: the content of tokenizer.json, empty where there is none.
-        settings: of tokenizer_config.json, completed by special_tokens_map.json.
+        pieces: the SentencePiece model, where there is one and no tokenizer.json.
+        settings: of tokenizer_config.json, completed by special_tokens_map.json and the SentencePiece model.
         generation: of generation_config.json.
         config: of config.json.
         vocabulary: ids by text, without added tokens that the model does not know.
@@ -57,6 +60,7 @@ class Source:
 
     folder: Path
     tokenizer: dict[str, Any]
+    pieces: SentencePiece | None
     settings: dict[str, Any]
     generation: dict[str, Any]
     config: Mapping[str, Any]
@@ -67,7 +71,12 @@ class Source:
     @property
     def file(self) -> Path:
         """The main file, for messages."""
-        return self.folder / "tokenizer.json"
+        return self.folder / "tokenizer.json" if self.tokenizer else self.piece_file or self.folder
+
+    @property
+    def piece_file(self) -> Path | None:
+        """The SentencePiece model, if the folder has one."""
+        return next((self.folder / name for name in NAMES if (self.folder / name).is_file()), None)
 
     @property
     def model(self) -> dict[str, Any]:
@@ -105,10 +114,17 @@ def read_source(folder: Path, config: Mapping[str, Any]) -> Source:
         **_optional(folder / "special_tokens_map.json"),
         **_optional(folder / "tokenizer_config.json"),
     }
-    vocabulary = _vocabulary(tokenizer)
+    vocabulary, pieces = _vocabulary(tokenizer), None
+    file = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if not tokenizer and file is not None:
+        pieces = read_model(file)
+        vocabulary = {text: index for index, text in enumerate(pieces.pieces)}
+        named = {f"{role}_token": pieces.pieces[index] for role, index in pieces.ids.items()}
+        settings = {**named, **settings}
     return Source(
         folder,
         tokenizer,
+        pieces,
         settings,
         _optional(folder / "generation_config.json"),
         config,
@@ -174,6 +190,7 @@ def _token(entry: Mapping[str, Any]) -> Added:
 def _named(settings: Mapping[str, Any]) -> list[str]:
     """Texts that tokenizer_config.json names as special."""
     more = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
+    more = [list(tokens.values()) if isinstance(tokens, Mapping) else tokens for tokens in more]
     listed = [token for tokens in more if isinstance(tokens, list) for token in tokens]
     texts = [text_of(token) for token in (*(settings.get(f"{role}_token") for role in ROLES), *listed)]
     return [text for text in texts if text is not None]

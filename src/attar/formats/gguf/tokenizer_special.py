@@ -10,8 +10,9 @@ A generation config may list several tokens that end a text. llama.cpp has one `
 tokenizer's own stays ``eos``, and those that llama.cpp would not know by their text take the other two; a
 third such token finds no place.
 
-What is put around a text follows transformers: ``add_bos_token`` and ``add_eos_token`` of
-tokenizer_config.json where one is given, otherwise the template of tokenizer.json's post_processor.
+What is put around a text follows the template of tokenizer.json's post_processor, and where it has none,
+``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json. Differs from transformers 5, which passes
+over the latter where there is a tokenizer.json; the models were trained when it did not.
 """
 
 from __future__ import annotations
@@ -106,19 +107,17 @@ def added_around(source: Source, ids: Mapping[str, int]) -> tuple[bool, bool]:
     Raises:
         ModelError: something else goes there, for which llama.cpp has no key.
     """
-    settings = source.settings
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        return (
-            bool(settings.get("add_bos_token")) and "bos" in ids,
-            bool(settings.get("add_eos_token")) and "eos" in ids,
-        )
-    first, last = _around(source.tokenizer.get("post_processor") or {})
+    around = _around(source.tokenizer.get("post_processor") or {})
+    if around is None:
+        settings = source.settings
+        return bool(settings.get("add_bos_token")) and "bos" in ids, bool(settings.get("add_eos_token"))
+    first, last = around
     for texts, role in ((first, "bos"), (last, "eos")):
         if texts and [source.id_of(text) for text in texts] != [ids.get(role)]:
             raise ModelError(
                 f"{source.file}: post_processor puts {' '.join(texts)} "
                 f"{'before' if role == 'bos' else 'after'} a text, llama.cpp can only put {role} there",
-                hint=f"set add_{role}_token in tokenizer_config.json to say which it shall be",
+                hint="remove it from post_processor where the chat template has it as well",
             )
     return bool(first), bool(last)
 
@@ -141,33 +140,44 @@ def _in_range(source: Source, index: int) -> bool:
 
 def _further_ends(source: Source, eos: int | None) -> dict[str, int]:
     """``eot`` and ``eom``: further tokens that end a text."""
-    text = source.config.get("text_config") or {}
-    listed: Any = []
-    for config in (source.generation, source.config, text):
-        listed = listed or config.get("eos_token_id") or []
-    others = [index for index in (listed if isinstance(listed, list) else [listed]) if index != eos]
     special = {token.text: index for index, token in source.added.items() if token.special}
-    known = [name for name in TURN_ENDS if name in special and _in_range(source, special[name])]
-    turns = [special[name] for name in known if special[name] in others] or [special[name] for name in known]
+    others = further_ends(source, eos)
+    known = [special[text] for text in TURN_ENDS if text in special and _in_range(source, special[text])]
+    turns = [index for index in known if index in others] or known
     found = {"eot": turns[0]} if turns and "<|return|>" not in special else {}
     if MESSAGE_END in special:
         found["eom"] = special[MESSAGE_END]
-    named = {special[name] for name in KNOWN_ENDS if name in special}
     free = [role for role in ("eot", "eom") if role not in found]
-    unnamed = [index for index in others if index not in named and _in_range(source, index)]
-    return {**found, **dict(zip(free, unnamed, strict=False))}
+    return {**found, **dict(zip(free, unnamed_ends(source, eos), strict=False))}
 
 
-def _around(processor: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The special tokens that a post_processor puts before and after a text."""
+def further_ends(source: Source, eos: int | None) -> list[int]:
+    """The tokens beside ``eos`` that end a text by generation_config.json or config.json."""
+    text = source.config.get("text_config") or {}
+    for config in (source.generation, source.config, text):
+        listed: Any = config.get("eos_token_id")
+        if listed is not None:
+            every = listed if isinstance(listed, list) else [listed]
+            return [index for index in every if index != eos and _in_range(source, index)]
+    return []
+
+
+def unnamed_ends(source: Source, eos: int | None) -> list[int]:
+    """Those of them that llama.cpp does not know by their text."""
+    named = {index for index, token in source.added.items() if token.special and token.text in KNOWN_ENDS}
+    return [index for index in further_ends(source, eos) if index not in named]
+
+
+def _around(processor: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
+    """The special tokens that a post_processor puts before and after a text; None without a template."""
     kind = processor.get("type")
     if kind == "Sequence":
         found = [_around(each) for each in processor.get("processors") or ()]
-        return [text for each in found for text in each[0]], [text for each in found for text in each[1]]
+        return next((around for around in found if around is not None), None)
     if kind in ("BertProcessing", "RobertaProcessing"):
         return [processor["cls"][0]], [processor["sep"][0]]
     if kind != "TemplateProcessing":
-        return [], []
+        return None
     parts = processor.get("single") or []
     place = next((index for index, part in enumerate(parts) if "Sequence" in part), len(parts))
     before, after = (

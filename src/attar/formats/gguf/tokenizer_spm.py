@@ -14,13 +14,12 @@ does. ``lstrip``, ``rstrip`` and ``single_word`` of added tokens have no effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attar.errors import ModelError
 from attar.formats.gguf.merges import read_merges, scores
 from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import BPE, NAMES, SentencePiece, read_model
+from attar.formats.gguf.sentencepiece import BPE, SentencePiece, read_model
 from attar.formats.gguf.tokenizer_bpe import normalizers
 from attar.formats.gguf.tokenizer_source import Source
 from attar.formats.gguf.tokenizer_vocabulary import (
@@ -48,16 +47,14 @@ def spm_metadata(source: Source) -> dict[str, Value]:
         ModelError: llama.cpp has no such normalizer or model, or the files disagree.
         CheckpointError: tokenizer.model is damaged.
     """
-    file = model_file(source)
-    if source.tokenizer:
-        prefix = _prefix(source)
-        entries = _json_entries(source) if file is None else _model_entries(source, read_model(file))
-    else:
-        assert file is not None
-        read = read_model(file)
+    read = source.pieces
+    if read is not None:
         prefix, entries = read.add_dummy_prefix, _model_entries(source, read)
         if read.charsmap or read.remove_extra_whitespaces:
-            raise ModelError(f"{file}: its normalizer changes a text; llama.cpp's takes it as it is")
+            raise ModelError(f"{source.file}: its normalizer changes a text; llama.cpp's takes it as it is")
+    else:
+        prefix, file = _prefix(source), source.piece_file
+        entries = _json_entries(source) if file is None else _model_entries(source, read_model(file))
     if sum(entry.type == BYTE for entry in entries.values()) < 256:
         raise ModelError(
             f"{source.folder}: the tokenizer has no token for each byte, without which llama.cpp stops"
@@ -69,28 +66,23 @@ def spm_metadata(source: Source) -> dict[str, Value]:
     }
 
 
-def model_file(source: Source) -> Path | None:
-    """The SentencePiece model of a folder, if it has one."""
-    return next((source.folder / name for name in NAMES if (source.folder / name).is_file()), None)
-
-
 def with_added(source: Source, entries: dict[int, Entry], unknown: int | None) -> dict[int, Entry]:
-    """Entries with those of added tokens in their places. A space within one is written as a space."""
+    """Entries with those of added tokens in their places; a token of the model keeps its score. A space
+    within one is written as a space."""
     found = dict(entries)
     for index, token in source.added.items():
-        if index == unknown:
-            found[index] = Entry(token.text, UNKNOWN)
-        elif token.special:
-            found[index] = Entry(token.text, CONTROL, ADDED_SCORE)
+        score = entries[index].score if index in entries else ADDED_SCORE
+        if token.special:
+            found[index] = Entry(token.text, UNKNOWN if index == unknown else CONTROL, score)
         else:
-            found[index] = Entry(token.text.replace(SPACE, " "), USER_DEFINED, ADDED_SCORE)
+            found[index] = Entry(token.text.replace(SPACE, " "), USER_DEFINED, score)
     return found
 
 
 def _model_entries(source: Source, read: SentencePiece) -> dict[int, Entry]:
     """Tokens by id from tokenizer.model, and the added ones."""
     if read.kind != BPE:
-        raise ModelError(f"{model_file(source)}: a unigram model, but tokenizer.json has a BPE")
+        raise ModelError(f"{source.piece_file}: a unigram model, but tokenizer.json has a BPE")
     entries = {
         index: Entry(text.replace(SPACE, " ") if kind == USER_DEFINED else text, kind, score)
         for index, (text, kind, score) in enumerate(zip(read.pieces, read.types, read.scores, strict=True))

@@ -20,11 +20,21 @@ from typing import Any
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import UNIGRAM, read_model
+from attar.formats.gguf.sentencepiece import SentencePiece
 from attar.formats.gguf.tokenizer_bpe import normalizers
 from attar.formats.gguf.tokenizer_source import Source
-from attar.formats.gguf.tokenizer_spm import ESCAPE, metaspace, model_file, with_added
-from attar.formats.gguf.tokenizer_vocabulary import NORMAL, SPACE, UNKNOWN, Entry, listed, metadata
+from attar.formats.gguf.tokenizer_spm import ESCAPE, metaspace, with_added
+from attar.formats.gguf.tokenizer_vocabulary import (
+    BEFORE,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    Entry,
+    listed,
+    metadata,
+    pad_text,
+)
 from attar.formats.gguf.values import Typed, Value
 
 RUNS = {"Regex": " {2,}"}
@@ -37,7 +47,7 @@ def unigram_metadata(source: Source) -> dict[str, Value]:
         ModelError: llama.cpp has no such normalizer, pre-tokenizer or model.
         CheckpointError: a file is damaged.
     """
-    return _from_json(source) if source.tokenizer else _from_model(source)
+    return _from_json(source) if source.pieces is None else _from_model(source, source.pieces)
 
 
 def _from_json(source: Source) -> dict[str, Value]:
@@ -48,11 +58,12 @@ def _from_json(source: Source) -> dict[str, Value]:
         )
     unknown = model.get("unk_id")
     entries = {
-        index: Entry(text, UNKNOWN if index == unknown else NORMAL, float(score))
+        index: Entry(text, UNKNOWN if index == unknown else _type(text, index), float(score))
         for index, (text, score) in enumerate(model["vocab"])
     }
     merged, charsmap = _normalizer(source)
-    prefix = any(step.get("type") == "Prepend" for step in normalizers(source.tokenizer.get("normalizer")))
+    steps_before = normalizers(source.tokenizer.get("normalizer"))
+    prefix = any(step.get("type") == "Prepend" or step == BEFORE for step in steps_before)
     for step in steps(source.tokenizer.get("pre_tokenizer")):
         spaced = metaspace(step)
         if spaced is None and (step.get("type") != "WhitespaceSplit" or not charsmap):
@@ -63,12 +74,11 @@ def _from_json(source: Source) -> dict[str, Value]:
     return _keys(source, with_added(source, entries, unknown), prefix, merged, charsmap)
 
 
-def _from_model(source: Source) -> dict[str, Value]:
-    file = model_file(source)
-    assert file is not None
-    read = read_model(file)
-    if read.kind != UNIGRAM or read.byte_fallback or read.treat_whitespace_as_suffix:
-        raise ModelError(f"{file}: llama.cpp's unigram has no bytes to fall back to and no spaces as suffix")
+def _from_model(source: Source, read: SentencePiece) -> dict[str, Value]:
+    if read.byte_fallback or read.treat_whitespace_as_suffix:
+        raise ModelError(
+            f"{source.file}: llama.cpp's unigram has no bytes to fall back to and no spaces as suffix"
+        )
     entries = {
         index: Entry(text, kind, score)
         for index, (text, kind, score) in enumerate(zip(read.pieces, read.types, read.scores, strict=True))
@@ -103,7 +113,7 @@ def _normalizer(source: Source) -> tuple[bool, bytes]:
             merged = True
         elif kind == "Strip" and step.get("strip_right"):
             stripped = True
-        elif kind != "Prepend" and step != ESCAPE:
+        elif kind != "Prepend" and step not in (ESCAPE, BEFORE):
             raise ModelError(
                 f"{source.file}: normalizer {dict(step)}: llama.cpp's unigram has a precompiled_charsmap only"
             )
@@ -112,6 +122,11 @@ def _normalizer(source: Source) -> tuple[bool, bytes]:
             f"{source.file}: normalizer: llama.cpp's unigram drops extra spaces everywhere or nowhere"
         )
     return merged, charsmap
+
+
+def _type(text: str, index: int) -> int:
+    """An id in the middle that has no token is filled here too."""
+    return UNUSED if text == pad_text(index) else NORMAL
 
 
 def _decoded(step: Mapping[str, Any], source: Source) -> bytes:

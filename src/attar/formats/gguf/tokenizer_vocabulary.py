@@ -1,7 +1,8 @@
 """The tokens of a GGUF file by id: text, type and score, one for each row of the embedding.
 
 Types are llama.cpp's (``llama.h``): 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte. An id
-without a token gets the unused token ``[PAD<id>]``. llama.cpp finds tokens by text, so no two may be equal.
+without a token gets the unused token ``[PAD<id>]``, and so does a token that llama.cpp cannot hold: without
+text, or with a NUL in it, where its strings end. llama.cpp finds tokens by text, so no two may be equal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from attar.formats.gguf.values import Typed, Value
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # how SentencePiece writes a space
+BEFORE = {"type": "Replace", "pattern": {"Regex": r"\A(?= *[^ ])"}, "content": " "}
+"""A normalizer that puts a space before a text, but not before one of spaces alone."""
 BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
 UNUSED_SCORE, ADDED_SCORE = -10000.0, -1000.0
 
@@ -54,8 +57,8 @@ def listed(entries: Mapping[int, Entry], size: int | None, where: Path) -> list[
     filled = [entries.get(index, Entry(pad_text(index), UNUSED, UNUSED_SCORE)) for index in range(count)]
     seen: dict[str, int] = {}
     for index, entry in enumerate(filled):
-        if not entry.text:
-            filled[index] = entry = entry._replace(text=f"[EMPTY_{index}]")
+        if not entry.text or "\0" in entry.text:
+            filled[index] = entry = Entry(pad_text(index), UNUSED, UNUSED_SCORE)
         if seen.setdefault(entry.text, index) != index:
             raise ModelError(
                 f"{where}: tokens {seen[entry.text]} and {index} have the same text {entry.text!r}",

@@ -55,8 +55,8 @@ class Typed:
 
 
 Value = bool | int | float | str | list[Any] | Typed
-"""A metadata value. Without a type an int is u32, below zero i32, beyond 32 bits u64 or i64; a float is f32; a
-list has the type of its elements, an empty one that of strings."""
+"""A metadata value. Without a type an int is u32, below zero i32, beyond 32 bits u64 or i64; a float is f32;
+a list has the type of its elements, an empty one that of strings."""
 
 
 def value_kind(value: Any) -> str:

@@ -15,9 +15,9 @@
 //    twice.
 // 2. d and c (d_m and c_m) of a block: d from the largest scale over its largest code, or a little off, then
 //    least squares; the best counts.
-// 3. In turn: c and c_m of each tile, all within `effort` of the present ones (c within twice that where
-//    there is no minimum), by the true error with the codes that they lead to; then d and d_m of least
-//    squares for these codes, kept where the block's error falls.
+// 3. Two times in turn: c and c_m of each tile, all within `effort` of the present ones (c within twice that
+//    where there is no minimum; the second time fewer), by the true error with the codes that they lead to;
+//    then d and d_m of least squares for these codes, kept where the block's error falls.
 //
 // Differs from the reference as attar/quantization/grids/ggml_search.py does, which is the same search in
 // torch with fewer trials. c is never 0: with q = h the value is the same, and no scale is zero.
@@ -39,6 +39,7 @@ constexpr int TRIALS = 20;      // of the range of a tile
 constexpr int REFINEMENTS = 2;  // of the best of them
 constexpr int SPREAD = 9;       // trials of d to either side
 constexpr int ROUNDS = 2;       // of step 3
+constexpr int LATER = 2;        // effort of a later one, at most
 constexpr float TINY = 1e-30f;  // what a range or a scale is at least, so that it can divide
 
 struct Tile {
@@ -288,7 +289,7 @@ void solve_block(const Tile* tiles, Block<F>& block) {
     }
     const Lanes det = AA * MM - AM * AM;
     const Lanes d = (AX * MM - MX * AM) / det, d_m = (AX * AM - MX * AA) / det;
-    block.d = to_half_scale((det > 0.0f) & (d > 0.0f) ? d : block.d);
+    block.d = to_half_scale(((det > 0.0f) & (d > 0.0f)) ? d : block.d);
     block.d_m = to_half_scale(det > 0.0f ? larger(d_m, Lanes{}) : block.d_m);
 }
 
@@ -308,8 +309,9 @@ void improve(const Tile* tiles, int effort, Block<F>& block) {
     errors(tiles, block, e);
     for (int round = 0; round < ROUNDS; round++) {
         Lanes total{};
+        const int reach = round == 0 ? effort : std::min(effort, LATER);
         for (int j = 0; j < F::tiles; j++) {
-            improve_codes<F>(tiles[j], block.d, block.d_m, effort, block.c[j], block.c_m[j], e[j]);
+            improve_codes<F>(tiles[j], block.d, block.d_m, reach, block.c[j], block.c_m[j], e[j]);
             total += e[j];
         }
         Block<F> trial = block;

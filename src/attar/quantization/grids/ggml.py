@@ -112,13 +112,13 @@ class GGMLGrid(Grid):
         Raises:
             SettingsError: K is no multiple of the block.
         """
-        return self._parameters(self._search(weight, shrink, importance, codes=False).stored)
+        return self.parameters(self._search(weight, shrink, importance, codes=False).stored)
 
     def search(self, weight: Tensor, importance: Tensor | None = None) -> Quantized:
         """The same scales and every weight's nearest code, in one pass where there is a compiled kernel. Does
         not modify its inputs."""
         found = self._search(weight, 1.0, importance, codes=True)
-        parameters = self._parameters(found.stored)
+        parameters = self.parameters(found.stored)
         if found.codes is None:
             return self.quantize(weight, parameters)
         return Quantized(self, found.codes, parameters)
@@ -151,7 +151,7 @@ class GGMLGrid(Grid):
         stored = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
         return kernel.Found(stored, None)
 
-    def _parameters(self, stored: dict[str, Tensor]) -> Parameters:
+    def parameters(self, stored: dict[str, Tensor]) -> Parameters:
         """Scale and minimum of each tile as a reader computes them."""
         if self.layout.codes is None:
             minimum = -stored["m"].float() if self.layout.minimum else None

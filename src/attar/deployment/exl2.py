@@ -1,0 +1,304 @@
+"""Export to EXL2: bits where they matter inside every Linear, rounded by GPTQ with the scales in the loop.
+
+    measure   the output error of each Linear under patterns of some 2 to 8 bits     (one sweep)
+    choose    a pattern for each Linear under the average asked for                  (exact)
+    round     every Linear under its pattern                                         (one sweep)
+    write     codes, float16 for everything else                                     (streamed)
+
+The head is rounded with the mean squares of its inputs in place of a Hessian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.output import Output
+from attar.checkpoint.shards import Slot
+from attar.data.calibration import calibration_batches
+from attar.data.packing import row_length
+from attar.deployment import imatrix
+from attar.deployment.folder import write_config
+from attar.deployment.settings import ExportSettings
+from attar.deployment.verify import check_fits
+from attar.errors import ModelError, NumericsError
+from attar.formats import exl2
+from attar.formats.exl2_tensors import WEIGHT, decode, layout, sections_of
+from attar.formats.exl2_tensors import refuse as refuse_shape
+from attar.formats.readers import method, reader
+from attar.models.anatomy import discover
+from attar.models.device import pick_device
+from attar.models.load import empty_model, load_tokenizer
+from attar.models.names import stored_names
+from attar.progress import Progress
+from attar.quantization.exl2 import (
+    HEADS,
+    Inputs,
+    Measured,
+    Pattern,
+    choose,
+    measure,
+    order_inputs,
+    patterns,
+    quantize_layer,
+)
+from attar.quantization.hessian import Hessian
+from attar.walks.stream import stream
+from attar.walks.sweep import Solution, Swept, sweep
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+FLOATS = ("F32", "BF16", "F16")
+HEAD = "lm_head"
+
+
+def refuse(source: Checkpoint, settings: ExportSettings) -> None:
+    """Raise where a checkpoint cannot become EXL2.
+
+    Raises:
+        ModelError: it is quantized already, or a Linear's inputs are no multiple of 32.
+    """
+    if method(source):
+        raise ModelError(
+            f"{source.path} is quantized already", hint="EXL2 rounds anew: export the model it was made from"
+        )
+    for shape in _linears(source).values():
+        refuse_shape(shape)
+
+
+def _linears(source: Checkpoint) -> dict[str, tuple[int, int]]:
+    """(N, K) of every Linear of the blocks by module name."""
+    model = empty_model(source.config)
+    found = {}
+    for block in discover(model).blocks:
+        for name in block.linears:
+            module = model.get_submodule(name)
+            if not isinstance(module, torch.nn.Linear):
+                raise ModelError(f"EXL2 has no transposed Linears ({source.config['model_type']})")
+            found[name] = (module.out_features, module.in_features)
+    return found
+
+
+def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+    """Write the folder; what was checked, in words."""
+    shapes = _linears(source)
+    batches = calibration_batches(
+        load_tokenizer(source),
+        settings.data,
+        samples=settings.samples,
+        sequence_length=row_length(settings.sequence_length, source.config),
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+    )
+
+    def walk(solver: Any, name: str) -> Swept:
+        return sweep(
+            source,
+            batches,
+            solver,
+            work=output.work / name,
+            select=shapes.__contains__,
+            precision=settings.precision,
+            device=pick_device(settings.device),
+            progress=progress,
+            what=name,
+        )
+
+    found = walk(_Measuring(shapes, settings.bits), "measure")
+    measured = {str(row["name"]): _read(row, shapes) for row in found.reports}
+    chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
+    swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
+    head = None
+    if settings.head_bits in HEADS:
+        device = pick_device(settings.device)
+        sums = imatrix.compute(
+            source,
+            batches,
+            work=output.work / "head",
+            precision=settings.precision,
+            device=device,
+            progress=progress,
+        )
+        head = _head(source, sums, HEADS[settings.head_bits])
+    made = _Made(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
+    stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
+    said = exl2.quantization_config(
+        round(stored, 4),
+        settings.head_bits,
+        rows={name: n for name, (n, _) in shapes.items() if n % 32},
+        calibration={
+            "rows": settings.samples,
+            "length": settings.sequence_length,
+            "dataset": settings.data,
+        },
+    )
+    write_config(output.folder, {**source.config, "dtype": "float16", "quantization_config": said})
+    stream(
+        source,
+        made.slots,
+        made.tensors,
+        output.folder,
+        work=output.work / "shards",
+        progress=progress,
+        what="export exl2",
+    )
+    copy_companions(source.path, output.folder)
+    output.details["layers"] = list(swept.reports)
+    output.details["bits_per_weight"] = stored
+    return made.verify(open_checkpoint(output.folder), progress)
+
+
+@dataclass(frozen=True)
+class _Measuring:
+    """Notes the error of each pattern; weights stay."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    bits: float
+    original = False
+
+    def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
+        """Empty statistics of a group."""
+        return Hessian(inputs)
+
+    def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
+        """Reports alone."""
+        H = seen.value()
+        inputs = order_inputs(H)
+        return {
+            name: Solution(weight, {}, self._report(weight, H, inputs)) for name, weight in weights.items()
+        }
+
+    def _report(self, weight: Tensor, H: Tensor, inputs: Inputs) -> dict[str, Any]:
+        shape = (weight.shape[0], weight.shape[1])
+        near = patterns(shape, self.bits - 1.6, self.bits + 2.2)
+        return {
+            "measured": [[one.pattern.parts, one.error] for one in measure(weight, H, near, inputs=inputs)]
+        }
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """Weights of a finished block are those of the checkpoint."""
+        raise AssertionError("nothing was stored")
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """Rounds each Linear under its pattern."""
+
+    chosen: Mapping[str, Pattern]
+    original = False
+
+    def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
+        """Empty statistics of a group."""
+        return Hessian(inputs)
+
+    def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
+        """EXL2's tensors of each Linear."""
+        H = seen.value()
+        inputs = order_inputs(H)
+        made = {
+            name: quantize_layer(weight, H, self.chosen[name], inputs=inputs)
+            for name, weight in weights.items()
+        }
+        return {name: Solution(one.weight, one.tensors, one.report) for name, one in made.items()}
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """The weight of a finished block."""
+        return decode(tensors)
+
+
+def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[Measured]:
+    made = []
+    for parts, error in row["measured"]:
+        pattern = Pattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
+        made.append(Measured(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
+    return made
+
+
+def _head(
+    source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: Pattern
+) -> dict[str, Tensor]:
+    """The tensors of the head."""
+    stored = _head_name(source)
+    weight = source.load(stored).float()
+    squares = sums[stored][0] / max(float(sums[stored][1]), 1.0)
+    return quantize_layer(weight, torch.diag(2.0 * squares), pattern, sweeps=0).tensors
+
+
+def _head_name(source: Checkpoint) -> str:
+    """The stored weight of the head: the embedding where they are one."""
+    model = empty_model(source.config)
+    anatomy = discover(model)
+    names = stored_names(model, source)
+    return names[f"{anatomy.embedding if anatomy.tied else anatomy.head}.weight"]
+
+
+@dataclass
+class _Made:
+    """What each stored tensor becomes.
+
+    Attributes:
+        source: the dense checkpoint.
+        shapes: (N, K) of each Linear by module name.
+        chosen: its pattern.
+        swept: its tensors.
+        head: those of the head, or None where it stays dense.
+    """
+
+    source: Checkpoint
+    shapes: Mapping[str, tuple[int, int]]
+    chosen: Mapping[str, Pattern]
+    swept: Swept
+    head: Mapping[str, Tensor] | None
+
+    def __post_init__(self) -> None:
+        names = stored_names(empty_model(self.source.config), self.source)
+        self.modules = {names[f"{module}.weight"]: module for module in self.shapes}
+        self.head_stored = _head_name(self.source) if self.head is not None else ""
+
+    def slots(self, info: Any) -> list[Slot]:
+        """Names, types and shapes of what a stored tensor becomes."""
+        if info.name in self.modules:
+            module, base = self.modules[info.name], info.name.removesuffix(".weight")
+            made = layout(self.shapes[module], self.chosen[module].sections(self.shapes[module][1]))
+            return [Slot(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        kept = Slot(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
+        if info.name != self.head_stored:
+            return [kept]
+        made = layout(info.shape, sections_of(self.head or {}))
+        heads = [Slot(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        return heads if info.name == f"{HEAD}.weight" else [kept, *heads]
+
+    def tensors(self, name: str, load: Any) -> dict[str, Tensor]:
+        """What a stored tensor becomes, as :meth:`slots` announces it."""
+        if name in self.modules:
+            module, base = self.modules[name], name.removesuffix(".weight")
+            made = self.swept.tensors(self.swept.block_of[module])[module]
+            return {f"{base}.{leaf}": value for leaf, value in made.items()}
+        heads = {f"{HEAD}.{leaf}": value for leaf, value in (self.head or {}).items()}
+        if name == f"{HEAD}.weight" and name == self.head_stored:
+            return heads
+        tensor = load()
+        kept = tensor.half() if tensor.is_floating_point() else tensor
+        check_fits(name, kept)
+        return {name: kept, **(heads if name == self.head_stored else {})}
+
+    def verify(self, written: Checkpoint, progress: Progress) -> list[str]:
+        """Read the file back and compare with what the sweep left, decoded."""
+        read = reader(written)
+        with progress.task("verify", total=len(self.modules)) as task:
+            for stored, module in self.modules.items():
+                base = stored.removesuffix(".weight")
+                made = self.swept.tensors(self.swept.block_of[module])[module]
+                wanted, got = decode(made, self.shapes[module][0]), read.dense(f"{base}.{WEIGHT}")
+                read.check(f"{base}.{WEIGHT}")
+                if got is None or not torch.equal(got, wanted):
+                    raise NumericsError(f"{stored} reads back differently", hint="run it again")
+                task.advance()
+        return [f"{len(self.modules)} Linears read back equal", "scales finite and not zero"]

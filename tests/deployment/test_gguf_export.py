@@ -1,0 +1,239 @@
+"""GGUF files: what is written is what was rounded, codes are carried over, budgets are met, bad input is
+refused by name and leaves nothing behind."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+from attar.checkpoint import open_checkpoint
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import card_beside, export
+from attar.errors import CheckpointError, ModelError, NumericsError, OutputError, SettingsError
+from attar.formats.decoded import Decoded
+from attar.formats.gguf import container
+from attar.models.load import load_model
+from attar.quantization.hessian import Hessian, output_error
+from tests import tiny_models
+from tests.quantization.packing import pack, save
+
+CALIBRATION = {"samples": 8, "sequence_length": 32, "batch_size": 4, "precision": "fp32"}
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A tiny Llama whose Linears have 256 and 512 inputs."""
+    return save(tmp_path / "model", hidden_size=256, intermediate_size=512)
+
+
+def settings(**changes):
+    return ExportSettings(format="gguf", **changes)
+
+
+def kinds(file):
+    return {name: info.kind for name, info in container.read(file).tensors.items()}
+
+
+def matrices(file):
+    """What the gguf library decodes, by name."""
+    return {
+        tensor.name: torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        for tensor in GGUFReader(file).tensors
+        if len(tensor.shape) == 2
+    }
+
+
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "BF16"])
+def test_every_type_stays_near_the_model_and_loads(wide, tmp_path, name):
+    made = export(wide, tmp_path / f"{name}.gguf", settings(type=name))
+    assert made.path.is_dir() and open_checkpoint(tmp_path / f"{name}.gguf").card.stage == "export"
+    rows = tiny_models.tokens(load_model(wide))
+    wanted = tiny_models.logits(load_model(wide, dtype=torch.float32), rows)
+    got = tiny_models.logits(load_model(made, dtype=torch.float32), rows)
+    bound = {"Q8_0": 0.05, "BF16": 1e-5, "Q6_K": 0.15}.get(name, 0.9)
+    assert (got - wanted).norm() / wanted.norm() < bound
+    assert name in made.card.details["type"]
+
+
+def test_the_file_holds_what_its_grids_say(wide, tmp_path):
+    """Weights of the file, decoded by the gguf library, are no farther than plain rounding puts them, and the
+    rows of queries stand in pairs."""
+    export(wide, tmp_path / "q8.gguf", settings(type="Q8_0"))
+    found, source = matrices(tmp_path / "q8.gguf"), open_checkpoint(wide)
+    weight = source.load("model.layers.1.mlp.down_proj.weight").float()
+    step = weight.reshape(-1, 32).abs().amax(1).repeat_interleave(32).reshape(weight.shape) / 127
+    plain = (weight / step).round() * step
+    assert (found["blk.1.ffn_down.weight"] - weight).norm() <= (plain - weight).norm()
+    heads = source.config["num_attention_heads"]
+    query = source.load("model.layers.0.self_attn.q_proj.weight").float()
+    paired = query.reshape(heads, 2, -1, query.shape[1]).transpose(1, 2).reshape(query.shape)
+    assert (found["blk.0.attn_q.weight"] - paired).norm() < 0.01 * paired.norm()
+    assert (query - paired).norm() > 0.5 * paired.norm()
+
+
+def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
+    """On the calibration text's own inputs, layer by layer."""
+    plain = export(wide, tmp_path / "plain.gguf", settings(type="Q3_K_S"))
+    rounded = export(wide, tmp_path / "gptq.gguf", settings(type="Q3_K_S", rounding="gptq", **CALIBRATION))
+    assert kinds(tmp_path / "plain.gguf") == kinds(tmp_path / "gptq.gguf")
+    assert (tmp_path / "plain.gguf").stat().st_size == (tmp_path / "gptq.gguf").stat().st_size
+    layers = {row["name"]: row for row in rounded.card.details["layers"]}
+    assert len(layers) == 21 and all(row["error"] < row["rtn_error"] for row in layers.values())
+    assert not plain.card.details["layers"]
+    weight = open_checkpoint(wide).load("model.layers.0.mlp.gate_proj.weight").float()
+    H = Hessian(256)
+    H.add(_inputs(wide))
+    old, new = (
+        output_error(weight, matrices(tmp_path / f"{name}.gguf")["blk.0.ffn_gate.weight"], H.value())
+        for name in ("plain", "gptq")
+    )
+    assert new < 0.9 * old
+
+
+def _inputs(folder):
+    """Inputs of the first gate projection on text of the calibration split."""
+    from attar.data.calibration import calibration_batches
+    from attar.models.load import load_tokenizer
+
+    model, seen = load_model(folder, dtype=torch.float32), []
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    batches = calibration_batches(
+        load_tokenizer(folder), "python-stdlib", samples=8, sequence_length=32, batch_size=8, seed=0
+    )
+    with torch.no_grad():
+        model(batches[0])
+    return seen[0]
+
+
+def test_importance_is_computed_written_and_read_again(wide, tmp_path):
+    made = export(wide, tmp_path / "out", settings(type="Q4_K_S", imatrix="compute", **CALIBRATION))
+    file = tmp_path / "out" / "imatrix.gguf"
+    again = export(wide, tmp_path / "again", settings(type="Q4_K_S", imatrix=str(file)))
+    for name in made.tensors:
+        assert torch.equal(made.load(name), again.load(name)), name
+    plain = export(wide, tmp_path / "plain", settings(type="Q4_K_S"))
+    assert any(not torch.equal(made.load(name), plain.load(name)) for name in made.tensors)
+    other = save(tmp_path / "other", hidden_size=128, intermediate_size=512)
+    with pytest.raises(SettingsError, match="one of this model"):
+        export(other, tmp_path / "wrong", settings(type="Q4_0", imatrix=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group", "wanted"),
+    [("W4A16", 64, "Q4_0"), ("W8A16", 32, "Q8_0"), ("W3A16", 32, "Q4_0"), ("MXFP4A16", 32, "MXFP4")],
+)
+def test_codes_are_carried_over(tmp_path, scheme, group, wanted):
+    source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme=scheme, group_size=group)[1]
+    made = export(source, tmp_path / "out.gguf", settings())
+    assert made.card.details["carried"] == 21
+    assert kinds(tmp_path / "out.gguf")["blk.0.ffn_up.weight"] == wanted
+    found, dense = matrices(tmp_path / "out.gguf"), Decoded(source)
+    for name in ("up", "down", "gate"):
+        weight = dense.load(f"model.layers.2.mlp.{name}_proj.weight")
+        assert torch.equal(found[f"blk.2.ffn_{name}.weight"].to(weight.dtype), weight)
+
+
+def test_codes_without_a_type_are_decoded_and_it_is_said(tmp_path):
+    source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="FP8_DYNAMIC")[1]
+    made = export(source, tmp_path / "out.gguf", settings())
+    assert made.card.details["carried"] == 0
+    assert any("cannot keep their codes" in note for note in made.card.details["notes"])
+
+
+def test_a_file_read_back_and_written_again_is_the_same(wide, tmp_path):
+    first = export(wide, tmp_path / "a.gguf", settings(type="Q4_0"))
+    export(first, tmp_path / "b.gguf", settings())
+    old, new = container.read(tmp_path / "a.gguf"), container.read(tmp_path / "b.gguf")
+    for name, info in old.tensors.items():
+        if info.kind == "Q4_0":
+            assert new.tensors[name].kind == "Q4_0" and torch.equal(new.load(name), old.load(name)), name
+
+
+def test_overrides_and_budgets(wide, tmp_path):
+    made = export(wide, tmp_path / "a.gguf", settings(type="Q4_K_S", overrides=("ffn_down=Q8_0",)))
+    assert {kind for name, kind in kinds(tmp_path / "a.gguf").items() if "ffn_down" in name} == {"Q8_0"}
+    assert made.card.details["types"]["Q8_0"] == 3
+    with pytest.raises(SettingsError, match="pattern that some matrix"):
+        export(wide, tmp_path / "b.gguf", settings(type="Q4_K_S", overrides=("nothing=Q8_0",)))
+    sized = export(wide, tmp_path / "c.gguf", settings(size="1.2MB", **CALIBRATION))
+    assert (tmp_path / "c.gguf").stat().st_size <= 1_200_000
+    assert len(sized.card.details["types"]) > 2
+    with pytest.raises(SettingsError, match="at least"):
+        export(wide, tmp_path / "d.gguf", settings(size="10KB", **CALIBRATION))
+
+
+def test_parts(wide, tmp_path):
+    made = export(wide, tmp_path / "out", settings(type="Q8_0", max_file="700KB"))
+    files = sorted((tmp_path / "out").glob("*.gguf"))
+    assert len(files) > 1 and all(file.stat().st_size <= 700_000 for file in files)
+    assert files[0].name.endswith(f"-00001-of-{len(files):05d}.gguf")
+    whole = export(wide, tmp_path / "whole.gguf", settings(type="Q8_0"))
+    assert all(torch.equal(made.load(name), whole.load(name)) for name in whole.tensors)
+    with pytest.raises(SettingsError, match="max_file"):
+        export(wide, tmp_path / "one.gguf", settings(type="Q8_0", max_file="700KB"))
+
+
+def test_same_input_same_bytes(wide, tmp_path):
+    for name in ("a", "b"):
+        export(wide, tmp_path / f"{name}.gguf", settings(type="Q4_K_M", rounding="gptq", **CALIBRATION))
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_what_cannot_be_is_refused_before_any_work(wide, tmp_path):
+    opt = tiny_models.save(tiny_models.build("opt"), tmp_path / "opt")
+    packed = pack(save(tmp_path / "dense"), tmp_path / "packed")[1]
+    for source, change, error, match in (
+        (opt, {}, ModelError, "opt"),
+        (wide, {"type": "Q4_K_X"}, SettingsError, "Q4_K"),
+        (packed, {"type": "Q4_0", "rounding": "gptq"}, ModelError, "quantized already"),
+    ):
+        with pytest.raises(error, match=match):
+            export(source, tmp_path / "out.gguf", settings(**change))
+    assert not list(tmp_path.glob("*.gguf")) and not list(tmp_path.glob(".*"))
+
+
+def test_files_are_not_overwritten_unasked(wide, tmp_path):
+    export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert card_beside(tmp_path / "a.gguf").exists()
+    with pytest.raises(OutputError, match="already exists"):
+        export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    export(wide, tmp_path / "a.gguf", settings(type="Q4_0"), force=True)
+    assert kinds(tmp_path / "a.gguf")["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+def test_a_damaged_write_is_noticed(wide, tmp_path, monkeypatch):
+    """A byte that changes between memory and disk is an error, and nothing is left behind."""
+    from attar.formats.gguf.writer import Writer
+
+    finish = Writer.finish
+
+    def broken(self):
+        made = finish(self)
+        data = bytearray(made[0].read_bytes())
+        data[-100] ^= 1
+        made[0].write_bytes(bytes(data))
+        return made
+
+    monkeypatch.setattr(Writer, "finish", broken)
+    with pytest.raises(NumericsError, match="reads back differently"):
+        export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_damaged_files_are_refused_by_name(wide, tmp_path):
+    export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    data = (tmp_path / "a.gguf").read_bytes()
+    (tmp_path / "short.gguf").write_bytes(data[:-1000])
+    with pytest.raises(CheckpointError, match=r"short\.gguf"):
+        open_checkpoint(tmp_path / "short.gguf")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = tiny_models.build("llama3", hidden_size=128, intermediate_size=256)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = np.nan
+    folder = tiny_models.save(model, tmp_path / "nan")
+    for name in ("Q4_0", "F16", "MXFP4"):
+        with pytest.raises(NumericsError, match="up_proj"):
+            export(folder, tmp_path / "out.gguf", settings(type=name))
