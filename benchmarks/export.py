@@ -6,9 +6,9 @@
 
 Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
 matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
-importance, or with data. All files are opened by attar's reader and measured on the same held-out text
-against the original: KL in nats per token, top-1 agreement, perplexity. ``MB`` counts all tensors; a line
-says so where files differ.
+importance, or with data; ``mix+`` is our own choice of types within the bytes of the mix. All files are
+opened by attar's reader and measured on the same held-out text against the original: KL in nats per token,
+top-1 agreement, perplexity. ``MB`` counts all tensors; a line says so where files differ.
 
 Speed: seconds and largest resident set of a process that quantizes to nearest: attar from safetensors,
 llama.cpp from the F16 file. Threads are what OMP_NUM_THREADS says, for both.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -93,11 +94,18 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
     rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for kind in args.types:
         for tool, method in cells(args):
-            key = json.dumps([digest, kind, tool, method, args.samples, args.length, args.tokens, args.data])
+
+            def key_of(tool: str, method: str, kind: str = kind) -> str:
+                return json.dumps(
+                    [digest, kind, tool, method, args.samples, args.length, args.tokens, args.data]
+                )
+
+            key = key_of(tool, method)
             if key not in cache:
                 reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
                 file = work / f"{tool}-{method}-{kind}.gguf"
-                found = make(name, tool, method, kind, file, common, work)
+                near = cache[key_of("attar", "nearest")]["bytes"] if method.startswith("mix") else 0
+                found = make(name, tool, method, kind, file, common, work, near)
                 cache[key] = {**measured(file, settings, reference), "seconds": found["seconds"]}
                 file.unlink()
                 print(f"{checkpoint.name} {kind} {tool} {method}: {cache[key]}", file=sys.stderr, flush=True)
@@ -112,14 +120,19 @@ def cells(args: argparse.Namespace) -> list[tuple[str, str]]:
     """(tool, method) of each row."""
     ours = [("attar", "nearest"), ("attar", "nearest+imatrix")]
     ours += [("attar", rounding) for rounding in args.roundings if rounding != "nearest"]
+    ours += [("attar", f"mix+{rounding}") for rounding in args.mixes]
     theirs = [] if args.no_peer else [(PEER, "plain"), (PEER, "imatrix")]
     return [*theirs, *ours]
 
 
 def make(
-    name: str, tool: str, method: str, kind: str, file: Path, common: dict[str, Any], work: Path
+    name: str, tool: str, method: str, kind: str, file: Path, common: dict[str, Any], work: Path, near: int
 ) -> dict[str, Any]:
-    """Write one file."""
+    """Write one file; ``near``: bytes of tensors that a mix of our own may have."""
+    if method.startswith("mix+"):
+        count = sum(math.prod(info.shape) for info in open_checkpoint(name).tensors.values())
+        bits = math.floor(8e4 * near / count) / 1e4
+        return our_export(name, file, bits=bits, rounding=method.removeprefix("mix+"), **common)
     if tool == "attar":
         rounding, _, weighted = method.partition("+")
         more = {"imatrix": str(importance(name, common, work))} if weighted else {}
@@ -193,6 +206,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", default=["attar:tiny"])
     parser.add_argument("--types", nargs="+", default=["Q4_K_M", "Q3_K_M"])
     parser.add_argument("--roundings", nargs="*", default=["gptq", "qronos", "yaqa"])
+    parser.add_argument(
+        "--mixes", nargs="*", default=["nearest", "qronos"], help="roundings on types of our own choice"
+    )
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, NumericsError
+from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import (
     EMBEDDING,
     TRANSPOSED,
@@ -17,7 +18,6 @@ from attar.formats.compressed_tensors import (
     dequantize_state,
     quantization_config,
 )
-from attar.formats.coded import Coded
 from attar.formats.layouts import encode
 from attar.formats.rules import FLOAT, INT, NAIVE, PACK, ActivationRule, WeightRule
 

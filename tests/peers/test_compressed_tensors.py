@@ -14,8 +14,8 @@ from compressed_tensors.quantization.lifecycle.forward import quantize as ct_qua
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp
 
-from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.coded import Coded
+from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.layouts import decode, encode
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.fake_quant import quantize_activation

@@ -1,6 +1,6 @@
 """Blocks and scales against ggml itself: the C library that llama-cpp-python brings.
 
-``ATTAR_LLAMA_CPP_PYTHON`` names the Python of an environment with it; without it, this one is asked.
+``$ATTAR_PEERS/llama-cpp`` is an environment with it; without it, this one is asked.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ N, K = 32, 1024
 
 def library():
     """libggml-base of the llama-cpp-python found, or None."""
-    python = os.environ.get("ATTAR_LLAMA_CPP_PYTHON")
+    folder = os.environ.get("ATTAR_PEERS")
+    python = f"{folder}/llama-cpp/bin/python" if folder else None
     if python is None:
         found = importlib.util.find_spec("llama_cpp")
         origin = found.origin if found else None
@@ -44,7 +45,7 @@ def library():
 def ggml():
     path = library()
     if path is None or not path.exists():
-        pytest.skip("no llama-cpp-python: set ATTAR_LLAMA_CPP_PYTHON")
+        pytest.skip("no llama-cpp-python: set ATTAR_PEERS")
     loaded = ctypes.CDLL(str(path))
     loaded.ggml_type_size.restype = ctypes.c_size_t
     loaded.ggml_blck_size.restype = ctypes.c_int64
