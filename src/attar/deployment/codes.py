@@ -60,11 +60,6 @@ class Blocks:
             return {"exponent": exponent.to(torch.uint8)}
         return self.quantized.parameters.stored
 
-    def decode(self, rows: slice) -> Tensor:
-        """float32 values of some rows; a zero has no sign."""
-        parameters = self.quantized.parameters.each(lambda value: value[rows])
-        return Quantized(self.quantized.grid, self.quantized.codes[rows], parameters).dequantize() + 0.0
-
 
 @dataclass
 class Codes:

@@ -130,22 +130,22 @@ def _floats(one: Any, kind: str, view: Any) -> tuple[Tensor, Any]:
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
         raise NumericsError(f"{one.gguf} ({one.stored}) does not fit {kind}", hint="--type BF16 or F32")
-    return data, hashlib.sha256(data.float().numpy().tobytes())
+    return data, hashlib.sha256(memoryview(data.float().numpy()).cast("B"))
 
 
 def _blocks(one: Any, kind: str, codes: Codes) -> tuple[Tensor, Any]:
-    """A tensor of blocks."""
+    """A tensor of blocks, and the digest of what attar decodes them to."""
     made = codes(one, kind)
     data = blocks.pack(kind, made.codes, made.stored)
     digest = hashlib.sha256()
-    step = max(1, CHUNK // one.shape[1])
-    for start in range(0, one.shape[0], step):
-        digest.update(made.decode(slice(start, start + step)).numpy().tobytes())
+    for rows in data.split(max(1, CHUNK // one.shape[1])):
+        digest.update(memoryview(blocks.dequantize(kind, rows, one.shape[1]).numpy()).cast("B"))
     return data, digest
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
-    """Open the written file and decode every tensor with the gguf library; compare with what was in memory.
+    """Open the written file and decode every tensor with the gguf library; compare with attar's own decoder
+    on what was in memory.
 
     Returns:
         what was checked, in words.
@@ -177,9 +177,9 @@ def _read_back(opened: Any, name: str) -> Any:
 
     info, data = opened.tensors[name], opened.load(name)
     if info.kind in FLOATS:
-        yield data.float().numpy().tobytes()
+        yield memoryview(data.float().numpy()).cast("B")
         return
     kind = GGMLQuantizationType(TYPES[info.kind].id)
     step = max(1, CHUNK // info.shape[1])
     for start in range(0, info.shape[0], step):
-        yield (dequantize(data[start : start + step].numpy(), kind) + 0.0).tobytes()  # -0 is 0
+        yield memoryview(dequantize(data[start : start + step].numpy(), kind)).cast("B")
