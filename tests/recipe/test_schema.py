@@ -52,9 +52,9 @@ def test_data_and_seed_reach_the_stages_and_the_evaluation() -> None:
     assert {entry.settings.data for entry in recipe.stages} == {"corpus"}
 
 
-def test_a_stage_without_data_gets_none() -> None:
-    recipe = parse_recipe("{model: a, data: corpus, stages: [{stage: export}]}")
-    assert not hasattr(recipe.stages[0].settings, "data")
+def test_every_stage_gets_the_recipes_data() -> None:
+    recipe = parse_recipe("{model: a, data: corpus, stages: [{stage: prune}, {stage: export}]}")
+    assert [stage.settings.data for stage in recipe.stages] == ["corpus", "corpus"]
 
 
 @pytest.mark.parametrize(
