@@ -174,6 +174,7 @@ def test_parts(wide, tmp_path):
         export(wide, tmp_path / "one.gguf", settings(type="Q8_0", max_file="700KB"))
 
 
+@pytest.mark.slow
 def test_same_input_same_bytes(wide, tmp_path):
     for name in ("a", "b"):
         export(wide, tmp_path / f"{name}.gguf", settings(type="Q4_K_M", rounding="gptq", **CALIBRATION))
