@@ -100,8 +100,8 @@ class ShardWriter:
         with atomic.explain_os_errors(self.folder, shard.size):
             partial = self._partial(shard)
             if not partial.exists():
-                _reserve(partial, shard)
-            _write_at(partial, tensor, entry.begin)
+                reserve(partial, shard.header, shard.size)
+            write_at(partial, tensor, entry.begin)
             self._waiting[shard.name].discard(name)
             if not self._waiting[shard.name]:
                 atomic.fsync(partial)
@@ -227,22 +227,22 @@ def _shard(name: str, slots: list[Slot]) -> _Shard:
     return _Shard(name, header, entries, entries[-1].end)
 
 
-def _reserve(partial: Path, shard: _Shard) -> None:
-    """Create a shard's file at its full size, header written. A full disk shows here."""
+def reserve(partial: Path, header: bytes, size: int) -> None:
+    """Create a file at its full size, header written. A full disk shows here."""
     with partial.open("wb") as file:
-        file.write(shard.header)
+        file.write(header)
         file.flush()
         try:
-            os.posix_fallocate(file.fileno(), 0, shard.size)
+            os.posix_fallocate(file.fileno(), 0, size)
         except AttributeError:  # macOS has no posix_fallocate
-            file.truncate(shard.size)
+            file.truncate(size)
         except OSError as error:  # and some file systems cannot
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
-            file.truncate(shard.size)
+            file.truncate(size)
 
 
-def _write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
+def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
     """Write a tensor's bytes into an existing file."""
     with path.open("r+b", buffering=0) as file:
         _write(file.fileno(), tensor, position)

@@ -115,18 +115,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     measured = {str(row["name"]): _read(row, shapes) for row in found.reports}
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
     swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
-    head = None
-    if settings.head_bits in HEADS:
-        device = pick_device(settings.device)
-        sums = imatrix.compute(
-            source,
-            batches,
-            work=output.work / "head",
-            precision=settings.precision,
-            device=device,
-            progress=progress,
-        )
-        head = _head(source, sums, HEADS[settings.head_bits])
+    head = _rounded_head(source, batches, settings, output, progress)
     made = _Made(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
     stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
     said = exl2.quantization_config(
@@ -221,6 +210,27 @@ def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list
     return made
 
 
+def _rounded_head(
+    source: Checkpoint,
+    batches: Sequence[Tensor],
+    settings: ExportSettings,
+    output: Output,
+    progress: Progress,
+) -> dict[str, Tensor] | None:
+    """The tensors of the head; None where it stays dense."""
+    if settings.head_bits not in HEADS:
+        return None
+    sums = imatrix.compute(
+        source,
+        batches,
+        work=output.work / "head",
+        precision=settings.precision,
+        device=pick_device(settings.device),
+        progress=progress,
+    )
+    return _head(source, sums, HEADS[settings.head_bits])
+
+
 def _head(
     source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: Pattern
 ) -> dict[str, Tensor]:
@@ -258,6 +268,7 @@ class _Made:
     head: Mapping[str, Tensor] | None
 
     def __post_init__(self) -> None:
+        self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
         names = stored_names(empty_model(self.source.config), self.source)
         self.modules = {names[f"{module}.weight"]: module for module in self.shapes}
         self.head_stored = _head_name(self.source) if self.head is not None else ""
@@ -279,7 +290,7 @@ class _Made:
         """What a stored tensor becomes, as :meth:`slots` announces it."""
         if name in self.modules:
             module, base = self.modules[name], name.removesuffix(".weight")
-            made = self.swept.tensors(self.swept.block_of[module])[module]
+            made = self._rounded(module)
             return {f"{base}.{leaf}": value for leaf, value in made.items()}
         heads = {f"{HEAD}.{leaf}": value for leaf, value in (self.head or {}).items()}
         if name == f"{HEAD}.weight" and name == self.head_stored:
@@ -289,13 +300,20 @@ class _Made:
         check_fits(name, kept)
         return {name: kept, **(heads if name == self.head_stored else {})}
 
+    def _rounded(self, module: str) -> dict[str, Tensor]:
+        """What the sweep left of a Linear; one block's are held at a time."""
+        number = self.swept.block_of[module]
+        if self.held[0] != number:
+            self.held = (number, self.swept.tensors(number))
+        return self.held[1][module]
+
     def verify(self, written: Checkpoint, progress: Progress) -> list[str]:
         """Read the file back and compare with what the sweep left, decoded."""
         read = reader(written)
         with progress.task("verify", total=len(self.modules)) as task:
             for stored, module in self.modules.items():
                 base = stored.removesuffix(".weight")
-                made = self.swept.tensors(self.swept.block_of[module])[module]
+                made = self._rounded(module)
                 wanted, got = decode(made, self.shapes[module][0]), read.dense(f"{base}.{WEIGHT}")
                 read.check(f"{base}.{WEIGHT}")
                 if got is None or not torch.equal(got, wanted):

@@ -28,7 +28,7 @@ from attar.progress import SILENT, Progress
 from attar.walks.activations import Activations
 from attar.walks.passes import StopForward
 from attar.walks.skeleton import Skeleton
-from attar.walks.sweep import Solution, sweep
+from attar.walks.sweep import Nothing, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def compute(
     sweep(
         checkpoint,
         batches,
-        _Nothing(),
+        Nothing(),
         work=work,
         select=lambda name: False,
         precision=precision,
@@ -161,21 +161,3 @@ def _kept(file: Path) -> Sums:
     tensors = load_file(file)
     names = [name.removesuffix("/in_sum2") for name in tensors if name.endswith("/in_sum2")]
     return {name: (tensors[f"{name}/in_sum2"], float(tensors[f"{name}/count"])) for name in names}
-
-
-class _Nothing:
-    """A solver with nothing to solve."""
-
-    original = False
-
-    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
-        """Never asked."""
-        raise AssertionError(names)
-
-    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
-        """Never asked."""
-        raise AssertionError(list(weights))
-
-    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """Never asked."""
-        raise AssertionError(name)

@@ -12,6 +12,7 @@ The difference of two whole numbers is exact and the product is rounded once. Ke
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ def decoded(weight: Coded, rule: WeightRule, dtype: torch.dtype) -> Tensor:
     return values(weight, rule.tile((rows, columns))[1]).to(dtype)
 
 
-class QweightReader:
+class QweightReader(ABC):
     """Reads such a checkpoint tensor by tensor; GPTQ and AWQ say what differs.
 
     Attributes:
@@ -75,21 +76,21 @@ class QweightReader:
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
 
+    @abstractmethod
     def rule(self, module: str) -> WeightRule:
         """What the config says of a Linear."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shape(self, module: str, rule: WeightRule) -> tuple[int, int]:
         """(N, K) of a Linear, from the shapes of its tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layout(self, shape: tuple[int, int], rule: WeightRule) -> Layout:
         """Types and shapes that its tensors must have."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:
         """Its codes."""
-        raise NotImplementedError
 
     def coded(self, name: str) -> bool:
         """Whether a stored tensor holds the codes of a weight."""

@@ -15,7 +15,7 @@ from attar.models.fake_quant import on_keys_and_values
 from attar.progress import Progress
 from attar.quantization.ranges import ActivationRange
 from attar.quantization.scheme import Plan, static_inputs
-from attar.walks.sweep import Solution, sweep
+from attar.walks.sweep import Nothing, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def observe(
     sweep(
         checkpoint,
         batches,
-        _Nothing(),
+        Nothing(),
         work=work,
         select=lambda name: False,
         precision=precision,
@@ -92,21 +92,3 @@ def observe(
 def _add(seen: ActivationRange, x: Tensor) -> None:
     if not x.is_meta:
         seen.add(x)
-
-
-class _Nothing:
-    """A solver with nothing to solve."""
-
-    original = False
-
-    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
-        """Never asked."""
-        raise AssertionError(names)
-
-    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
-        """Never asked."""
-        raise AssertionError(list(weights))
-
-    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """Never asked."""
-        raise AssertionError(name)

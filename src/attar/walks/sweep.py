@@ -78,6 +78,24 @@ class Solver(Protocol):
         """The weight (N, K) of a solution read back from disk."""
 
 
+class Nothing:
+    """A solver with nothing to solve: for walks that only look, with ``select`` never true."""
+
+    original = False
+
+    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
+        """Never asked."""
+        raise AssertionError(names)
+
+    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
+        """Never asked."""
+        raise AssertionError(list(weights))
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """Never asked."""
+        raise AssertionError(name)
+
+
 class BlockSolver(Protocol):
     """An algorithm that works on a whole block at a time."""
 

@@ -461,7 +461,7 @@ def test_nothing_half_written_remains(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("attar.formats.gguf.writer.os.pwrite", full)
+        patch.setattr("attar.checkpoint.shards.os.pwrite", full)
         with pytest.raises(OutputError, match=r"m\.gguf: no space left on the disk \(384 B needed"):
             writer.add("w", torch.zeros(4))
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == b"old"

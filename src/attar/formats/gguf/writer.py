@@ -15,9 +15,7 @@ Split files ``NAME-00001-of-0000N.gguf``: each has ``split.no`` (from 0), ``spli
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import struct
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
+from attar.checkpoint.shards import reserve, write_at
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, OutputError
 from attar.formats.gguf.types import TYPES, row_bytes
@@ -102,7 +101,7 @@ class Writer:
         with self._guarded():
             for part in self._parts:
                 atomic.check_file(part.file, force=True)
-                _reserve(part)
+                reserve(part.partial, part.header, part.size)
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +126,7 @@ class Writer:
         assert wanted == found, f"layout says {wanted} for {name}, got {found}"
         part, place = self._place[name]
         with self._guarded():
-            _write_at(part.partial, tensor, place)
+            write_at(part.partial, tensor, place)
         del self._waiting[name]
 
     def finish(self) -> list[Path]:
@@ -280,30 +279,3 @@ def _padded(size: int, alignment: int) -> int:
 def _remove(partials: list[Path]) -> None:
     for path in partials:
         path.unlink(missing_ok=True)
-
-
-def _reserve(part: _Part) -> None:
-    """Create a file at its full size, zeros after the header. A full disk shows here."""
-    with part.partial.open("wb") as file:
-        file.write(part.header)
-        file.flush()
-        try:
-            os.posix_fallocate(file.fileno(), 0, part.size)
-        except AttributeError:  # macOS has no posix_fallocate
-            file.truncate(part.size)
-        except OSError as error:  # and some file systems cannot
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            file.truncate(part.size)
-
-
-def _write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Write a tensor's bytes into an existing file."""
-    import torch
-
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    rest = memoryview(flat.view(torch.uint8).numpy())
-    with path.open("r+b", buffering=0) as file:
-        while rest:
-            count = os.pwrite(file.fileno(), rest, position)
-            rest, position = rest[count:], position + count
