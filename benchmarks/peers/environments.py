@@ -45,6 +45,7 @@ PEERS = {
         Peer("auto-round", "autoround_run.py"),
         Peer("bitsandbytes", "bitsandbytes_run.py", ("transformers", "accelerate")),
         Peer("llama-cpp", "llamacpp_run.py", ("gguf",), "llama-cpp-python", source=True),
+        Peer("mergekit", "mergekit_run.py"),  # 0.1.5 runs with transformers 5.23.0, offline on local folders
     )
 }
 

@@ -1,7 +1,7 @@
 """attar: a language model made small and fast, with the evidence that it is still good.
 
-The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`export`,
-:func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`, :func:`report`, :func:`demo`. Names are
+The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`merge`,
+:func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`, :func:`report`, :func:`demo`. Names are
 loaded when first used, so ``import attar`` costs nothing.
 """
 
@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         distill,
         evaluate,
         export,
+        extract,
         generate,
         inspect,
+        merge,
         prune,
         quantize,
         recover,
@@ -61,9 +63,11 @@ __all__ = [
     "distill",
     "evaluate",
     "export",
+    "extract",
     "generate",
     "inspect",
     "load_recipe",
+    "merge",
     "open_checkpoint",
     "prune",
     "quantize",
@@ -81,8 +85,10 @@ _HOMES = {
         "distill",
         "evaluate",
         "export",
+        "extract",
         "generate",
         "inspect",
+        "merge",
         "prune",
         "quantize",
         "recover",

@@ -7,7 +7,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from attar.errors import SettingsError
 from attar.progress import SILENT, Progress
 from attar.recipe.origin import PythonOrigin
 from attar.recipe.settings import parse
-from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
+from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -108,6 +108,52 @@ def quantize(
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
     return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
+
+
+def merge(
+    config: str | Path | dict[str, Any],
+    out: str | Path,
+    *,
+    models: Mapping[str, str | Path] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Checkpoint:
+    """Make one model out of several.
+
+    Args:
+        config: mergekit's YAML: a file, its text, or its content as a dict.
+        out: the folder of the new checkpoint.
+        models: models by names of your own, which the configuration may use.
+        force: replace an existing checkpoint.
+        settings: see :class:`attar.merging.settings.MergeSettings`.
+
+    Raises:
+        AttarError: bad input; nothing is left behind.
+    """
+    checked = _settings("merge", {**settings, "config": config_text(config)})
+    return run_merge(out, checked, models=models, force=force, progress=progress)
+
+
+def extract(
+    model: Model,
+    base: Model,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Path:
+    """Write the difference of two models as a LoRA adapter.
+
+    Args:
+        model: the fine-tuned model.
+        base: the model it came from.
+        out: the adapter's folder.
+        settings: see :class:`attar.merging.extraction_settings.ExtractSettings`.
+    """
+    checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
+    return run_extract(model, base, out, checked, force=force, progress=progress)
 
 
 def export(
@@ -209,6 +255,48 @@ def run_stage(
     made: Checkpoint = function(
         model, Path(out), settings, **signal, progress=progress or SILENT, force=force
     )
+    return made
+
+
+def config_text(config: str | Path | dict[str, Any]) -> str:
+    """A merge's configuration as the setting ``config`` holds it: text stays, a dict becomes JSON (which is
+    YAML)."""
+    if isinstance(config, dict):
+        import json
+
+        return json.dumps(config, indent=2)
+    return str(config)
+
+
+def run_merge(
+    out: str | Path,
+    settings: Any,
+    *,
+    models: Mapping[str, str | Path] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Call the merge with settings that are checked already."""
+    function = STAGES["merge"].run()
+    draw = load("attar.measure.report.conflicts:conflicts_svg")
+    made: Checkpoint = function(
+        Path(out), settings, models=models or {}, draw=draw, progress=progress or SILENT, force=force
+    )
+    return made
+
+
+def run_extract(
+    model: Model,
+    base: Model,
+    out: str | Path,
+    settings: Any,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Call the extraction with settings that are checked already."""
+    function = load("attar.merging.extraction:extract")
+    made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
     return made
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attar.errors import RecipeError
-from attar.recipe.located import parse_yaml, read_yaml, scalar
+from attar.recipe.located import parse_documents, parse_yaml, read_documents, read_yaml, scalar
 
 
 @pytest.mark.parametrize(
@@ -61,6 +61,25 @@ def test_what_is_not_well_formed(text: str, message: str) -> None:
         parse_yaml(text, "r.yaml")
     assert caught.value.message.startswith(message)
     assert "\n" not in caught.value.message
+
+
+def test_several_documents() -> None:
+    found = parse_documents("a: 1\n---\nb: 2\n---\n# nothing\n---\n- x\n", "r.yaml")
+    assert [(each.plain(), each.where) for each in found] == [
+        ({"a": 1}, "r.yaml:1"), ({"b": 2}, "r.yaml:3"), (["x"], "r.yaml:7"),
+    ]  # fmt: skip
+    assert parse_documents("", "r.yaml") == []
+    with pytest.raises(RecipeError, match=r"r\.yaml:4: key 'b' is given twice"):
+        parse_documents("a: 1\n---\nb: 2\nb: 3\n", "r.yaml")
+    with pytest.raises(RecipeError, match=r"r\.yaml:4: not valid YAML"):
+        parse_documents("a: 1\n---\n{\n", "r.yaml")
+
+
+def test_documents_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "two.yml").write_text("a: 1\n---\na: 2\n")
+    assert [each.plain() for each in read_documents(tmp_path / "two.yml")] == [{"a": 1}, {"a": 2}]
+    with pytest.raises(RecipeError, match="no such recipe file"):
+        read_documents(tmp_path / "none.yml")
 
 
 def test_aliases_do_not_explode() -> None:

@@ -120,9 +120,9 @@ def flag(name: str, *spellings: str, help: str) -> inspect.Parameter:
     return _parameter(name, bool, typer.Option(False, *spellings, help=help, show_default=False))
 
 
-def settings_options(cls: type) -> list[inspect.Parameter]:
-    """One option per field of a settings class, with its help, default and choices."""
-    return [_setting_option(setting) for setting in settings_of(cls)]
+def settings_options(cls: type, without: Sequence[str] = ()) -> list[inspect.Parameter]:
+    """One option per field of a settings class, with its help, default and choices; some may be left out."""
+    return [_setting_option(setting) for setting in settings_of(cls) if setting.name not in without]
 
 
 def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:

@@ -1,13 +1,15 @@
 """YAML read with the place of every value kept, so that an error can name file and line.
 
 Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number. A
-key given twice, an anchor that contains itself and a second document are errors.
+key given twice, an anchor that contains itself and a second document are errors
+(:func:`parse_documents` takes several).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,19 +91,42 @@ def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Located:
     Raises:
         RecipeError: one line with the place, for anything that is not one well-formed document.
     """
-    try:
+    with _one_line(text, name, line_numbers):
         node = _Loader(text).get_single_node()
-    except yaml.MarkedYAMLError as error:
-        raise RecipeError(_syntax(error, name, line_numbers)) from None
-    except RecursionError:
-        raise RecipeError(f"{name}: nested too deeply") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise RecipeError(f"{name}:{line}: a character that YAML does not allow") from None
     reader = _Reader(name, line_numbers)
     if node is None:
         return Located(None, reader.place(0))
     return reader.read(node, ())
+
+
+def parse_documents(text: str, name: str) -> list[Located]:
+    """Parse a file of several YAML documents, divided by ``---``; empty ones are left out.
+
+    Args:
+        text: the file.
+        name: what to call it in errors and places; lines are counted through the whole file.
+
+    Raises:
+        RecipeError: one line with the place, for anything that is not well-formed.
+    """
+    nodes: list[yaml.Node] = []
+    with _one_line(text, name, True):
+        loader = _Loader(text)
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None:
+                nodes.append(node)
+    reader = _Reader(name, True)
+    return [each for each in (reader.read(node, ()) for node in nodes) if each.value is not None]
+
+
+def read_documents(path: Path) -> list[Located]:
+    """:func:`parse_documents` of a file.
+
+    Raises:
+        RecipeError: the file is missing, not readable, not UTF-8 or not well-formed.
+    """
+    return parse_documents(_text(path), str(path))
 
 
 def read_yaml(path: Path) -> Located:
@@ -110,15 +135,33 @@ def read_yaml(path: Path) -> Located:
     Raises:
         RecipeError: the file is missing, not readable, not UTF-8 or not well-formed.
     """
+    return parse_yaml(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
+    """The text of a file that a person wrote."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe file") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_yaml(text, str(path))
+
+
+@contextmanager
+def _one_line(text: str, name: str, line_numbers: bool) -> Iterator[None]:
+    """PyYAML's errors as ours."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        raise RecipeError(_syntax(error, name, line_numbers)) from None
+    except RecursionError:
+        raise RecipeError(f"{name}: nested too deeply") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(f"{name}:{line}: a character that YAML does not allow") from None
 
 
 def _syntax(error: yaml.MarkedYAMLError, name: str, line_numbers: bool) -> str:

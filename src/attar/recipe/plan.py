@@ -142,6 +142,8 @@ class _Planner:
     def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
         parents = [keys[name] for name in entry.parents]
         stage = STAGES[entry.stage]
+        if stage.merges:
+            parents += load("attar.merging.parents:outside")(entry.settings.config, entry.merged)
         return identity(
             entry.stage, stage.version(), plain(entry.settings), parents + _data(entry.settings, data)
         )

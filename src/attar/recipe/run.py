@@ -190,13 +190,11 @@ class _Run:
         """Call the stage function; the time it took is kept even when it is interrupted."""
         entry = step.entry
         function, peak = STAGES[entry.stage].run(), load(self.tools.peak)
-        teacher = {"teacher": self.model(entry.teacher)} if entry.teacher else {}
-        common = {"progress": self.progress, "force": True, "key": step.key}
         self.release()
         load(self.tools.reset_peak)()
         start = time.monotonic()
         try:
-            function(self.model(entry.source), step.folder, entry.settings, **teacher, **common)
+            self.call(function, step)
         except SettingsError as error:  # a setting that does not fit this model
             raise RecipeError(f"{entry.where}: {error.message}", hint=error.hint) from error
         finally:
@@ -205,6 +203,17 @@ class _Run:
             receipt = replace(receipt, seconds=seconds, peak_rss_bytes=peak() - kept)
             write_receipt(self.plan.out, step.folder.name, receipt)
         return receipt
+
+    def call(self, function: Any, step: Step) -> None:
+        """Call a stage function with the models it takes."""
+        entry = step.entry
+        common = {"progress": self.progress, "force": True, "key": step.key}
+        if STAGES[entry.stage].merges:
+            models = {name: self.model(name) for name in entry.merged}
+            function(step.folder, entry.settings, models=models, **common)
+            return
+        teacher = {"teacher": self.model(entry.teacher)} if entry.teacher else {}
+        function(self.model(entry.source), step.folder, entry.settings, **teacher, **common)
 
     def model(self, name: str) -> str | Path:
         """What to hand to a stage: the original by the name the recipe gave it, so that cards keep it."""

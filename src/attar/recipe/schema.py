@@ -11,8 +11,8 @@
 
 Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
 (the stage whose checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default: the
-model before the prunings that lead to it). All other keys are the stage's settings. This file imports nothing
-heavy.
+model before the prunings that lead to it). A merge has no ``from``: its ``config`` names its models (see
+merges.py). All other keys are the stage's settings. This file imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from attar.errors import RecipeError
 from attar.recipe.located import Entry, Located, parse_yaml, read_yaml
+from attar.recipe.merges import read_merge
 from attar.recipe.origin import RecipeOrigin, did_you_mean
 from attar.recipe.overrides import override
 from attar.recipe.settings import parse, plain, settings_of
@@ -48,6 +49,7 @@ class StageEntry:
         name: its unique name.
         source: name of the stage whose checkpoint it takes, or "original".
         teacher: name of the stage that teaches it, or "original"; None where none does.
+        merged: names of the stages that a merge takes, or "original"; ``source`` is the first of them.
         settings: the verb's settings dataclass.
         where: ``file:line``.
     """
@@ -59,6 +61,7 @@ class StageEntry:
     teacher: str | None
     settings: Any
     where: str
+    merged: tuple[str, ...] = ()
 
     @property
     def folder(self) -> str:
@@ -67,7 +70,9 @@ class StageEntry:
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Names of the checkpoints it reads: the source, then the teacher."""
+        """Names of the checkpoints it reads: the source, then the teacher; or those that it merges."""
+        if STAGES[self.stage].merges:
+            return self.merged
         return (self.source,) if self.teacher is None else (self.source, self.teacher)
 
 
@@ -95,7 +100,9 @@ class Recipe:
         """The resolved recipe, every default written out; reading it back gives the same recipe."""
         stages = []
         for entry in self.stages:
-            common = {"stage": entry.stage, "name": entry.name, "from": entry.source}
+            common = {"stage": entry.stage, "name": entry.name}
+            if not STAGES[entry.stage].merges:
+                common["from"] = entry.source
             teacher = {} if entry.teacher is None else {"teacher": entry.teacher}
             stages.append(common | teacher | plain(entry.settings))
         evaluate = False if self.evaluate is None else plain(self.evaluate)
@@ -151,7 +158,7 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(f"{top['seed'].where}: seed is {seed}, but must be a whole number, 0 or more")
     defaults = {name: top[name] for name in ("data", "seed") if name in top}
     return Recipe(
-        path, model, data, seed, _evaluate(top.get("evaluate"), defaults, root), _stages(root, defaults)
+        path, model, data, seed, _evaluate(top.get("evaluate"), defaults, root), _stages(root, defaults, path)
     )
 
 
@@ -196,7 +203,7 @@ def _settings(
     return parse(cls, values, RecipeOrigin(what, where, places, extra))
 
 
-def _stages(root: Located, defaults: Mapping[str, Entry]) -> tuple[StageEntry, ...]:
+def _stages(root: Located, defaults: Mapping[str, Entry], path: str) -> tuple[StageEntry, ...]:
     entry = root.value.get("stages")
     if entry is None:
         raise RecipeError(f"{root.where}: the key 'stages' is missing", hint="stages: [{stage: quantize}]")
@@ -205,7 +212,7 @@ def _stages(root: Located, defaults: Mapping[str, Entry]) -> tuple[StageEntry, .
         raise RecipeError(f"{entry.where}: stages must be a list with at least one stage")
     done: list[StageEntry] = []
     for item, name in zip(items, stage_names(entry.value), strict=True):
-        done.append(_stage(item, name, done, defaults))
+        done.append(_stage(item, name, done, defaults, path))
     return tuple(done)
 
 
@@ -258,15 +265,37 @@ def _verb(item: Located) -> Stage:
     return STAGES[verb]
 
 
-def _stage(item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry]) -> StageEntry:
+def _stage(
+    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry], path: str
+) -> StageEntry:
     verb = _verb(item)
     keys: Mapping[str, Entry] = item.value
+    if verb.merges:
+        return _merge(item, name, done, defaults, path)
     common = (*_COMMON, "teacher") if verb.teacher else _COMMON
     source = _reference(keys, "from", done, done[-1].name if done else ORIGINAL)
     teacher = _reference(keys, "teacher", done, _unpruned(source, done)) if verb.teacher else None
     what = f"stage {name!r}"
     settings = _settings(verb.settings_class(), keys, defaults, what, item.where, common)
     return StageEntry(len(done) + 1, verb.verb, name, source, teacher, settings, item.where)
+
+
+def _merge(
+    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry], path: str
+) -> StageEntry:
+    """A stage that takes the models that its configuration names."""
+    keys: dict[str, Entry] = dict(item.value)
+    what = f"stage {name!r}"
+    if "from" in keys:
+        raise RecipeError(f"{keys['from'].where}: {what} has no 'from'", hint="its config names its models")
+    if "config" not in keys:
+        raise RecipeError(f"{item.where}: {what} needs the key 'config'", hint="mergekit's YAML, or a file of it")
+    read = read_merge(keys["config"], path, [ORIGINAL, *(entry.name for entry in done)])
+    keys["config"] = read.config
+    verb = STAGES[_verb(item).verb]
+    settings = _settings(verb.settings_class(), keys, defaults, what, item.where, ("stage", "name"))
+    source = read.stages[0] if read.stages else ORIGINAL
+    return StageEntry(len(done) + 1, verb.verb, name, source, None, settings, item.where, read.stages)
 
 
 def _reference(keys: Mapping[str, Entry], key: str, done: list[StageEntry], default: str) -> str:

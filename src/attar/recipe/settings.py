@@ -105,12 +105,12 @@ def plain(settings: Any) -> dict[str, Any]:
 def title(settings: Any) -> str:
     """One line for people: the stage's method, ratio or steps, and every setting that is not its default.
 
-    ``data`` and ``seed`` belong to the whole recipe and are left out.
+    ``data`` and ``seed`` belong to the whole recipe and are left out, and so is a whole ``config``.
     """
     words = []
     for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
-        if setting.name in ("data", "seed") or (value == setting.default and setting.name not in _TELLING):
+        if setting.name in ("data", "seed", "config") or (value == setting.default and setting.name not in _TELLING):
             continue
         name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "
         words.append(name + short(value))

@@ -23,7 +23,8 @@ def plan_text(plan: Plan) -> str:
     rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, None)]
     for step in plan.steps:
         entry = step.entry
-        source = entry.source if entry.teacher is None else f"{entry.source}, taught by {entry.teacher}"
+        source = ", ".join(entry.parents[:1] if entry.teacher else entry.parents)
+        source += f", taught by {entry.teacher}" if entry.teacher else ""
         needs = None if step.state == DONE else step.estimate
         what = textwrap.shorten(f"{entry.stage} {title(entry.settings)}", _WIDTH, placeholder=" ...")
         rows.append(_row(str(entry.number), entry.name, what, source, step.state, step.seconds, needs))

@@ -21,6 +21,8 @@ class Stage:
         settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is its code version.
         function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
         teacher: whether the function takes ``teacher=`` as well.
+        merges: whether it takes several models, which its setting ``config`` names, instead of one: it is called
+            as ``function(out, settings, *, models, progress, force, key)``.
         example: a command that shows the verb at work.
     """
 
@@ -30,6 +32,7 @@ class Stage:
     function: str
     example: str
     teacher: bool = False
+    merges: bool = False
 
     def settings_class(self) -> type:
         """The settings dataclass."""
@@ -86,6 +89,14 @@ STAGES: dict[str, Stage] = {
             example="attar quantize attar:tiny -o out/w4 --scheme W4A16 --group-size 64 --method gptq",
         ),
         Stage(
+            verb="merge",
+            summary="Make one model out of several, as mergekit's YAML says.",
+            settings="attar.merging.settings:MergeSettings",
+            function="attar.merging.stage:merge",
+            example="attar merge ties.yml -o out/merged",
+            merges=True,
+        ),
+        Stage(
             verb="export",
             summary="Write a checkpoint for another engine.",
             settings="attar.deployment.settings:ExportSettings",
@@ -98,3 +109,6 @@ STAGES: dict[str, Stage] = {
 EVALUATE_SETTINGS = "attar.measure.settings:EvaluateSettings"
 EVALUATE_VERSION = "attar.measure.settings:VERSION"
 """Not a stage: a recipe evaluates the checkpoint of every stage."""
+
+EXTRACT_SETTINGS = "attar.merging.extraction_settings:ExtractSettings"
+"""Not a stage: what it makes is an adapter, not a model."""

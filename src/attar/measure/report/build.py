@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import write_bytes
+from attar.measure.report.conflicts import conflict_pictures
 from attar.measure.report.curves import curve_pictures
 from attar.measure.report.layers import layer_pictures
 from attar.measure.report.lineage import definitions, lineage_tree
@@ -85,6 +86,13 @@ def _sections(run: Run, recipe: str | None) -> Markup:
             layer_pictures(run),
             "Relative error of a layer's output on the calibration text: ‖WX − ŴX‖² / ‖WX‖², by block. "
             "One scale for all panels; lower is better.",
+        ),
+        _section(
+            "Where the parents disagree",
+            conflict_pictures(run),
+            "Every pair of parents of a merge, by layer: cosine of their changes to the base, and how often "
+            "the signs agree where both changed a weight. At 0 and 50 % (dotted) the changes are unrelated; "
+            "below, they undo each other.",
         ),
         _section("Training", curve_pictures(run)),
         _section(

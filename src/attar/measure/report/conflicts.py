@@ -1,0 +1,262 @@
+"""The picture of where the parents of a merge disagree.
+
+One panel for each pair of parents: layers across, and up two measures that share a scale, because
+2 agreement - 1 is to signs what the cosine is to vectors: the cosine of the task vectors (solid, left) and
+the share of common changes whose signs agree (dashed, right). Unrelated changes lie on the line at 0 and
+50 %, opposite ones below it. All panels have one scale. Embedding and head, which belong to no layer, are
+points beside the lines.
+
+Then, by model: how far it went from the base, and how much of its change a vote on the signs would overrule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from attar.measure.numbers import significant
+from attar.measure.report.axis import Axis, fit, from_zero
+from attar.measure.report.conflict_rows import Conflicts, Slot, read_conflicts
+from attar.measure.report.labels import Point, text_width
+from attar.measure.report.legend import Key, cut, html_legend, svg_legend
+from attar.measure.report.markup import Markup, el, join
+from attar.measure.report.svg import left_axis, line, picture, polyline, style, text, tick_text
+from attar.measure.run_folder import Run, Stage
+
+WIDTH, HEIGHT = 252.0, 184.0
+LEFT, RIGHT, TOP, BOTTOM = 40.0, WIDTH - 42.0, 42.0, HEIGHT - 26.0
+MOST_PAIRS, MOST_MODELS = 15, 6
+MOST_LAYERS = 16  # above, lines have no points
+OUTSIDE = 2  # colour of embedding and head
+
+
+class Panel(NamedTuple):
+    """A small picture: what it shows, in words, and what is drawn."""
+
+    what: str
+    drawn: Markup
+
+
+def conflict_pictures(run: Run) -> Markup | None:
+    """Panels of every stage whose card tells of conflicts; None where none does."""
+    known = [(stage, table) for stage in run.stages if (table := _table(stage))]
+    drawn = [join(el("h3", stage.name) if len(known) > 1 else None, _html(table)) for stage, table in known]
+    return join(drawn) if drawn else None
+
+
+def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], width: float = 880.0) -> str:
+    """The picture as an SVG file of its own, with its style (light and dark) inside.
+
+    Args:
+        rows: what ``attar.merging.conflicts.summary`` gave.
+        labels: names of the models, in order.
+        width: in pixels; the panels stand side by side as far as they fit.
+    """
+    table = read_conflicts(rows, labels)
+    y, parts = 18.0, []
+    for keys, panels in _groups(table) if table else ():
+        legend, y = svg_legend(keys, width, y + 10)
+        parts.append(legend)
+        columns = min(max(int((width - 32 + 28) // (WIDTH + 28)), 1), 2 if len(panels) == 4 else len(panels))
+        for number, panel in enumerate(panels):
+            row, column = divmod(number, columns)
+            place = f"translate({16 + column * (WIDTH + 28):.0f} {y + row * (HEIGHT + 20):.0f})"
+            parts.append(el("g", el("title", panel.what), panel.drawn, transform=place))
+        y += -(-len(panels) // columns) * (HEIGHT + 20)
+    if not table:
+        parts, y = [text(16, 34, "no task vectors of two models to compare")], 60.0
+    card = el("rect", x=0.5, y=0.5, width=width - 1, height=y - 1, rx=10, class_="card")
+    what = "where the parents of a merge disagree, layer by layer"
+    return picture(width, y, what, el("style", style("picture")), card, parts) + "\n"
+
+
+def _table(stage: Stage) -> Conflicts | None:
+    labels = stage.details.get("conflict_models")
+    return read_conflicts(stage.rows("conflicts"), labels if isinstance(labels, list) else ())
+
+
+def _html(table: Conflicts) -> Markup:
+    parts = []
+    for keys, panels in _groups(table):
+        drawn = [picture(WIDTH, HEIGHT, p.what, p.drawn, class_="picture panel") for p in panels]
+        parts.append(join(html_legend(keys), el("div", drawn, class_="panels")))
+    return join(parts)
+
+
+def _groups(table: Conflicts) -> list[tuple[list[Key], list[Panel]]]:
+    """Two groups of panels with their legends: by pair, and by model."""
+    pairs, models = _shown_pairs(table), _shown_models(table)
+    titles = {index: " × ".join(table.labels[each] for each in table.pairs[index]) for index in pairs}
+    names = {each: table.labels[each] for each in range(len(table.labels))}
+    letters: list[Key] = []
+    if any(text_width(title, 12) > WIDTH for title in titles.values()):
+        short = {each: _letter(each) for each in names}
+        letters = [Key("", f"{short[each]}: {cut(name)}") for each, name in names.items()]
+        titles = {index: " × ".join(short[each] for each in table.pairs[index]) for index in pairs}
+        names = short
+    keys = [Key(f"s{number}", part) for number, part in enumerate(table.parts)]
+    keys += [Key(f"s{OUTSIDE} spot", " and ".join(table.outside) + " (ring: signs)")] if table.outside else []
+    keys += [Key("plain", "cosine (left)"), Key("plain dashed", "signs agree (right)")]
+    if len(pairs) < len(table.pairs):
+        keys.append(Key("", f"{len(pairs)} of {len(table.pairs)} pairs: those with the lowest cosine"))
+    by_pair = [_pair_panel(table, index, titles[index]) for index in pairs]
+    model_keys = [Key(f"s{number}", cut(names[each])) for number, each in enumerate(models)]
+    if len(models) < len(table.labels):
+        words = f"{len(models)} of {len(table.labels)} models: those overruled most"
+        model_keys.append(Key("", words))
+    by_model = [
+        _model_panel(table, measure, title, part, models)
+        for measure, title in (
+            ("norm", "length of the change / base"),
+            ("overruled", "share overruled by a vote"),
+        )
+        for part in table.parts
+    ]
+    return [(letters + keys, by_pair), (model_keys, by_model)]
+
+
+def _shown_pairs(table: Conflicts) -> list[int]:
+    """All pairs, or the ones with the lowest cosine where there are too many, in their order."""
+    ranked = sorted(range(len(table.pairs)), key=lambda index: _or(table.whole("cosine", index), 2.0))
+    return sorted(ranked[:MOST_PAIRS])
+
+
+def _shown_models(table: Conflicts) -> list[int]:
+    ranked = sorted(range(len(table.labels)), key=lambda each: -_or(table.whole("overruled", each), -1.0))
+    return sorted(ranked[:MOST_MODELS])
+
+
+def _letter(number: int) -> str:
+    """A, B, ... Z, A1, ..."""
+    turn, place = divmod(number, 26)
+    return chr(ord("A") + place) + (str(turn) if turn else "")
+
+
+def _pair_panel(table: Conflicts, index: int, title: str) -> Panel:
+    y = _shared_scale(table)
+    x = _depth(table, RIGHT, table.outside)
+    dots = len(table.slots) <= MOST_LAYERS
+    drawn = []
+    for number, part in enumerate(table.parts):
+        cosine = _line(table, x, "cosine", part, index, y)
+        signs = _line(table, x, "agreement", part, index, lambda value: y(2 * value - 1))
+        shown = [*_series(signs, f"{part}, signs agree", "series dashed", dots)]
+        shown += _series(cosine, f"{part}, cosine", "series", dots)
+        drawn.append(el("g", shown, class_=f"s{number}"))
+    right = [
+        text(RIGHT + 6, y(tick) + 4, f"{tick_text(50 + 50 * tick)} %", class_="tick") for tick in y.ticks(4)
+    ]
+    parts = [
+        _heading(title, _whole_words(table, index)),
+        left_axis(y, LEFT, RIGHT, 4),
+        right,
+        line(LEFT, y(0.0), RIGHT, y(0.0), class_="zero"),
+        _layer_numbers(table, x),
+        drawn,
+        el("g", _outside(table, index, y), class_=f"s{OUTSIDE}"),
+    ]
+    return Panel(f"{title}: cosine and sign agreement of their changes, layer by layer", join(parts))
+
+
+def _heading(title: str, note: str) -> Markup:
+    return join(text(0, 12, title, class_="panel-title"), text(0, 27, note, class_="tick"))
+
+
+def _whole_words(table: Conflicts, index: int) -> str:
+    cosine, signs = table.whole("cosine", index), table.whole("agreement", index)
+    words = [f"cosine {cosine:.2f}" if cosine is not None else "cosine unknown"]
+    words += [f"signs agree in {100 * signs:.0f} %"] if signs is not None else []
+    return ", ".join(words)
+
+
+def _shared_scale(table: Conflicts) -> Axis:
+    """One scale for all pairs: cosines, and 2 agreement - 1; 0 is always on it."""
+    parts = (*table.parts, *table.outside)
+    values = table.known("cosine", parts) + [2 * value - 1 for value in table.known("agreement", parts)]
+    low, high = min([0.0, *values]), max([0.0, *values])
+    return fit([low, high] if high - low > 0.02 else [low - 0.01, high + 0.01], BOTTOM, TOP, margin=0.05)
+
+
+def _depth(table: Conflicts, right: float, outside: Sequence[str] = ()) -> Callable[[float], float]:
+    """Place along the depth to pixel, with room for embedding and head at the ends."""
+    last = len(table.slots) - 1
+    first = LEFT + (24.0 if "embedding" in outside else 10.0)
+    end = right - (24.0 if "head" in outside else 10.0)
+    return lambda place: first + (end - first) * (place / last if last else 0.5)
+
+
+def _line(
+    table: Conflicts,
+    x: Callable[[float], float],
+    measure: str,
+    part: str,
+    index: int,
+    y: Callable[[float], float],
+) -> list[list[tuple[Point, str]]]:
+    """Points with their words, in pieces: a line breaks where a number is unknown and between stacks."""
+    pieces: list[list[tuple[Point, str]]] = [[]]
+    before: Slot | None = None
+    for place, slot in enumerate(table.slots):
+        value = table.value(measure, slot, part, index)
+        if value is None or (before is not None and before[0] != slot[0]):
+            pieces.append([])
+        if value is not None:
+            words = f"layer {table.slot_label(slot)}: {significant(value)}"
+            pieces[-1].append(((x(place), y(value)), words))
+        before = slot
+    return [piece for piece in pieces if piece]
+
+
+def _series(pieces: list[list[tuple[Point, str]]], what: str, class_: str, dots: bool) -> list[Markup]:
+    """Lines, and points where there are few or where a line would have a single one."""
+    drawn = [polyline([point for point, _ in piece], class_=class_) for piece in pieces if len(piece) > 1]
+    radius = 2.0 if "dashed" in class_ else 2.6
+    for piece in pieces:
+        for (px, py), words in piece if dots or len(piece) == 1 else ():
+            drawn.append(
+                el("circle", el("title", f"{what}, {words}"), cx=px, cy=py, r=radius, class_="point")
+            )
+    return drawn
+
+
+def _outside(table: Conflicts, index: int, y: Axis) -> list[Markup]:
+    """Embedding and head: a disc at the cosine, a ring at the agreement of signs."""
+    drawn = []
+    for part, place in (("embedding", LEFT + 10.0), ("head", RIGHT - 10.0)):
+        for measure, class_ in (("agreement", "hollow"), ("cosine", "point")):
+            value = table.value(measure, None, part, index) if part in table.outside else None
+            if value is not None:
+                row = y(value if measure == "cosine" else 2 * value - 1)
+                words = el("title", f"{part}, {measure}: {significant(value)}")
+                drawn.append(el("circle", words, cx=place, cy=row, r=3.0, class_=class_))
+    return drawn
+
+
+def _layer_numbers(table: Conflicts, x: Callable[[float], float], most: int = 7) -> list[Markup]:
+    step = -(-len(table.slots) // most)
+    return [
+        text(x(place), BOTTOM + 17, table.slot_label(slot), anchor="middle", class_="tick")
+        for place, slot in enumerate(table.slots)
+        if place % step == 0
+    ]
+
+
+def _model_panel(table: Conflicts, measure: str, title: str, part: str, models: list[int]) -> Panel:
+    y = from_zero(table.known(measure, table.parts), BOTTOM, TOP)
+    right = WIDTH - 8.0
+    x = _depth(table, right)
+    dots = len(table.slots) <= MOST_LAYERS
+    drawn = [
+        el(
+            "g",
+            _series(_line(table, x, measure, part, each, y), table.labels[each], "series", dots),
+            class_=f"s{n}",
+        )
+        for n, each in enumerate(models)
+    ]
+    parts = [_heading(part, title), left_axis(y, LEFT, right, 4), _layer_numbers(table, x), drawn]
+    return Panel(f"{part}: {title}, layer by layer", join(parts))
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

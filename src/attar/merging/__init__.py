@@ -1,0 +1,1 @@
+"""Merging: one model out of several, tensor by tensor."""

@@ -1,0 +1,52 @@
+"""Settings of LoRA extraction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attar.errors import SettingsError
+from attar.walks.settings import check_range
+
+VERSION = 1
+
+DTYPES = ("float32", "bfloat16", "float16")
+OTHERS = ("save", "leave")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractSettings:
+    """Write the difference of two models as a LoRA adapter: low rank for the Linear weights, as it is for the
+    rest."""
+
+    rank: int = field(default=32, metadata={"help": "rank of every Linear's update at most"})
+    energy: float = field(
+        default=0.0,
+        metadata={
+            "help": "each Linear gets the smallest rank that holds this share of its update's squared norm, "
+            "such as 0.95; 0: the full rank everywhere"
+        },
+    )
+    others: str = field(
+        default="save",
+        metadata={
+            "help": "embeddings, head, norms and biases that differ: save them whole in the adapter, or "
+            "leave them out and say so",
+            "choices": OTHERS,
+        },
+    )
+    exact: bool = field(
+        default=False,
+        metadata={"help": "full decomposition of large matrices too; slow, and seldom 1 % nearer"},
+    )
+    dtype: str = field(
+        default="float32", metadata={"help": "number type of the adapter's tensors", "choices": DTYPES}
+    )
+    seed: int = field(default=0, metadata={"help": "of the start of large decompositions"})
+
+    def __post_init__(self) -> None:
+        check_range("rank", self.rank, 1, 2**16, "at least 1")
+        check_range("energy", self.energy, 0.0, 1.0, "0 (off), or a share up to 1")
+        for name, allowed in (("others", OTHERS), ("dtype", DTYPES)):
+            if getattr(self, name) not in allowed:
+                raise SettingsError(name, getattr(self, name), " or ".join(allowed))
+        check_range("seed", self.seed, 0, 2**63 - 1, "0 or more")

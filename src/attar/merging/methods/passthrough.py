@@ -1,0 +1,24 @@
+"""Passthrough: one model's tensor, as it is or scaled. Stacks layers of several models into one.
+
+y = x   or   scale x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attar.merging.pieces import elementwise
+
+
+def passthrough(tensors: Sequence[Tensor], base: None = None, *, scale: Sequence[float | None]) -> Tensor:
+    """The tensor itself, not a copy, where there is no scale.
+
+    Args:
+        tensors: one.
+        base: there is none.
+        scale: one; None: 1.
+    """
+    (x,), (factor,) = tensors, scale
+    return x if factor is None else elementwise(lambda piece: piece * factor, [x])

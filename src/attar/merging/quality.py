@@ -1,0 +1,95 @@
+"""How well every parent and the merge predict held-out text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from attar.checkpoint.open import open_checkpoint
+from attar.errors import ModelError
+from attar.merging.heldout import HeldOut
+from attar.merging.prepared import Prepared
+from attar.merging.settings import MergeSettings
+from attar.models.load import load_tokenizer
+from attar.progress import Progress
+
+TOKENS = 2048  # where a tokenizer was built and nothing else was asked for
+WORSE = 1.5  # times the worst parent's loss in nats a byte: a merge behind that is most likely broken
+
+
+def measure_quality(
+    prepared: Prepared, folder: Path, settings: MergeSettings, progress: Progress
+) -> dict[str, Any]:
+    """``quality`` for the card: loss and perplexity of every parent and of the merge.
+
+    The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its own
+    tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do not.
+    One model is in memory at a time.
+
+    Raises:
+        DataError: the text is missing or too short.
+    """
+    tokens = settings.tokens if settings.tokens >= 0 else TOKENS * (prepared.merge.vocabulary is not None)
+    if not tokens:
+        return {}
+    plan = prepared.merge.plan
+    models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
+    rows = []
+    with progress.task("measure", total=len(models)) as task:
+        for name, view in models.items():
+            try:
+                rows.append({"name": name, **_quality(view, settings, tokens)})
+            except ModelError as error:  # no loss on text: an encoder without a mask token, say
+                progress.log(f"quality is not measured: {error.message}")
+                return {}
+            task.advance(loss=rows[-1]["loss"])
+    worst = max(row["nats_per_byte"] for row in rows[:-1])
+    if rows[-1]["nats_per_byte"] <= WORSE * worst:
+        return {"quality": rows}
+    warning = (
+        f"the merge predicts held-out text far worse than its worst parent: "
+        f"{rows[-1]['nats_per_byte']:.3f} against {worst:.3f} nats a byte"
+    )
+    progress.log(f"warning: {warning}")
+    return {"quality": rows, "warning": warning}
+
+
+def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float]:
+    length = min(settings.sequence_length, tokens)
+    text = HeldOut.of(
+        view.path,
+        view.config,
+        data=settings.data,
+        samples=-(-tokens // length),
+        sequence_length=length,
+        seed=settings.seed,
+        split="evaluation",
+        device=settings.device,
+    )
+    loss = text.loss_of(view.config, _Stored(view))
+    read = load_tokenizer(view.path).batch_decode(text.rows[:, 1:])
+    characters = sum(len(row.encode()) for row in read)
+    predicted = text.rows[:, 1:].numel()
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "nats_per_byte": loss * predicted / max(characters, 1)}
+
+
+@dataclass(frozen=True)
+class _Stored(Mapping[str, Tensor]):
+    """A model's tensors, read as they are asked for."""
+
+    view: Any
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.view.load(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.view.tensors)
+
+    def __len__(self) -> int:
+        return len(self.view.tensors)

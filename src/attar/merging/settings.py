@@ -1,0 +1,65 @@
+"""Settings of a merge: everything that mergekit's YAML does not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attar.errors import SettingsError
+from attar.walks.settings import check_range
+
+VERSION = 1
+
+COMPATS = ("mergekit", "paper")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeSettings:
+    """Make one model out of several, as a configuration in mergekit's YAML says."""
+
+    config: str = field(
+        default="", metadata={"help": "mergekit's YAML: a file, or its text; in a recipe also a mapping"}
+    )
+    compat: str = field(
+        default="mergekit",
+        metadata={
+            "help": "mergekit: its numbers; paper: each method as its paper has it, computed in float32",
+            "choices": COMPATS,
+        },
+    )
+    tokens: int = field(
+        default=-1,
+        metadata={
+            "help": "held-out tokens on which every parent and the merge are measured afterwards; 0: none; "
+            "-1: 2,048 where a tokenizer was built, else none"
+        },
+    )
+    search: int = field(
+        default=0,
+        metadata={
+            "help": "merges to try in a search for better weights, densities, t and lambda, starting from "
+            "those of the configuration; 0: merge as written"
+        },
+    )
+    samples: int = field(
+        default=32, metadata={"help": "search and greedy_soup: held-out sequences that a merge is judged by"}
+    )
+    sequence_length: int = field(
+        default=256, metadata={"help": "tokens in a held-out sequence, at most the context"}
+    )
+    data: str = field(
+        default="python-stdlib",
+        metadata={"help": "held-out text: python-stdlib, files, folders, JSONL, or a data set of the hub"},
+    )
+    device: str = field(
+        default="auto", metadata={"help": "of the models that are measured: cpu, cuda, cuda:0; auto: a GPU if any"}
+    )
+    seed: int = field(default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"})
+
+    def __post_init__(self) -> None:
+        if self.compat not in COMPATS:
+            raise SettingsError("compat", self.compat, ", ".join(COMPATS))
+        check_range("tokens", self.tokens, -1, 10**9, "-1 (as needed), 0 (none) or more")
+        check_range("search", self.search, 0, 10**6, "0 (off) or more")
+        for name in ("samples", "sequence_length"):
+            check_range(name, getattr(self, name), 1, 10**9, "at least 1")
+        check_range("seed", self.seed, 0, 2**63 - 1, "0 or more")
