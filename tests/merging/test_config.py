@@ -171,6 +171,12 @@ merge_method: karcher
     assert [config.name for config in parse_configs(text)] == ["first", "second", None]
 
 
+def test_the_document_without_a_name_is_the_last() -> None:
+    text = f"merge_method: karcher\n{PAIR}---\nname: z\nmerge_method: karcher\n{PAIR}"
+    text += f"---\nname: y\nmerge_method: karcher\n{PAIR}"
+    assert [config.name for config in parse_configs(text)] == ["z", "y", None]
+
+
 def test_a_file_and_a_part_of_another(tmp_path: Path) -> None:
     (tmp_path / "m.yml").write_text(f"merge_method: karcher\n{PAIR}")
     assert load_configs(tmp_path / "m.yml")[0].where == f"{tmp_path / 'm.yml'}:1"

@@ -142,6 +142,19 @@ parameters: {weight: [5, 7]}
     assert outputs["model.norm.weight"].each["weight"] == (5,)
 
 
+def test_filters_of_shared_parameters_see_the_outputs_name() -> None:
+    text = """\
+merge_method: linear
+slices: [{sources: [{model: a, layer_range: [1, 3]}]}]
+parameters: {weight: 1, normalize: [{filter: layers.0., value: false}]}
+"""
+    outputs = by_name(plan_of(text, view("a")))
+    assert [outputs[f"model.layers.{n}.mlp.up_proj.weight"].shared["normalize"] for n in range(2)] == [
+        False,
+        True,
+    ]
+
+
 def test_lists_by_layer_follow_the_slices() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     a = view("a").with_config(layer_types=kinds, eos_token_id=[1, 2, 3])

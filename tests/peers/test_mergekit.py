@@ -16,7 +16,6 @@ Equal means the same bits, but where a case says why it cannot be:
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -52,13 +51,15 @@ class Case:
 
     Attributes:
         text: YAML without dtype; ONE, TWO, THREE and BASE stand for folders.
-        tied: (density, gamma) of the models whose trimming may decide ties differently.
+        tied: (model, density, gamma) of the trimmings that may decide ties differently.
+        selected: the same for the share of the variances.
         float32: bound in float32; 0: the same bits.
         bfloat16: bound in bf16.
     """
 
     text: str
     tied: tuple[tuple[str, float, float], ...] = ()
+    selected: float = 1.0
     float32: float = 0.0
     bfloat16: float = 0.0
 
@@ -138,21 +139,17 @@ CASES = {
     ),
     "multislerp": case("multislerp", *ALL, each={"weight": WEIGHTS}),
     "multislerp, base": case("multislerp", *ALL, base="BASE", each={"weight": WEIGHTS}),
-    "karcher": case("karcher", *ALL),
+    "karcher": case("karcher", *ALL, bfloat16=0.5),  # one rounding
     "task arithmetic": case("task_arithmetic", *ALL, base="BASE", each={"weight": WEIGHTS}),
     "task arithmetic, lambda": case(
-        "task_arithmetic", *ALL, base="BASE", each={"weight": WEIGHTS}, shared={"lambda": 0.9, "normalize": True}
+        "task_arithmetic",
+        *ALL,
+        base="BASE",
+        each={"weight": WEIGHTS},
+        shared={"lambda": 0.9, "normalize": True},
     ),
     "ties": case("ties", *ALL, base="BASE", each={"weight": WEIGHTS, "density": DENSITIES}, tied=TIES),
     "ties, whole": case("ties", *ALL, base="BASE", each={"weight": WEIGHTS}),
-    "ties, rescaled": case(
-        "ties",
-        *ALL,
-        base="BASE",
-        each={"weight": 1.0, "density": DENSITIES},
-        shared={"normalize": False, "rescale": True},
-        tied=TIES,
-    ),
     "ties, layers": Case(LAYERWISE),
     "breadcrumbs": case(
         "breadcrumbs", *ALL, base="BASE", each={"weight": WEIGHTS, "density": 0.7, "gamma": 0.02}, tied=CRUMBS
@@ -164,10 +161,21 @@ CASES = {
         each={"weight": WEIGHTS, "density": 0.7, "gamma": 0.02},
         tied=CRUMBS,
     ),
+    "breadcrumbs, rescaled": case(  # R is summed in float64 here, in the dtype there
+        "breadcrumbs",
+        *ALL,
+        base="BASE",
+        each={"weight": WEIGHTS, "density": 0.7, "gamma": 0.02},
+        shared={"rescale": True},
+        tied=CRUMBS,
+        float32=0.5,
+    ),
     "model stock": case("model_stock", *ALL, base="BASE"),
     "model stock, rows": case("model_stock", *ALL, base="BASE", shared={"filter_wise": True}),
     "sce": case("sce", *ALL, base="BASE"),
-    "sce, selected": case("sce", *ALL, base="BASE", shared={"select_topk": 0.3}),
+    "sce, selected": case(  # other tied entries, other sums of squares, weights one rounding apart
+        "sce", *ALL, base="BASE", shared={"select_topk": 0.3}, selected=0.3, bfloat16=1.0
+    ),
     "nearswap": case("nearswap", "one", base="BASE", shared={"t": 0.001}),
     "arcee fusion": case("arcee_fusion", "one", base="BASE"),
     "ram": case("ram", *ALL, base="BASE"),
@@ -242,18 +250,34 @@ def theirs(folders, tmp_path_factory):
 
 def stored(folder):
     """All tensors of a checkpoint by name."""
-    return {name: tensor for file in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(Path(folder).glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
-def undecided(d, density, gamma):
-    """Entries at the edge of what is kept whose |d| is that of an entry beyond it."""
-    n = d.numel()
-    keep, top = int(density * n), int(gamma * n)
-    ranked = d.abs().flatten().float().sort(descending=True).values
-    found = torch.zeros_like(d, dtype=torch.bool)
-    for edge in (top, min(top + keep, n)):  # places in descending order before which something changes
-        if 0 < edge < n and ranked[edge - 1] == ranked[edge]:
-            found |= d.abs().float() == ranked[edge]
+def undecided(values, *edges):
+    """Entries as large as the last one before an edge, where there is an equal one beyond it; an edge is a
+    place in descending order."""
+    ranked = values.flatten().float().sort(descending=True).values
+    found = torch.zeros_like(values, dtype=torch.bool)
+    for edge in edges:
+        if 0 < edge < len(ranked) and ranked[edge - 1] == ranked[edge]:
+            found |= values.float() == ranked[edge]
+    return found
+
+
+def excused(chosen, base, tensors):
+    """Entries whose fate an unstable sort decides; ``tensors`` by model, in the dtype of the merge."""
+    found = torch.zeros(base.shape, dtype=torch.bool)
+    for model, density, gamma in chosen.tied:
+        n = base.numel()
+        top = int(gamma * n)
+        found |= undecided((tensors[model.upper()] - base).abs(), top, top + int(density * n))
+    if chosen.selected < 1:
+        variance = torch.stack([tensors[name.upper()] - base for name in ALL]).var(dim=0, unbiased=False)
+        found |= undecided(variance, int(int(variance.count_nonzero()) * chosen.selected))
     return found
 
 
@@ -269,19 +293,128 @@ def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, their
     assert list(sorted(ours)) == list(sorted(wanted))
     inputs = {key: stored(folder) for key, folder in folders.items()}
     wrong, off = {}, 0.0
-    for tensor, theirs_ in wanted.items():
-        assert ours[tensor].dtype == kind, tensor
-        assert ours[tensor].shape == theirs_.shape, tensor
-        mine, other = ours[tensor], theirs_.to(kind)  # two methods of mergekit's leave float32
+    for tensor, other in wanted.items():
+        mine, other = ours[tensor], other.to(kind)  # two methods of mergekit's leave float32
+        assert (mine.dtype, mine.shape) == (kind, other.shape), tensor
         differ = mine != other
-        for model, density, gamma in chosen.tied:
-            base = inputs["BASE"][tensor].to(kind)
-            differ &= ~undecided(inputs[model.upper()][tensor].to(kind) - base, density, gamma)
+        if not bool(differ.any()):
+            continue
+        read = {key: each[tensor].to(kind) for key, each in inputs.items() if tensor in each}
+        differ &= ~excused(chosen, read["BASE"], read) if tensor in inputs["BASE"] else differ
         if bool(differ.any()):
-            size = other.abs().float() + sum(
-                (each[tensor].abs().float() for each in inputs.values() if tensor in each), torch.zeros(())
-            )
+            size = sum((each.abs().float() for each in read.values()), other.abs().float())
             far = ((mine.float() - other.float()).abs() / size)[differ].max() / torch.finfo(kind).eps
             wrong[tensor], off = int(differ.sum()), max(off, float(far))
     bound = getattr(chosen, dtype)
     assert off <= bound, f"{sum(wrong.values())} entries off by up to {off:.3g}: {list(wrong.items())[:3]}"
+
+
+SEEDS = 48
+RANDOM = {
+    "dare_linear": {"density": 0.3},
+    "dare_ties": {"density": 0.3},
+    "della": {"density": 0.5, "epsilon": 0.2},
+    "della_linear": {"density": 0.5, "epsilon": 0.2},
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A base of 0.2 M parameters and two models that differ from it, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    work = tmp_path_factory.mktemp("small")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 2048}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, tie_word_embeddings=True, **sizes))
+    for name in ("BASE", "ONE", "TWO"):
+        save_model(model, work / name)
+        copy_companions(open_checkpoint("attar:tiny").path, work / name)
+        with torch.no_grad():
+            for each in model.parameters():  # uneven: rescaling by the L1 norm differs from one over density
+                each.add_(torch.randn_like(each) ** 3 * 1e-3)
+    return {name: work / name for name in ("BASE", "ONE", "TWO")}
+
+
+@pytest.fixture(scope="module")
+def drawn(small, tmp_path_factory):
+    """Merges of both tools: (method, number of models, tool) to a list of checkpoints, one for each seed."""
+    work = tmp_path_factory.mktemp("drawn")
+    runs, found = [], {}
+    for method, each in RANDOM.items():
+        for count in (1, 2):
+            names = ("one", "two")[:count]
+            made = case(method, *names, base="BASE", each={"weight": 1.0, **each}).text
+            file = work / f"{method}-{count}.yml"
+            file.write_text(configured(made, "float32", small))
+            outs = {
+                tool: [work / f"{tool}-{method}-{count}-{i}" for i in range(SEEDS)] for tool in ("a", "m")
+            }
+            runs += [{"config": str(file), "out": str(out), "seed": i} for i, out in enumerate(outs["m"])]
+            for seed, out in enumerate(outs["a"]):
+                attar.merge(file, out, seed=seed)
+            found |= {(method, count, tool): each for tool, each in outs.items()}
+    for line in mergekit(runs):
+        assert "error" not in line, line
+    return found
+
+
+def deltas(outs, base, tensor):
+    """What merges added to the base: (seeds, numbers)."""
+    return torch.stack([stored(out)[tensor].flatten() - base[tensor].flatten() for out in outs])
+
+
+TENSORS = (
+    "model.embed_tokens.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+)
+
+
+@pytest.mark.parametrize("method", RANDOM)
+def test_masks_of_random_merges_have_mergekits_statistics(method, small, drawn):
+    base, one = stored(small["BASE"]), stored(small["ONE"])
+    given = RANDOM[method]
+    for tensor in TENSORS:
+        d = one[tensor] - base[tensor]
+        size = d.numel()
+        ranks = d.abs().argsort(dim=-1).argsort(dim=-1).flatten()
+        upper = ranks >= d.shape[-1] // 2
+        for tool in ("a", "m"):
+            added = deltas(drawn[method, 1, tool], base, tensor)
+            kept = added.abs() > 1e-9  # |base + d - base| of a kept d is at least that
+            seen = d.flatten().abs() > 1e-7
+            wanted = given["density"]
+            spread = 6 * math.sqrt(wanted * (1 - wanted) / int(seen.sum()) / SEEDS)
+            if "epsilon" not in given:  # every place is as likely: not only the mean but each seed and place
+                assert kept[:, seen].float().mean() == pytest.approx(wanted, abs=spread), (tool, tensor)
+                assert kept[:, seen & upper].float().mean() == pytest.approx(wanted, abs=2 * spread)
+            else:  # the larger half of a row with density + epsilon / 2, the smaller one with density - epsilon / 2
+                shares = [float(kept[:, seen & half].float().mean()) for half in (upper, ~upper)]
+                high, low = (wanted + sign * given["epsilon"] / 2 for sign in (1, -1))
+                assert shares[0] == pytest.approx(high, abs=0.01), (tool, tensor)
+                assert shares[1] == pytest.approx(low, abs=0.02), (tool, tensor)
+            # the L1 norm of what is kept is that of the task vector, at every seed
+            norms = added.abs().sum(-1) / d.abs().sum()
+            assert (norms - 1).abs().max() < 1e-4, (tool, tensor, norms)
+            # masks of two seeds have nothing in common
+            first, second = (kept[i, seen].float() - kept[i, seen].float().mean() for i in (0, 1))
+            alike = float((first * second).mean() / (first.std() * second.std()))
+            allowed = 0.2 if "epsilon" in given else 6 / math.sqrt(size)
+            assert abs(alike) < allowed, (tool, tensor, alike)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("method", RANDOM)
+def test_the_mean_of_random_merges_over_seeds_is_mergekits(method, count, small, drawn):
+    base = stored(small["BASE"])
+    ratios = []
+    for tensor in TENSORS:
+        ours, theirs_ = (deltas(drawn[method, count, tool], base, tensor).double() for tool in ("a", "m"))
+        variance = (ours.var(0) + theirs_.var(0)) / SEEDS
+        seen = variance > 1e-18
+        squares = (ours.mean(0) - theirs_.mean(0))[seen] ** 2
+        ratios.append(float(squares.sum() / variance[seen].sum()))
+        spread = torch.stack([ours.var(0).mean(), theirs_.var(0).mean()])
+        assert float(spread[0] / spread[1]) == pytest.approx(1, abs=0.05), tensor
+    assert ratios == pytest.approx([1.0] * len(TENSORS), abs=0.1)  # two samples of one distribution

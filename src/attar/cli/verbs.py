@@ -10,7 +10,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
     "run": ("Run a recipe; goes on where it was stopped.", "attar.cli.run:build_run"),
     **{
-        verb: (stage.summary, "attar.cli.merge:build" if stage.merges else _STAGE) for verb, stage in STAGES.items()
+        verb: (stage.summary, "attar.cli.merge:build" if stage.merges else _STAGE)
+        for verb, stage in STAGES.items()
     },
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.extract:build"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build"),

@@ -20,7 +20,8 @@ from attar.checkpoint.output import Output
 from attar.deployment.codes import Codes, quantized_codes
 from attar.deployment.importance import importance_of
 from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
-from attar.deployment.settings import ExportSettings, byte_count
+from attar.checkpoint.units import byte_count
+from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf import blocks, container, imatrix

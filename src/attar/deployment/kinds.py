@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from attar.deployment.settings import ExportSettings, byte_count
+from attar.checkpoint.units import byte_count
+from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf.architectures import architecture
 from attar.formats.gguf.carry import carried_kind

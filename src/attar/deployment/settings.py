@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
@@ -22,7 +23,6 @@ FORMATS = (
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,20 +141,6 @@ class ExportSettings:
             raise SettingsError("bits", self.bits, "an average such as 4.5 with format exl2")
         if sum((self.type != "auto", bool(self.bits), bool(self.size))) > 1:
             raise SettingsError("type", self.type, "one of type, bits and size alone")
-
-
-def byte_count(name: str, text: str) -> int:
-    """Bytes of a size such as ``4.5GB`` or ``900MiB``; 0 for an empty text.
-
-    Raises:
-        SettingsError: no such size.
-    """
-    if not text:
-        return 0
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in UNITS:
-        raise SettingsError(name, text, "a size such as 4.5GB or 900MiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def _check_override(text: str) -> None:

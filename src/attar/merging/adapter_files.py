@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from attar.checkpoint.headers import read_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TensorInfo
-from attar.errors import CheckpointError, ModelError
+from attar.errors import AttarError, CheckpointError, ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "lm_head.weight"
@@ -166,7 +167,22 @@ class _Known:
             return shorter, shorter
         if len(longer) == 1:
             return longer[0], longer[0]
+        renamed = self.renamed.get(name)
+        if renamed is not None:
+            return renamed, renamed
         raise ModelError(f"{self.folder}: {key!r} has no place in {self.checkpoint.name}: no tensor {name!r}")
+
+    @cached_property
+    def renamed(self) -> dict[str, str]:
+        """Stored names by those of transformers' model, for a family whose checkpoints have names of their
+        own; empty for one that transformers does not know."""
+        from attar.models.load import empty_model
+        from attar.models.names import stored_names
+
+        try:
+            return stored_names(empty_model(self.checkpoint.config), self.checkpoint, strict=False)
+        except AttarError:
+            return {}
 
     def embedding(self) -> str:
         """The embedding that the head is tied to."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import Output
-from attar.errors import RecipeError, UsageError
+from attar.errors import CheckpointError, RecipeError, UsageError
 from attar.merging.config import SEARCHED, MergeConfig, Setting
 from attar.merging.config_text import config_text
 from attar.merging.heldout import HeldOut
@@ -87,7 +88,8 @@ class _Judge:
         merge = prepare(document, self.parents, self.settings).merge.scanned()
         size = sum(4 * math.prod(output.shape) for output in merge.plan.outputs)
         if size <= IN_MEMORY and merge.vocabulary is None:
-            return text.loss_of(merge.plan.config, merge.state())
+            with suppress(CheckpointError):  # a family whose names transformers converts as it loads
+                return text.loss_of(merge.plan.config, merge.state())
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         atomic.write_json(self.folder / "config.json", merge.plan.config)
@@ -134,7 +136,9 @@ def _soup(judge: _Judge, output: Output) -> MergeConfig:
         alone = [loss((number,)) for number in range(len(labels))]
         soup = greedy(alone, loss, strict=judge.settings.compat == "mergekit")
     output.details["soup"] = soup.report(labels)
-    judge.progress.log(f"soup of {', '.join(labels[number] for number in soup.kept)}: {soup.loss:.4f} nats a token")
+    judge.progress.log(
+        f"soup of {', '.join(labels[number] for number in soup.kept)}: {soup.loss:.4f} nats a token"
+    )
     return _mean(document, soup.kept)
 
 
@@ -147,7 +151,8 @@ def _sources(document: MergeConfig) -> Any:
     slices = [each for module in document.modules for each in module.slices]
     if len(slices) != 1 or any(source.layers is not None for source in slices[0].sources):
         raise RecipeError(
-            f"{document.where}: greedy_soup takes whole models", hint="list them under 'models', without slices"
+            f"{document.where}: greedy_soup takes whole models",
+            hint="list them under 'models', without slices",
         )
     return slices[0].sources
 

@@ -80,9 +80,10 @@ def vote_of_weights(D: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         mix (m,), divisor (m,).
     """
-    s = torch.where(D.sum(0) >= 0, 1, -1).to(D.dtype)
+    s = D.sum(0).sign_().add_(0.5).sign_()  # of 0: +1
     agreeing = D.mul_(s).relu_()  # |D_i| where D_i agrees, else 0
-    return agreeing.sum(0).mul_(s), _or_one(((agreeing > 0) * w).sum(0))
+    mix = agreeing.sum(0).mul_(s)
+    return mix, _or_one(agreeing.sign_().mul_(w).sum(0))
 
 
 def vote_of_heads(d: Tensor, w: Tensor, majority: float) -> tuple[Tensor, Tensor]:
@@ -98,8 +99,9 @@ def vote_of_heads(d: Tensor, w: Tensor, majority: float) -> tuple[Tensor, Tensor
     """
     s = d.sum(0).sign_()
     s.masked_fill_(s == 0, majority)
-    agrees = d * s > 0
-    return d.mul_(agrees).mul_(w).sum(0), _or_one((agrees * w).sum(0))
+    agreeing = d.mul_(s).relu_()  # |d_i| where d_i agrees, else 0
+    mix = (agreeing * w).sum(0).mul_(s)
+    return mix, _or_one(agreeing.sign_().mul_(w).sum(0))
 
 
 def _or_one(divisor: Tensor) -> Tensor:

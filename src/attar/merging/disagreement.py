@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_bytes
 from attar.merging.conflicts import Conflict, measure_conflicts, summary
 from attar.merging.plan import Output, Plan
 
@@ -25,11 +26,13 @@ class Disagreement:
     _known: dict[str, Conflict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for line in self.file.read_text().splitlines() if self.file.is_file() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:  # the line that a kill cut short
-                continue
+        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        if lines and not lines[-1].endswith(
+            b"\n"
+        ):  # a kill cut it short, and the next must not be joined to it
+            write_bytes(self.file, b"".join(lines[:-1]))
+            lines.pop()
+        for row in map(json.loads, lines):
             self._known[row["name"]] = Conflict.from_plain(row["sums"])
 
     def look(self, output: Output, tensors: list[Tensor], base: Tensor) -> None:
@@ -44,7 +47,9 @@ class Disagreement:
     def details(self, plan: Plan) -> dict[str, Any]:
         """``conflicts`` for the card, rows by layer and part, and ``conflict_models``, their names."""
         models = dict.fromkeys(
-            tuple(item.model for item in output.inputs) for output in plan.outputs if output.name in self._known
+            tuple(item.model for item in output.inputs)
+            for output in plan.outputs
+            if output.name in self._known
         )
         if len(models) != 1:  # slices of different models have nothing in common to compare
             return {}

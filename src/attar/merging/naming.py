@@ -104,7 +104,7 @@ def place_of(name: str, stacks: Iterable[Stack]) -> Place:
     """Where a tensor stands."""
     prefix, number, rest = _split(name)
     for stack in stacks:
-        if number is not None and stack.prefix == prefix and number < stack.count:
+        if number is not None and stack.prefix == prefix:
             return Place(stack, number, rest)
     return Place(None, 0, name)
 

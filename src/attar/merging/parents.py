@@ -101,7 +101,9 @@ def open_adapter(adapter: str) -> Adapter:
         CheckpointError: it is missing, or is no adapter.
     """
     folder = paths.resolve(adapter)
-    return Adapter(folder, paths.model_name(adapter, folder), read_json(folder / CONFIG), Card.read(folder), {})
+    return Adapter(
+        folder, paths.model_name(adapter, folder), read_json(folder / CONFIG), Card.read(folder), {}
+    )
 
 
 def outside(config: str, known: Sequence[str]) -> list[str]:

@@ -41,6 +41,13 @@ def elementwise(
     return out
 
 
+def keep_(values: Tensor, mask: Tensor) -> Tensor:
+    """Set a contiguous tensor's entries to +0 where the mask is False, in place: the bits AND all ones or none."""
+    integer = torch.int32 if values.dtype == torch.float32 else torch.int16
+    values.view(integer).bitwise_and_(mask.to(integer).neg_())
+    return values
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside, torch sums in one thread: the order, and so the last bit, depends on the number of threads."""

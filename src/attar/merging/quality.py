@@ -75,7 +75,11 @@ def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float
     read = load_tokenizer(view.path).batch_decode(text.rows[:, 1:])
     characters = sum(len(row.encode()) for row in read)
     predicted = text.rows[:, 1:].numel()
-    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "nats_per_byte": loss * predicted / max(characters, 1)}
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "nats_per_byte": loss * predicted / max(characters, 1),
+    }
 
 
 @dataclass(frozen=True)

@@ -171,9 +171,11 @@ class First:
         return bits > self.bits if self.largest else bits < self.bits
 
     def _drop_late_ties(self, marked: Tensor, bits: Tensor) -> None:
-        on_cut = (bits == self.bits).nonzero().flatten()
-        marked[on_cut[self.left :]] = False
-        self.left = max(self.left - on_cut.numel(), 0)
+        on_cut = bits == self.bits
+        count = int(torch.count_nonzero(on_cut))
+        if count > self.left:
+            marked[on_cut.nonzero().flatten()[self.left :]] = False
+        self.left = max(self.left - count, 0)
 
 
 def largest(values: Tensor, k: int) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
@@ -50,16 +51,24 @@ class MergeSettings:
         default="python-stdlib",
         metadata={"help": "held-out text: python-stdlib, files, folders, JSONL, or a data set of the hub"},
     )
-    device: str = field(
-        default="auto", metadata={"help": "of the models that are measured: cpu, cuda, cuda:0; auto: a GPU if any"}
+    shard_size: str = field(
+        default="2GB", metadata={"help": "weights are written in files of this size at most, such as 5GB"}
     )
-    seed: int = field(default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"})
+    device: str = field(
+        default="auto",
+        metadata={"help": "of the models that are measured: cpu, cuda, cuda:0; auto: a GPU if any"},
+    )
+    seed: int = field(
+        default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"}
+    )
 
     def __post_init__(self) -> None:
         if self.compat not in COMPATS:
             raise SettingsError("compat", self.compat, ", ".join(COMPATS))
         check_range("tokens", self.tokens, -1, 10**9, "-1 (as needed), 0 (none) or more")
         check_range("search", self.search, 0, 10**6, "0 (off) or more")
+        if byte_count("shard_size", self.shard_size) < 1:
+            raise SettingsError("shard_size", self.shard_size, "a size such as 5GB or 900MiB")
         for name in ("samples", "sequence_length"):
             check_range(name, getattr(self, name), 1, 10**9, "at least 1")
         check_range("seed", self.seed, 0, 2**63 - 1, "0 or more")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attar.merging.draws import Source
-from attar.merging.pieces import spans, total
+from attar.merging.pieces import keep_, spans, total
 from attar.merging.selection import First, cuts
 
 Sparsifier = Callable[[Tensor], Tensor]
@@ -148,7 +148,7 @@ def rank_probability(rows: Tensor, density: float, epsilon: float) -> Tensor:
 
 
 def _masked(mask: Callable[[Tensor], Tensor]) -> Sparsifier:
-    return lambda piece: piece.masked_fill_(~mask(piece), 0)
+    return lambda piece: keep_(piece, mask(piece))
 
 
 def _stored(mask: Tensor, scale: Callable[[Tensor, slice], Tensor] | None = None) -> Sparsifier:
@@ -160,7 +160,7 @@ def _stored(mask: Tensor, scale: Callable[[Tensor, slice], Tensor] | None = None
         span = slice(place, place + piece.numel())
         place = span.stop
         scaled = piece if scale is None else scale(piece, span)
-        return scaled.masked_fill_(~mask[span], 0)
+        return keep_(scaled, mask[span])
 
     return apply
 

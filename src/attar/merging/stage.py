@@ -24,6 +24,7 @@ from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import Output, finished, produce
+from attar.checkpoint.units import byte_count
 from attar.merging.chat_template import choose_chat_template, write_chat_template
 from attar.merging.chosen import choose
 from attar.merging.config import MergeConfig
@@ -133,7 +134,8 @@ class _Run:
 
     def _fill(self, prepared: Prepared, output: Output) -> None:
         """Write one document's model into its folder."""
-        for note in (*self.parents.notes, *prepared.notes):
+        notes = [*self.parents.notes, *prepared.notes]
+        for note in notes:
             self.progress.log(note)
         prepared = choose(prepared, self.parents, self.settings, output, self.progress)
         disagreement = Disagreement(output.work / "conflicts.jsonl")
@@ -141,14 +143,18 @@ class _Run:
         atomic.write_json(output.folder / "config.json", merge.plan.config)
         _write_companions(prepared, output.folder)
         (output.folder / FILE).write_text(self.settings.config, encoding="utf-8")
-        merge.write(output.folder, work=output.work / "shards", progress=self.progress)
+        merge.write(
+            output.folder,
+            work=output.work / "shards",
+            shard_bytes=byte_count("shard_size", self.settings.shard_size),
+            progress=self.progress,
+        )
         output.details |= {"method": merge.plan.method.name, "models": list(merge.plan.labels)}
-        output.details |= {"notes": list(prepared.notes)} if prepared.notes else {}
+        output.details |= {"notes": notes} if notes else {}
         output.details |= self._disagreement(disagreement.details(merge.plan), output.folder)
         if merge.vocabulary is not None:
             output.details["vocabulary"] = merge.vocabulary.report()
         output.details |= measure_quality(prepared, output.folder, self.settings, self.progress)
-
 
     def _disagreement(self, details: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Draw where the parents disagree, if anything is known and wanted."""

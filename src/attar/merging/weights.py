@@ -24,7 +24,7 @@ from attar.errors import NumericsError, SettingsError
 from attar.merging.draws import Draws
 from attar.merging.plan import Input, Output, Plan
 from attar.progress import SILENT, Progress
-from attar.walks.stream import Step, stream_steps
+from attar.walks.stream import SHARD_BYTES, Step, stream_steps
 
 if TYPE_CHECKING:
     from attar.merging.vocabulary import Vocabulary
@@ -130,14 +130,23 @@ class Merge:
                 scan.end_pass()
         return replace(self, known=scan.finish())
 
-    def write(self, folder: Path, *, work: Path | None = None, progress: Progress = SILENT) -> list[Path]:
+    def write(
+        self,
+        folder: Path,
+        *,
+        work: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        progress: Progress = SILENT,
+    ) -> list[Path]:
         """Write every tensor; goes on at the first unfinished shard.
 
         Returns:
             the files written.
         """
         steps = [self._step(output) for output in self.plan.outputs]
-        return stream_steps(steps, folder, work=work, ahead=AHEAD, progress=progress, what="merge")
+        return stream_steps(
+            steps, folder, work=work, shard_bytes=shard_bytes, ahead=AHEAD, progress=progress, what="merge"
+        )
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor in memory, for models that are small enough."""
@@ -185,6 +194,8 @@ def _constant(each: Sequence[Mapping[str, Sequence[Any]]]) -> Mapping[str, Seque
         for other in each:
             if tuple(other[name]) != tuple(values):
                 raise SettingsError(
-                    name, "a gradient or filtered", "one number a model with compat paper, which trims all tensors at once"
+                    name,
+                    "a gradient or filtered",
+                    "one number a model with compat paper, which trims all tensors at once",
                 )
     return each[0]

@@ -1,12 +1,12 @@
 """A merge inside a recipe: its configuration in place or in a file, its models named by stage.
 
-    - stage: merge
-      config:
-        merge_method: ties
-        base_model: original
-        models:
-          - {model: code, parameters: {weight: 0.5, density: 0.4}}     # the stage named code
-          - {model: org/other, parameters: {weight: 0.5}}              # any other model
+- stage: merge
+  config:
+    merge_method: ties
+    base_model: original
+    models:
+      - {model: code, parameters: {weight: 0.5, density: 0.4}}     # the stage named code
+      - {model: org/other, parameters: {weight: 0.5}}              # any other model
 """
 
 from __future__ import annotations

@@ -289,7 +289,9 @@ def _merge(
     if "from" in keys:
         raise RecipeError(f"{keys['from'].where}: {what} has no 'from'", hint="its config names its models")
     if "config" not in keys:
-        raise RecipeError(f"{item.where}: {what} needs the key 'config'", hint="mergekit's YAML, or a file of it")
+        raise RecipeError(
+            f"{item.where}: {what} needs the key 'config'", hint="mergekit's YAML, or a file of it"
+        )
     read = read_merge(keys["config"], path, [ORIGINAL, *(entry.name for entry in done)])
     keys["config"] = read.config
     verb = STAGES[_verb(item).verb]

@@ -110,7 +110,9 @@ def title(settings: Any) -> str:
     words = []
     for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
-        if setting.name in ("data", "seed", "config") or (value == setting.default and setting.name not in _TELLING):
+        if setting.name in ("data", "seed", "config") or (
+            value == setting.default and setting.name not in _TELLING
+        ):
             continue
         name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "
         words.append(name + short(value))

@@ -102,6 +102,16 @@ def test_lines_stand_where_the_rows_say():
     assert f"cosine {whole['cosine'][0]:.2f}, signs agree in {100 * whole['agreement'][0]:.0f} %" in drawn
 
 
+def test_unrelated_changes_look_unrelated():
+    rows = rows_of(2, 6)
+    for each in rows:
+        each["cosine"], each["agreement"] = [-0.002], [0.501]
+    drawn = conflicts_svg(rows, NAMES[:2])
+    zero = float(re.findall(r'<line x1="40" y1="([\d.]+)"[^>]*class="zero"', drawn)[0])
+    assert all(abs(y - zero) < 3 for _, y in points_of(drawn, "mlp, cosine"))
+    assert "cosine 0.00, signs agree in 50 %" in drawn
+
+
 def test_pairs_have_panels_and_long_names_have_letters():
     drawn = conflicts_svg(rows_of(3, 4), NAMES[:3])
     for title in ("asyncio × email", "asyncio × unittest", "email × unittest"):

@@ -27,6 +27,7 @@ WIDTH, HEIGHT = 252.0, 184.0
 LEFT, RIGHT, TOP, BOTTOM = 40.0, WIDTH - 42.0, 42.0, HEIGHT - 26.0
 MOST_PAIRS, MOST_MODELS = 15, 6
 MOST_LAYERS = 16  # above, lines have no points
+NOISE = 0.1  # a range of cosines that is not magnified: unrelated changes shall look like it
 OUTSIDE = 2  # colour of embedding and head
 
 
@@ -164,7 +165,7 @@ def _heading(title: str, note: str) -> Markup:
 
 def _whole_words(table: Conflicts, index: int) -> str:
     cosine, signs = table.whole("cosine", index), table.whole("agreement", index)
-    words = [f"cosine {cosine:.2f}" if cosine is not None else "cosine unknown"]
+    words = [f"cosine {round(cosine, 2) + 0.0:.2f}" if cosine is not None else "cosine unknown"]
     words += [f"signs agree in {100 * signs:.0f} %"] if signs is not None else []
     return ", ".join(words)
 
@@ -174,7 +175,7 @@ def _shared_scale(table: Conflicts) -> Axis:
     parts = (*table.parts, *table.outside)
     values = table.known("cosine", parts) + [2 * value - 1 for value in table.known("agreement", parts)]
     low, high = min([0.0, *values]), max([0.0, *values])
-    return fit([low, high] if high - low > 0.02 else [low - 0.01, high + 0.01], BOTTOM, TOP, margin=0.05)
+    return fit([low, high] if high - low > NOISE else [-NOISE, NOISE], BOTTOM, TOP, margin=0.05)
 
 
 def _depth(table: Conflicts, right: float, outside: Sequence[str] = ()) -> Callable[[float], float]:

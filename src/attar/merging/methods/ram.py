@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import elementwise, spans
+from attar.merging.pieces import elementwise, keep_, spans
 
 
 def ram(tensors: Sequence[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor:
@@ -72,8 +72,8 @@ def _merge(tensors: Sequence[Tensor], base: Tensor, epsilon: float, scales: Sequ
     def merge(w0: Tensor, *xs: Tensor) -> Tensor:
         d = torch.stack([x.to(w0.dtype) - w0 for x in xs])
         active = d.abs() > epsilon
-        count = active.sum(0)
-        parts = d.mul_(active).div_(count.clamp(min=1))
+        count = active.to(d.dtype).sum(0)
+        parts = keep_(d, active).div_(count.clamp(min=1))
         if f is not None:
             parts = torch.where(count == 1, parts * f, parts.float())
         return w0 + parts.sum(0)

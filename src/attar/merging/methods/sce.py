@@ -46,8 +46,8 @@ def sce(
 
     def merge(w0: Tensor, kept: Tensor, *xs: Tensor) -> Tensor:
         d = _stack(w0, xs).mul_(kept)
-        s = torch.where(d.sum(0) >= 0, 1, -1).to(d.dtype)
-        w = v * (d * s > 0)
+        s = d.sum(0).sign_().add_(0.5).sign_()  # of 0: +1
+        w = (d * s).relu_().sign_().mul_(v)
         return w0 + (d * w).sum(0) / w.sum(0).clamp(min=SMALL)
 
     return elementwise(merge, [base, mask, *tensors])

@@ -49,7 +49,7 @@ def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "m
 
 def cosine_of(a: Tensor, b: Tensor) -> Tensor:
     """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u. Needs one more tensor."""
-    lengths = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in (a, b)]
+    lengths = [torch.linalg.vector_norm(x.float()) for x in (a, b)]
     m, n = (length if length > TINY else torch.ones(()) for length in lengths)
     products = elementwise(lambda p, q: (p.float() / m).mul_(q.float() / n), [a, b], torch.float32)
     with one_thread():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attar.errors import SettingsError
 from attar.merging.consensus import combine, task_vectors
+from attar.merging.pieces import keep_
 from attar.merging.selection import Selector
 from attar.merging.sparsify import Sparsifier, TaskVector, magnitude
 
@@ -73,7 +74,7 @@ def ties(
 
 def trimmed(threshold: float) -> Sparsifier:
     """Entries below the threshold become 0; those equal to it stay."""
-    return lambda piece: piece.masked_fill_(piece.abs() < threshold, 0)
+    return lambda piece: keep_(piece, piece.abs() >= threshold)
 
 
 class GlobalTrim:

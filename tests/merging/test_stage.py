@@ -1,0 +1,294 @@
+"""The verb merge as a whole: what stands in the folder, documents, adapters, resuming, the command line."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import attar
+from attar.checkpoint.open import open_checkpoint
+from attar.cli.main import call
+from tests import tiny_models
+from tests.merging.conftest import tuned
+
+LINEAR = {
+    "merge_method": "linear",
+    "models": [
+        {"model": "one", "parameters": {"weight": 1.0}},
+        {"model": "two", "parameters": {"weight": 3.0}},
+    ],
+}
+TIES = {
+    "merge_method": "ties",
+    "base_model": "base",
+    "models": [
+        {"model": name, "parameters": {"weight": 0.5, "density": 0.5}} for name in ("one", "two", "three")
+    ],
+}
+DARE = {**TIES, "merge_method": "dare_ties"}
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_merge_is_a_checkpoint_that_transformers_loads(merged, family):
+    made = merged(LINEAR)
+    model = AutoModelForCausalLM.from_pretrained(made.path)
+    one, two = tensors(family["one"]), tensors(family["two"])
+    for name, value in model.state_dict().items():
+        if name in one:
+            torch.testing.assert_close(value, 0.25 * one[name] + 0.75 * two[name])
+    assert AutoTokenizer.from_pretrained(made.path).get_vocab() == tiny_models.tokenizer().get_vocab()
+    assert yaml.safe_load((made.path / "merge.yml").read_text()) == LINEAR
+
+
+def test_the_card_tells_parents_method_and_conflicts(merged, family):
+    card = merged(TIES).card
+    assert [parent.name for parent in card.parents] == ["one", "two", "three", "base"]
+    assert card.details["method"] == "ties"
+    assert card.details["conflict_models"] == ["one", "two", "three"]
+    whole = card.details["conflicts"][0]
+    assert whole["part"] == "all" and len(whole["cosine"]) == 3
+    assert all(abs(value) < 0.1 for value in whole["cosine"])  # independent noise
+    assert (family["base"] / "attar.json").exists() is False
+
+
+def test_the_picture_of_conflicts_stands_beside_the_weights(merged):
+    drawn = (merged(TIES).path / "conflicts.svg").read_text()
+    assert drawn.startswith("<svg") and "one" in drawn
+
+
+def test_licences_meet(family, tmp_path):
+    for name, licence in (("one", "apache-2.0"), ("two", "cc-by-nc-4.0")):
+        copy = tiny_models.save(tiny_models.build("smollm"), tmp_path / name)
+        (copy / "README.md").write_text(f"---\nlicense: {licence}\n---\n")
+    config = {"merge_method": "linear", "models": [{"model": str(tmp_path / n)} for n in ("one", "two")]}
+    config["parameters"] = {"weight": 1.0}
+    found = attar.merge(config, tmp_path / "out").card.licence
+    assert any("cc-by-nc" in source["id"] for source in found["sources"])
+    assert "non-commercial" in json.dumps(found).lower() or "noncommercial" in json.dumps(found).lower()
+
+
+def test_documents_build_on_each_other(merged, family):
+    text = yaml.safe_dump_all(
+        [
+            {**LINEAR, "name": "both"},
+            {
+                "merge_method": "task_arithmetic",
+                "base_model": "base",
+                "models": [{"model": "both", "parameters": {"weight": 0.5}}],
+            },
+        ]
+    )
+    made = merged(text)
+    base, one, two = (tensors(family[name]) for name in ("base", "one", "two"))
+    name = "model.layers.1.mlp.up_proj.weight"
+    both = 0.25 * one[name] + 0.75 * two[name]
+    torch.testing.assert_close(tensors(made.path)[name], base[name] + 0.5 * (both - base[name]))
+    assert sorted(parent.name for parent in made.card.parents) == ["base", "one", "two"]
+
+
+def test_slices_stack_layers(merged, family):
+    sources = [
+        {"sources": [{"model": "one", "layer_range": [0, 2]}]},
+        {"sources": [{"model": "two", "layer_range": [1, 3]}]},
+    ]
+    made = merged({"merge_method": "passthrough", "slices": sources})
+    assert made.config["num_hidden_layers"] == 4
+    got, two = tensors(made.path), tensors(family["two"])
+    key = "self_attn.q_proj.weight"
+    assert torch.equal(got[f"model.layers.2.{key}"], two[f"model.layers.1.{key}"])
+    AutoModelForCausalLM.from_pretrained(made.path)
+
+
+def test_random_masks_depend_on_the_seed_and_not_on_the_order_of_the_work(merged, tmp_path):
+    first, again = merged(DARE, "a"), merged(DARE, "b")
+    other = merged(DARE, "c", seed=1)
+    assert (first.path / "model.safetensors").read_bytes() == (again.path / "model.safetensors").read_bytes()
+    assert (first.path / "model.safetensors").read_bytes() != (other.path / "model.safetensors").read_bytes()
+
+
+def test_shards_and_threads_do_not_change_the_result(merged, family, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(family["one"])
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
+    tiny_models.tokenizer().save_pretrained(tmp_path / "sharded")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    whole = merged(DARE, "a")
+    config = json.loads(json.dumps(DARE).replace('"one"', json.dumps(str(tmp_path / "sharded"))))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cut = merged(config, "b")
+    finally:
+        torch.set_num_threads(before)
+    assert (whole.path / "model.safetensors").read_bytes() == (cut.path / "model.safetensors").read_bytes()
+
+
+def test_paper_form_trims_over_the_whole_model(family, merged, tmp_path):
+    """With one model whose embedding alone has moved far, one global trim keeps nothing else."""
+    base = tiny_models.build("smollm")
+    moved = tuned(base, 5, size=1e-4)
+    with torch.no_grad():
+        moved.model.embed_tokens.weight.add_(1.0)
+    tiny_models.save(moved, tmp_path / "moved")
+    share = moved.model.embed_tokens.weight.numel() / sum(p.numel() for p in moved.parameters())
+    config = {
+        "merge_method": "ties",
+        "base_model": "base",
+        "models": [{"model": str(tmp_path / "moved"), "parameters": {"weight": 1.0, "density": 0.9 * share}}],
+    }
+    name = "model.layers.0.mlp.up_proj.weight"
+    untouched = tensors(family["base"])[name]
+    assert torch.equal(tensors(merged(config, "paper", compat="paper").path)[name], untouched)
+    assert not torch.equal(tensors(merged(config, "mergekit").path)[name], untouched)
+
+
+def test_a_gradient_is_refused_where_one_trim_serves_the_whole_model(merged):
+    config = json.loads(json.dumps(TIES))
+    config["models"][0]["parameters"]["density"] = [0.2, 0.8]
+    with pytest.raises(attar.SettingsError, match="density"):
+        merged(config, compat="paper")
+
+
+def test_an_adapter_is_a_parent(family, merged, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(family["one"])
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    peft.save_pretrained(tmp_path / "adapter")
+    config = {"merge_method": "passthrough", "models": [{"model": f"one+{tmp_path / 'adapter'}"}]}
+    made = merged(config)
+    want = peft.merge_and_unload().state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(tensors(made.path)[name], want[name])
+    assert [parent.name for parent in made.card.parents] == ["one", "adapter"]
+
+
+def test_quality_of_every_parent_and_of_the_merge(merged):
+    rows = merged(LINEAR, tokens=128, sequence_length=32).card.details["quality"]
+    assert [row["name"] for row in rows] == ["one", "two", "merge"]
+    assert all(math.isclose(row["perplexity"], math.exp(row["loss"])) for row in rows)
+    assert all(0 < row["nats_per_byte"] < row["loss"] for row in rows)
+
+
+def test_a_greedy_soup_leaves_the_bad_ingredient_out(family, merged, tmp_path):
+    bad = tiny_models.save(tuned(tiny_models.build("smollm"), 9, size=3.0), tmp_path / "bad")
+    models = [{"model": "base"}, {"model": str(bad)}]
+    made = merged(
+        {"merge_method": "greedy_soup", "models": models}, samples=4, sequence_length=32, compat="paper"
+    )
+    rows = made.card.details["soup"]
+    kept = [row["model"] for row in rows if row["kept"]]
+    lowest = min(rows, key=lambda row: row["loss"])
+    assert lowest["model"] in kept and len(kept) == 1
+    assert "merge_method: linear" in (made.path / "found.yml").read_text()
+
+
+def test_a_search_never_ends_worse_than_it_began(merged):
+    made = merged(LINEAR, search=6, samples=4, sequence_length=32)
+    found = made.card.details["search"]
+    assert found["tried"] == 6
+    assert found["loss_after"] <= found["loss_before"] == found["losses"][0]
+    again = merged((made.path / "found.yml").read_text(), "again")
+    assert (again.path / "model.safetensors").read_bytes() == (made.path / "model.safetensors").read_bytes()
+
+
+def test_nan_in_a_parent_names_tensor_and_file(family, merged, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(family["one"])
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    tiny_models.save(model, tmp_path / "broken")
+    config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "broken"))))
+    with pytest.raises(attar.AttarError, match=r"broken.*layers\.1\.mlp\.up_proj.*NaN"):
+        merged(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_result_beyond_the_type_is_refused(merged):
+    config = json.loads(json.dumps(LINEAR))
+    config |= {"out_dtype": "float16", "parameters": {"normalize": False}}
+    config["models"][0]["parameters"]["weight"] = 1e9
+    with pytest.raises(attar.AttarError, match="float16"):
+        merged(config)
+
+
+def test_packed_parents_are_decoded(family, merged, tmp_path):
+    attar.quantize(family["one"], tmp_path / "w8", scheme="W8A16", method="rtn", group_size=32)
+    config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "w8"))))
+    made = merged(config)
+    assert "quantization_config" not in made.config
+    assert any("decoded" in note for note in made.card.details["notes"])
+    one = tensors(merged(LINEAR, "dense").path)["model.layers.0.mlp.up_proj.weight"]
+    got = tensors(made.path)["model.layers.0.mlp.up_proj.weight"]
+    assert 0 < (got - one).abs().max() < 0.02
+
+
+def run_cli(arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "attar.cli.main", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_command_line(family, tmp_path, capsys):
+    config = tmp_path / "merge.yml"
+    config.write_text(
+        json.dumps(TIES)
+        .replace('"base"', f'"{family["base"]}"')
+        .replace('"one"', f'"{family["one"]}"')
+        .replace('"two"', f'"{family["two"]}"')
+        .replace('"three"', f'"{family["three"]}"')
+    )
+    assert call(["merge", str(config), "--dry-run", "-q"]) == 0
+    assert "29 tensors in 3 layers" in capsys.readouterr().out
+    assert call(["merge", str(config), "-o", str(tmp_path / "out"), "-q", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["card"]["stage"] == "merge"
+    assert call(["merge", str(config), "-o", str(tmp_path / "out"), "-q"]) == 1
+    assert call(["merge", str(config), "-q"]) == 2
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path):
+    """kill -9 at four moments of a merge of several shards."""
+    big = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    for seed, name in enumerate(("base", "one", "two")):
+        tiny_models.save(tiny_models.build("llama2", seed=seed, **big), tmp_path / name)
+    config = tmp_path / "dare.yml"
+    models = [
+        {"model": str(tmp_path / n), "parameters": {"weight": 0.5, "density": 0.5}} for n in ("one", "two")
+    ]
+    config.write_text(
+        yaml.safe_dump({"merge_method": "dare_ties", "base_model": str(tmp_path / "base"), "models": models})
+    )
+
+    def start(out):
+        return run_cli(["merge", str(config), "-o", str(out), "-q", "--shard-size", "8MB"])
+
+    began = time.monotonic()
+    whole = start(tmp_path / "whole")
+    assert whole.wait() == 0, whole.stderr.read()
+    seconds = time.monotonic() - began
+    for share in (0.5, 0.7, 0.85, 0.95):
+        process = start(tmp_path / "cut")
+        time.sleep(share * seconds)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = start(tmp_path / "cut")
+    assert last.wait() == 0 or (tmp_path / "cut/attar.json").exists(), last.stderr.read()
+    weights = [open_checkpoint(tmp_path / name).weight_files for name in ("whole", "cut")]
+    assert len(weights[0]) == len(weights[1])
+    for one, other in zip(*weights, strict=True):
+        assert one.read_bytes() == other.read_bytes()
