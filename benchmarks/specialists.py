@@ -12,9 +12,7 @@ Checkpoints stay under ``--work``; what is there already is used.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -40,16 +40,44 @@ SOLVERS = (
         )
     ),
     "formats/dense_pack.py",
+    *(
+        f"merging/methods/{name}.py"
+        for name in (
+            "arcee_fusion",
+            "breadcrumbs",
+            "dare",
+            "della",
+            "karcher",
+            "linear",
+            "model_stock",
+            "multislerp",
+            "nearswap",
+            "nuslerp",
+            "passthrough",
+            "ram",
+            "sce",
+            "slerp",
+            "task_arithmetic",
+            "ties",
+        )
+    ),
+    *(f"merging/{name}.py" for name in ("consensus", "draws", "pieces", "selection", "soup", "sparsify")),
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.progress",
+    "attar.merging.consensus",
+    "attar.merging.draws",
+    "attar.merging.journal",
+    "attar.merging.pieces",
+    "attar.merging.selection",
+    "attar.merging.sparsify",
     "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.quantization.rounded",
 }
 KERNELS = {"quantization/grids/ggml.py": {"attar.kernels"}}  # solvers that prefer a compiled kernel
-ALGORITHMS = ("distillation", "pruning", "quantization")
+ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 
 
 def imports(file):
@@ -93,6 +121,8 @@ def test_solvers_know_only_torch(name):
         "itertools",
         "math",
         "typing",
+        "hashlib",
+        "numpy",
     }
 
 
@@ -113,9 +143,10 @@ def test_rooms_import_only_downwards():
         "models": {"walks", *ALGORITHMS, "measure", "recipe", "cli"},
         "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
-        "distillation": {"pruning", "quantization", "measure", "recipe", "cli"},
-        "pruning": {"distillation", "quantization", "measure", "recipe", "cli"},
-        "quantization": {"distillation", "pruning", "measure", "recipe", "cli"},
+        "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
+        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "cli"},
+        "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
+        "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
         "recipe": {"cli"},
@@ -141,6 +172,8 @@ def test_rooms_import_only_downwards():
         "attar.pruning.settings",
         "attar.quantization.settings",
         "attar.deployment.settings",
+        "attar.merging.settings",
+        "attar.merging.extraction_settings",
         "attar.measure.settings",
     ],
 )

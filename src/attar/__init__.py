@@ -1,7 +1,8 @@
 """attar: a language model made small and fast, with the evidence that it is still good.
 
 The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`merge`,
-:func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`, :func:`report`, :func:`demo`. Names are
+:func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`,
+:func:`report`, :func:`demo`. Names are
 loaded when first used, so ``import attar`` costs nothing.
 """
 

@@ -14,15 +14,17 @@ from attar.errors import ModelError, NumericsError, OutputError, SettingsError
 from attar.merging import extraction
 from attar.merging.adapter import Adapted
 from attar.merging.extraction import extract
+from attar.merging.extraction_plan import Pair, Part, saved_modules
 from attar.merging.extraction_settings import ExtractSettings
 from tests import tiny_models
 
-LINEAR = "model.layers.1.mlp.up_proj.weight"
+PAIRS = ((0, "a"), (0, "a"), (0, "b"), (1, "a"))
+LINEAR = "model.layers.0.mlp.up_proj.weight"
 
 
 def pair(tmp_path, family="llama2", rank=3, only="layers", dtype=None, **changes):
     """A base and a tuned model: Linear weights differ by updates of a rank, ``only`` some by name."""
-    base = tiny_models.build(family, **(changes or {"num_hidden_layers": 2}))
+    base = tiny_models.build(family, **(changes or {"num_hidden_layers": 1}))
     tiny_models.save(base, tmp_path / "base", dtype=dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -52,12 +54,10 @@ def logits(folder):
 @pytest.mark.parametrize(
     ("family", "only", "changes"),
     [
-        ("llama2", "layers", {}),
-        ("llama2", "", {}),
-        ("qwen2", "", {"num_hidden_layers": 2}),
-        ("smollm", "", {"num_hidden_layers": 2}),
-        ("gpt2", "", {"n_layer": 2}),
-        ("gpt_neox", "", {"num_hidden_layers": 2}),
+        ("qwen2", "", {"num_hidden_layers": 1}),
+        ("smollm", "", {"num_hidden_layers": 1}),
+        ("gpt2", "", {"n_layer": 1}),
+        ("gpt_neox", "", {"num_hidden_layers": 1}),
     ],
 )
 def test_base_with_adapter_is_the_tuned_model(family, only, changes, tmp_path):
@@ -115,7 +115,7 @@ def test_leaving_the_rest_out_says_so(tmp_path):
 
 
 def test_only_what_differs_is_in_the_adapter(tmp_path):
-    tuned, base = pair(tmp_path, only="layers.1.mlp.up_proj")
+    tuned, base = pair(tmp_path, only="layers.0.mlp.up_proj")
     out = extract(tuned, base, tmp_path / "out", ExtractSettings(dtype="bfloat16"))
     tensors = load_file(out / "adapter_model.safetensors")
     stem = f"base_model.model.{LINEAR.removesuffix('.weight')}"
@@ -180,6 +180,20 @@ def test_equal_models_have_nothing_to_extract(tmp_path):
     _, base = pair(tmp_path)
     with pytest.raises(ModelError, match="nothing to extract"):
         extract(base, base, tmp_path / "out", ExtractSettings())
+
+
+def test_a_module_whose_name_ends_others_is_not_saved():
+    parts = tuple(
+        Part(f"{name}.weight", f"{name}.weight", name, "weight", "whole") for name in ("norm", "a.head")
+    )
+    found = Pair(None, None, parts, False, (), ("", "a", "norm", "a.norm", "a.head"))
+    assert saved_modules(found, parts) == {"a.head": {"weight": "a.head.weight"}}
+
+
+def test_every_tensor_has_random_numbers_of_its_own():
+    drawn = [torch.randn(4, generator=extraction._generator(seed, name)) for seed, name in PAIRS]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[3])
 
 
 @pytest.mark.parametrize(

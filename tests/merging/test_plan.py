@@ -182,7 +182,7 @@ parameters: {weight: 1}
     assert by_name(plan_of(given, *views))[name].base == Input(0, "model.layers.0.mlp.up_proj.weight")
 
 
-def test_a_slice_of_one_model_passes_where_the_method_wants_two() -> None:
+def test_a_slice_of_the_base_alone_passes() -> None:
     text = """\
 merge_method: slerp
 base_model: a
@@ -196,15 +196,15 @@ parameters: {t: 0.5}
     outputs = by_name(plan)
     layers = [outputs[f"model.layers.{n}.mlp.up_proj.weight"] for n in range(3)]
     assert [(each.copied, each.inputs[0].model, each.base is None) for each in layers] == [
-        (True, 0, True),
+        (False, 0, False),
         (False, 0, False),
         (True, 1, True),
     ]
     assert plan.labels == ("b", "a")
-    assert [note.split(": ", 1)[1] for note in plan.notes] == [
-        "one model alone: the layers of b are taken as they are",
-        "one model alone: the layers of a are taken as they are",
-    ]
+    assert plan.notes == (
+        "merge.yml:4: the base model a is no source of this slice; its layers 0 to 0 are taken",
+        "merge.yml:6: the base model alone: the layers of a are taken as they are",
+    )
 
 
 @pytest.mark.parametrize(

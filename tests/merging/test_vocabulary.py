@@ -130,6 +130,9 @@ def test_padding_never_shrinks(tmp_path):
     mean = (100 + 101 + 102) / 3
     assert columns(vocabulary) == [[0, 1, 2, 3, 4, 5, 6, 7], [100, 101, 102, 103, mean, mean, mean, mean]]
     assert vocabulary.identity == (True, False)
+    other = built([made[0], view(tmp_path / "b", [*WORDS["b"], "q"], rows=5)], choice("base"), base=0)
+    mean = float(torch.tensor((100 + 1 + 101) / 3))  # row 3 is a token of its own there, row 4 is free
+    assert columns(other)[1] == [100, 1, 101, mean, 104, mean, mean, mean]
     assert built(made, choice("base", pad=6), base=0).size == 12
     assert built(made, choice("base", pad=4), base=0).size == 8
     assert built(made, choice(B), base=0).size == 4
@@ -169,18 +172,10 @@ def test_a_model_that_takes_no_part_gives_nothing(three):
     assert aligned[1] is None and aligned[0][:, 0].tolist() == [0, 1, 2, 201, 202]
 
 
-def test_which_tensors_are_aligned(three):
-    vocabulary = built(three, choice())
-    assert vocabulary.covers("model.embed_tokens.weight", (4, 8), 2)
-    assert vocabulary.covers("lm_head.bias", (3,), 0) and vocabulary.covers("lm_head.weight", (3, 8), 0)
-    assert not vocabulary.covers("model.embed_tokens.weight", (4, 8), 0)
-    for name in (
-        "transformer.wpe.weight",
-        "bert.embeddings.position_embeddings.weight",
-        "lm_head.norm.weight",
-    ):
-        assert not vocabulary.covers(name, (3, 8), 0)
-    assert not vocabulary.covers("model.layers.0.mlp.up_proj.weight", (3, 8), 0)
+def test_rows_are_those_of_the_embedding_of_tokens():
+    shapes = {"transformer.wpe.weight": (64, 8), "transformer.wte.weight": (40, 8), "lm_head.weight": (50, 8)}
+    tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    assert embedding_rows(SimpleNamespace(path="p", config={}, tensors=tensors)) == 40
 
 
 def test_files_and_table(three, tmp_path):

@@ -161,14 +161,14 @@ CASES = {
         each={"weight": WEIGHTS, "density": 0.7, "gamma": 0.02},
         tied=CRUMBS,
     ),
-    "breadcrumbs, rescaled": case(  # R is summed in float64 here, in the dtype there
+    "breadcrumbs, rescaled": case(  # R is summed in float64 here, in float32 there: off by an eps or two
         "breadcrumbs",
         *ALL,
         base="BASE",
         each={"weight": WEIGHTS, "density": 0.7, "gamma": 0.02},
         shared={"rescale": True},
         tied=CRUMBS,
-        float32=0.5,
+        float32=3.0,
     ),
     "model stock": case("model_stock", *ALL, base="BASE"),
     "model stock, rows": case("model_stock", *ALL, base="BASE", shared={"filter_wise": True}),
@@ -290,7 +290,7 @@ def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, their
     kind, chosen = DTYPES[dtype], CASES[name]
     out = attar.merge(configured(chosen.text, dtype, folders), tmp_path / "out").path
     ours, wanted = stored(out), stored(line["out"])
-    assert list(sorted(ours)) == list(sorted(wanted))
+    assert sorted(ours) == sorted(wanted)
     inputs = {key: stored(folder) for key, folder in folders.items()}
     wrong, off = {}, 0.0
     for tensor, other in wanted.items():
@@ -309,7 +309,7 @@ def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, their
     assert off <= bound, f"{sum(wrong.values())} entries off by up to {off:.3g}: {list(wrong.items())[:3]}"
 
 
-SEEDS = 48
+SEEDS = 32
 RANDOM = {
     "dare_linear": {"density": 0.3},
     "dare_ties": {"density": 0.3},
@@ -389,7 +389,7 @@ def test_masks_of_random_merges_have_mergekits_statistics(method, small, drawn):
             if "epsilon" not in given:  # every place is as likely: not only the mean but each seed and place
                 assert kept[:, seen].float().mean() == pytest.approx(wanted, abs=spread), (tool, tensor)
                 assert kept[:, seen & upper].float().mean() == pytest.approx(wanted, abs=2 * spread)
-            else:  # the larger half of a row with density + epsilon / 2, the smaller one with density - epsilon / 2
+            else:  # density + epsilon / 2 for the larger half of a row, density - epsilon / 2 for the smaller
                 shares = [float(kept[:, seen & half].float().mean()) for half in (upper, ~upper)]
                 high, low = (wanted + sign * given["epsilon"] / 2 for sign in (1, -1))
                 assert shares[0] == pytest.approx(high, abs=0.01), (tool, tensor)
@@ -414,7 +414,9 @@ def test_the_mean_of_random_merges_over_seeds_is_mergekits(method, count, small,
         variance = (ours.var(0) + theirs_.var(0)) / SEEDS
         seen = variance > 1e-18
         squares = (ours.mean(0) - theirs_.mean(0))[seen] ** 2
-        ratios.append(float(squares.sum() / variance[seen].sum()))
-        spread = torch.stack([ours.var(0).mean(), theirs_.var(0).mean()])
-        assert float(spread[0] / spread[1]) == pytest.approx(1, abs=0.05), tensor
-    assert ratios == pytest.approx([1.0] * len(TENSORS), abs=0.1)  # two samples of one distribution
+        ratios.append(float((squares / variance[seen]).mean()))
+        shares = (ours.var(0) / (ours.var(0) + theirs_.var(0)))[seen]
+        assert float(shares.mean()) == pytest.approx(0.5, abs=0.02), tensor
+    # t^2 of two samples of one distribution: its mean is n / (n - 2) with n degrees of freedom
+    freedom = 2 * (SEEDS - 1)
+    assert ratios == pytest.approx([freedom / (freedom - 2)] * len(TENSORS), abs=0.12)

@@ -80,7 +80,11 @@ WRONG = {
     "unknown method": ("linear", "liner", r"recipe:7: .*'liner'.*'linear'"),
     "no config": ("    config:\n", "    compat: paper\n    confg:\n", r"needs the key 'config'"),
     "a source": ("    config:\n", "    from: half\n    config:\n", r"recipe:6: stage 'merge' has no 'from'"),
-    "unknown setting": ("    config:\n", "    sede: 1\n    config:\n", r"recipe:6: unknown key 'sede'.*'seed'"),
+    "unknown setting": (
+        "    config:\n",
+        "    sede: 1\n    config:\n",
+        r"recipe:6: unknown key 'sede'.*'seed'",
+    ),
 }
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.output import Output
+from attar.checkpoint.units import byte_count
 from attar.deployment.codes import Codes, quantized_codes
 from attar.deployment.importance import importance_of
 from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
-from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
 from attar.formats.decoded import Decoded

@@ -1,4 +1,4 @@
-"""Choosing by held-out text before anything is written: the ingredients of a greedy soup, coefficients of a search.
+"""Choosing by held-out text before anything is written: ingredients of a soup, coefficients of a search.
 
 Candidates are merged in memory where the model is small; a larger one is written to the work folder, one
 candidate at a time. Losses go to a journal in the work folder: a killed stage does not measure them again.

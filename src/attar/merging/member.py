@@ -18,7 +18,7 @@ _TWINS = {
 """Tensors of encoders' heads that are one and the same, and stored under one name or both."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     """A model that takes part.
 

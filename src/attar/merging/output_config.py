@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.merging.naming import LAYER_KEYS, Stack, layer_count, text_part
-from attar.merging.tensor_map import Piece
+from attar.merging.rows import Piece
 
 _TYPES = ("torch_dtype", "dtype")
 _NOT_BY_LAYER = ("architectures", "mrope_section")

@@ -1,8 +1,8 @@
 """The models that a merge names, opened once each: folders, hub ids, files, results of earlier documents.
 
-A reference ``path+adapter`` opens to the model with its adapter added, a quantized model to its decoded weights.
-What was opened is remembered as plain checkpoints too: the lineage and the licence duties of the result follow
-from them, those of an adapter included.
+A reference ``path+adapter`` opens to the model with its adapter added, a quantized model to its decoded
+weights. What was opened is remembered as plain checkpoints too: the lineage and the licence duties of the
+result follow from them, those of an adapter included.
 """
 
 from __future__ import annotations

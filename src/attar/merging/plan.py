@@ -20,7 +20,8 @@ from attar.merging.naming import has_token_rows
 from attar.merging.output_config import output_config
 from attar.merging.parameters import find, method_of
 from attar.merging.remarks import remarks
-from attar.merging.tensor_map import Row, Tap, TensorMap
+from attar.merging.rows import Row, Tap
+from attar.merging.tensor_map import TensorMap
 
 
 class Info(Protocol):

@@ -27,9 +27,9 @@ def measure_quality(
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
-    The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its own
-    tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do not.
-    One model is in memory at a time.
+    The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
+    own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
+    not. One model is in memory at a time.
 
     Raises:
         DataError: the text is missing or too short.
@@ -39,7 +39,7 @@ def measure_quality(
         return {}
     plan = prepared.merge.plan
     models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress.task("measure", total=len(models)) as task:
         for name, view in models.items():
             try:

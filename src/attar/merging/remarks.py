@@ -50,7 +50,7 @@ def remarks(config: MergeConfig, method: Method, donor: Member, found: TensorMap
             yield f"{piece.base.source.where}: {label} is the base model: {names} without effect"
         if piece.passed:
             label = piece.starts[0].member.label
-            yield f"{piece.slice.where}: one model alone: the layers of {label} are taken as they are"
+            yield f"{piece.slice.where}: the base model alone: the layers of {label} are taken as they are"
     names_of = [row.name for row in found.rows] + [tap.name for row in found.rows for tap in row.taps]
     for entry in _filters(config):
         if entry.filter not in (None, "*") and not any(str(entry.filter) in name for name in names_of):

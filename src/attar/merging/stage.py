@@ -1,11 +1,11 @@
 """The verb ``merge``: one model out of several, by mergekit's YAML.
 
-    read       the documents, each after those it names                                        (reading.py)
-    open       every model by its headers, adapters added                                      (parents.py)
-    prepare    the merged vocabulary; every tensor of the result and what goes into it    (vocabulary.py, plan.py)
-    choose     a soup's ingredients, a search's coefficients                                   (chosen.py)
-    merge      tensor by tensor                                                                (weights.py)
-    measure    every parent and the merge on held-out text; where the parents disagree  (quality.py, disagreement.py)
+    read       the documents, each after those it names                        (reading.py)
+    open       every model by its headers, adapters added                      (parents.py)
+    prepare    the merged vocabulary; every tensor of the result               (vocabulary.py, plan.py)
+    choose     a soup's ingredients, a search's coefficients                   (chosen.py)
+    merge      tensor by tensor                                                (weights.py)
+    measure    where the parents disagree; how well they and the merge predict (disagreement.py, quality.py)
 
 Everything that can be refused is refused before anything is written. Results of earlier documents are
 checkpoints in the work folder, and gone when the last one is done.
@@ -32,8 +32,8 @@ from attar.merging.disagreement import Disagreement
 from attar.merging.parents import Parents
 from attar.merging.prepared import Prepared, prepare
 from attar.merging.quality import measure_quality
-from attar.merging.written import read_configs
 from attar.merging.settings import VERSION, MergeSettings
+from attar.merging.written import read_configs
 from attar.progress import SILENT, Progress
 
 FILE = "merge.yml"

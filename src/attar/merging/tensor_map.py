@@ -7,7 +7,6 @@ says, what stands after them as the last one does, both at depth 0.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from attar.errors import ModelError, RecipeError
 from attar.merging.config import MergeConfig, Module, Slice, Source
@@ -17,89 +16,7 @@ from attar.merging.modules import Assignment, assign
 from attar.merging.naming import Stack, comes_first, is_buffer, kind_of, layer_name
 from attar.merging.parameters import layer_depth
 from attar.merging.reference import ModelReference
-
-
-@dataclass(frozen=True)
-class Tap:
-    """A stored tensor of one model, and the source whose settings hold for it."""
-
-    member: Member
-    name: str
-    source: Source
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor of the result.
-
-    Attributes:
-        name: its name.
-        kind: as in :class:`attar.merging.plan.Output`.
-        stack: prefix of its stack; empty outside of stacks.
-        layer: number of its layer, or None.
-        depth: where gradients are read.
-        module, slice: whose settings hold.
-        taps: what is merged.
-        base: the base model's tensor.
-        passed: the single tap is the result, no method is run.
-    """
-
-    name: str
-    kind: str
-    stack: str
-    layer: int | None
-    depth: float
-    module: Module
-    slice: Slice
-    taps: tuple[Tap, ...]
-    base: Tap | None
-    passed: bool = False
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a source's layers begin.
-
-    Attributes:
-        source: with its settings.
-        member: its model.
-        stack: of that model.
-        first: first layer.
-        count: how many layers.
-    """
-
-    source: Source
-    member: Member
-    stack: Stack
-    first: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some layers of the result: where they come from.
-
-    Attributes:
-        slice: the slice that they are of.
-        lead: model whose names the result has.
-        stack: the lead's stack.
-        length: how many layers.
-        starts: what is merged.
-        base: the base model.
-        passed: there is one source and no method is run.
-    """
-
-    slice: Slice
-    lead: Member
-    stack: Stack
-    length: int
-    starts: tuple[Start, ...]
-    base: Start | None
-    passed: bool
-
-    def all(self) -> tuple[Start, ...]:
-        """What is merged, and after it the base where there is one."""
-        return (*self.starts, self.base) if self.base else self.starts
+from attar.merging.rows import Piece, Row, Start, Tap
 
 
 class TensorMap:
@@ -148,7 +65,7 @@ class TensorMap:
             starts += [base] if base is not None and base not in starts else []
             base = None
         others = [start for start in starts if start is not base]
-        passed = part.sources[0].layers is not None and self._passes(len(starts), len(others))
+        passed = part.sources[0].layers is not None and not others  # the base alone
         taken = starts if passed else others
         self._check_twice(taken if passed or base is None else [base, *taken])
         if not passed:
@@ -163,16 +80,13 @@ class TensorMap:
         for start in starts:
             if start.source.model == base:
                 return start
-        if self._passes(len(starts), len(starts)) and starts[0].source.layers is not None:
-            return None
-        return self._start(Source(base, self._common_range(part.sources, base), {}, part.where), stack)
-
-    def _passes(self, listed: int, others: int) -> bool:
-        """Whether a slice of one source is that source: nothing is left beside the base, or a method for two
-        has one."""
-        if self._method.base != "required" or listed != 1:
-            return False
-        return others == 0 or self._method.models[1] == 1
+        layers = self._common_range(part.sources, base)
+        if layers is not None:
+            self.notes.append(
+                f"{part.where}: the base model {base} is no source of this slice; its layers {layers[0]} to"
+                f" {layers[1] - 1} are taken"
+            )
+        return self._start(Source(base, layers, {}, part.where), stack)
 
     def _start(self, source: Source, stack: Stack) -> Start:
         """Where a source's layers begin."""

@@ -27,7 +27,6 @@ Source: mergekit's tokenizer merging, as documented. Differs from it:
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,15 +36,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.parts import part_of
 from attar.errors import ModelError, SettingsError
 from attar.merging.config import ModelReference, TokenizerChoice
+from attar.merging.naming import token_embedding
 from attar.merging.token_rows import choose, index_of, rows_of_tokens
 from attar.merging.tokenizer import Tokens, extend, read_tokens, write_tokens
 from attar.merging.vocabulary_report import report, table
-
-_NOT_TOKENS = re.compile(r"position|token_type|(^|\.)wpe(\.|$)|norm|transform")
-"""Tensors of the parts embedding and head whose rows are not tokens."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +82,6 @@ class Vocabulary:
         return tuple(
             rows == self.size and bool(torch.equal(own, order))
             for rows, own in zip(self.rows, self.own, strict=True)
-        )
-
-    def covers(self, name: str, shape: Sequence[int], model: int) -> bool:
-        """Whether the rows of a stored tensor are tokens: an embedding, a head, or a head's bias.
-
-        Args:
-            name: of the tensor.
-            shape: of the tensor in this model.
-            model: index of the model.
-        """
-        part = part_of(name)
-        return (
-            part in ("embedding", "head")
-            and not _NOT_TOKENS.search(name)
-            and 1 <= len(shape) <= 2
-            and (part == "head" or len(shape) == 2)
-            and shape[0] == self.rows[model]
         )
 
     def align(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -244,16 +223,10 @@ def embedding_rows(model: Any) -> int:
     Raises:
         ModelError: no tensor of it is such an embedding.
     """
-    found = [
-        int(info.shape[0])
-        for name, info in model.tensors.items()
-        if part_of(name) == "embedding" and not _NOT_TOKENS.search(name) and len(info.shape) == 2
-    ]
-    text = model.config.get("text_config")
-    stated = model.config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
-    if not found:
+    name = token_embedding(model.tensors, model.config)
+    if name is None:
         raise ModelError(f"{model.path}: no embedding of tokens among its tensors")
-    return int(stated) if stated in found else max(found)
+    return int(model.tensors[name].shape[0])
 
 
 def _source(choice: TokenizerChoice, references: Sequence[ModelReference], base: int | None) -> int:

@@ -82,7 +82,7 @@ class Merge:
             NumericsError: the result is not finite: a coefficient is too large, or the type too narrow.
         """
         if output.copied:
-            return tensors[0]
+            return tensors[0].to(getattr(torch, output.dtype))
         if self.look is not None and base is not None:
             self.look(output, tensors, base)
         draws = [Draws.of(self.seed, output.name, str(place)) for place in range(len(tensors))]

@@ -21,8 +21,8 @@ class Stage:
         settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is its code version.
         function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
         teacher: whether the function takes ``teacher=`` as well.
-        merges: whether it takes several models, which its setting ``config`` names, instead of one: it is called
-            as ``function(out, settings, *, models, progress, force, key)``.
+        merges: whether it takes several models, which its setting ``config`` names, instead of one: it is
+            called as ``function(out, settings, *, models, progress, force, key)``.
         example: a command that shows the verb at work.
     """
 

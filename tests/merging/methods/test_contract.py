@@ -102,7 +102,8 @@ def test_the_size_of_the_pieces_does_not_matter(name: str, monkeypatch: pytest.M
     assert torch.allclose(whole, pieces, rtol=0, atol=1e-6 if METHODS[name].random else 0)
 
 
-IDENTICAL = [name for name in METHODS if name not in ("passthrough", "ramplus_tl")]
+# passthrough takes one model; ramplus_tl and arcee_fusion change what they are given by design
+IDENTICAL = [name for name in METHODS if name not in ("passthrough", "ramplus_tl", "arcee_fusion")]
 
 
 @pytest.mark.parametrize("name", IDENTICAL)
@@ -113,8 +114,6 @@ def test_identical_models_give_that_model(name: str) -> None:
     tensors = [tensors[0].clone() for _ in tensors]
     if name in ("nearswap", "slerp"):
         base = tensors[0].clone()
-    if name == "arcee_fusion":
-        pytest.skip("takes the larger part of the change by design")
     n = len(tensors)
     ones: dict[str, Any] = {"weight": [1 / n] * n, "density": [1.0] * n}
     result = run(method, tensors, base, **ones)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import elementwise, one_thread
+from attar.merging.pieces import elementwise, one_thread, spans
 
 NEARLY_PARALLEL = 0.9995
 TINY = 1e-8
@@ -49,9 +49,12 @@ def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "m
 
 def cosine_of(a: Tensor, b: Tensor) -> Tensor:
     """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u. Needs one more tensor."""
-    lengths = [torch.linalg.vector_norm(x.float()) for x in (a, b)]
+    buffer = torch.empty(a.shape)
+    lengths = [torch.linalg.vector_norm(buffer.copy_(x)) for x in (a, b)]
     m, n = (length if length > TINY else torch.ones(()) for length in lengths)
-    products = elementwise(lambda p, q: (p.float() / m).mul_(q.float() / n), [a, b], torch.float32)
+    products, u, v = buffer.view(-1), a.reshape(-1), b.reshape(-1)
+    for span in spans(products.numel()):
+        torch.mul(u[span].float() / m, v[span].float() / n, out=products[span])
     with one_thread():
         return products.sum()
 
