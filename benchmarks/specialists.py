@@ -12,6 +12,10 @@ Checkpoints stay under ``--work``; what is there already is used.
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import math
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import attar
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import produce
@@ -62,6 +67,7 @@ PARTS = {
 VERSION = 1
 LENGTH = 512
 HELD_OUT_ROWS = 20  # of a part, at most: 10,240 tokens, so that each part counts about the same
+JUDGED_ROWS = 8  # of a part: what greedy soup and search look at
 
 
 def texts(part: str, split: str) -> list[str]:
@@ -123,19 +129,121 @@ def specialist(part: str, out: Path, steps: int, progress: Progress) -> Checkpoi
     return open_checkpoint(out)
 
 
-def main() -> None:
-    """Train, merge, print the table."""
+def weighted(method: str, parts: tuple[str, ...] = tuple(PARTS), **config: Any) -> dict[str, Any]:
+    """A merge's configuration: every model with the parameters in ``each``, beside the rest of the keys."""
+    each = config.pop("each", {})
+    models = [{"model": part, **({"parameters": each} if each else {})} for part in parts]
+    return {"merge_method": method, "dtype": "float32", "models": models, **config}
+
+
+def merges(budget: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Every merge by its name: configuration, and settings of the stage."""
+    base = {"base_model": "base"}
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "linear (uniform soup)": (weighted("linear", each={"weight": 1.0}), {}),
+    }
+    for one, other in itertools.combinations(PARTS, 2):
+        config = weighted("slerp", (one, other), base_model=one, parameters={"t": 0.5})
+        found[f"slerp {one}, {other}"] = (config, {})
+    found |= {
+        "karcher": (weighted("karcher"), {}),
+        "task arithmetic 0.5": (weighted("task_arithmetic", each={"weight": 0.5}, **base), {}),
+        "task arithmetic 0.7": (weighted("task_arithmetic", each={"weight": 0.7}, **base), {}),
+        "TIES": (weighted("ties", each={"weight": 1.0, "density": 0.5}, **base), {}),
+        "TIES, paper": (weighted("ties", each={"weight": 1.0, "density": 0.2}, **base), {"compat": "paper"}),
+        "DARE-TIES": (weighted("dare_ties", each={"weight": 0.7, "density": 0.5}, **base), {}),
+        "DELLA": (weighted("della", each={"weight": 1.0, "density": 0.5}, **base), {}),
+        "breadcrumbs": (weighted("breadcrumbs", each={"weight": 0.5, "density": 0.9}, **base), {}),
+        "SCE": (weighted("sce", **base, parameters={"select_topk": 0.5}), {}),
+        "model stock": (weighted("model_stock", **base), {}),
+        "greedy soup": (weighted("greedy_soup"), {}),
+    }
+    if budget:
+        config = weighted("task_arithmetic", each={"weight": 0.5}, **base)
+        found[f"task arithmetic, search of {budget}"] = (config, {"search": budget})
+        config = weighted("ties", each={"weight": 1.0, "density": 0.5}, **base)
+        found[f"TIES, search of {budget}"] = (config, {"search": budget})
+    return found
+
+
+def write_judged(file: Path, tokenizer: Any) -> int:
+    """The text that greedy soup and search look at, as many calibration rows of each part; how many rows."""
+    lines = []
+    for part in PARTS:
+        for row in rows_of(part, "calibration", tokenizer, JUDGED_ROWS):
+            lines.append(json.dumps({"text": tokenizer.decode(row.tolist()), "part": part}))
+    file.write_text("\n".join(lines) + "\n")
+    return len(lines)
+
+
+def merged(name: str, config: dict[str, Any], settings: dict[str, Any], work: Path) -> Checkpoint:
+    """Make a merge, or open it where it is there already."""
+    out = work / "merges" / re.sub(r"\W+", "-", name)
+    if (out / "attar.json").exists():
+        return open_checkpoint(out)
+    models = {"base": BASE, **{part: str(work / part) for part in PARTS}}
+    if settings.get("search") or config["merge_method"] == "greedy_soup":
+        judged = work / "judged.jsonl"
+        samples = write_judged(judged, load_tokenizer(BASE))
+        settings = {**settings, "data": str(judged), "samples": samples, "sequence_length": LENGTH}
+    return attar.merge(config, out, models=models, progress=Terminal(), **settings)
+
+
+def measured(model: Checkpoint, rows: dict[str, Tensor]) -> dict[str, float]:
+    """Loss on each part, and their mean."""
+    loaded = load_model(model, dtype=torch.float32)
+    found = {part: mean_loss(loaded, each) for part, each in rows.items()}
+    return {**found, "mean": sum(found.values()) / len(found)}
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """Markdown: nats a token, with the perplexity of the mean loss; the smallest of a column is bold."""
+    columns = [*PARTS, "mean"]
+    best = {column: min(found[column] for found in rows.values()) for column in columns}
+    lines = [f"| model | {' | '.join(columns)} | perplexity |", "|---" * (len(columns) + 2) + "|"]
+    for name, found in rows.items():
+        cells = [
+            f"**{found[column]:.4f}**" if found[column] == best[column] else f"{found[column]:.4f}"
+            for column in columns
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} | {math.exp(found['mean']):.3f} |")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What the command line takes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", type=Path, default=Path("specialists"))
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--work", type=Path, default=Path("specialists"), help="folder for checkpoints; kept")
+    parser.add_argument("--steps", type=int, default=200, help="of each specialist's training")
     parser.add_argument("--train", action="store_true", help="train, and no more")
-    args = parser.parse_args()
+    parser.add_argument("--budget", type=int, default=40, help="merges that a search tries; 0: no search")
+    parser.add_argument("--only", nargs="+", help="merges by their names in the table; base and parents stay")
+    return parser
+
+
+def main() -> None:
+    """Train, merge, print the table."""
+    args = arguments().parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    for part in PARTS:
-        made = specialist(part, args.work / part, args.steps, Terminal())
-        print(part, made.path, file=sys.stderr, flush=True)
+    parents = {part: specialist(part, args.work / part, args.steps, Terminal()) for part in PARTS}
+    if args.train:
+        return
+    wanted = merges(args.budget)
+    if unknown := sorted(set(args.only or ()) - set(wanted)):
+        raise SystemExit(f"no merge {unknown[0]!r}; there are {', '.join(wanted)}")
+    base = open_checkpoint(BASE)
+    rows = {part: rows_of(part, "evaluation", load_tokenizer(base), HELD_OUT_ROWS) for part in PARTS}
+    found = {"base": measured(base, rows)}
+    found |= {f"specialist: {part}": measured(parent, rows) for part, parent in parents.items()}
+    for name, (config, settings) in wanted.items():
+        if args.only and name not in args.only:
+            continue
+        found[name] = measured(merged(name, config, settings, args.work), rows)
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    tokens = ", ".join(f"{part} {each.numel():,}" for part, each in rows.items())
+    print(f"Nats a token on held-out files; tokens: {tokens}.\n\n{table(found)}")
 
 
 if __name__ == "__main__":

@@ -61,7 +61,10 @@ SOLVERS = (
             "ties",
         )
     ),
-    *(f"merging/{name}.py" for name in ("consensus", "draws", "pieces", "selection", "soup", "sparsify")),
+    *(
+        f"merging/{name}.py"
+        for name in ("consensus", "draws", "low_rank", "pieces", "selection", "soup", "sparsify")
+    ),
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",

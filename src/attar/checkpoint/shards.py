@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
@@ -70,6 +71,7 @@ class ShardWriter:
         assert slots, "a layout has at least one tensor"
         assert len({item.name for item in slots}) == len(slots), "a layout names each tensor once"
         self.folder, self.work = folder, work or folder
+        self._lock = Lock()
         self._order = [item.name for item in slots]
         self._shards = _plan(slots, max_shard_bytes)
         self._of = {entry.name: (shard, entry) for shard in self._shards for entry in shard.entries}
@@ -88,7 +90,7 @@ class ShardWriter:
         return [name for name in self._order if name in self._waiting[self._of[name][0].name]]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to its place. The input is not changed and not kept.
+        """Write one tensor to its place. The input is not changed and not kept. Several threads may add.
 
         Raises:
             OutputError: no space, or no permission.
@@ -97,16 +99,18 @@ class ShardWriter:
         found = slot(name, tensor)
         assert found == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {found}"
         assert name in self._waiting[shard.name], f"{name} is written already"
+        partial = self._partial(shard)
         with atomic.explain_os_errors(self.folder, shard.size):
-            partial = self._partial(shard)
-            if not partial.exists():
-                reserve(partial, shard.header, shard.size)
+            with self._lock:
+                if not partial.exists():
+                    reserve(partial, shard.header, shard.size)
             write_at(partial, tensor, entry.begin)
-            self._waiting[shard.name].discard(name)
-            if not self._waiting[shard.name]:
-                atomic.fsync(partial)
-                partial.rename(self.work / shard.name)
-                self._note()
+            with self._lock:
+                self._waiting[shard.name].discard(name)
+                if not self._waiting[shard.name]:
+                    atomic.fsync(partial)
+                    partial.rename(self.work / shard.name)
+                    self._note()
 
     def finish(self) -> list[Path]:
         """Put the finished shards into ``folder``, with their index where there is more than one.

@@ -30,6 +30,7 @@ from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TORCH, read_tensor
 from attar.formats.decoded import DecodedInfo
 from attar.merging.adapter_files import CONFIG, HEAD, WEIGHTS, Change, find_changes, read_adapter_config
+from attar.merging.pieces import one_thread
 
 
 class Adapted:
@@ -117,15 +118,16 @@ class Adapted:
         dtype: torch.dtype = getattr(torch, TORCH[self.checkpoint.tensors[change.source].dtype])
         if change.A is None and change.bias is None:
             return start.to(dtype)
-        return adapted(
-            start.float(),
-            *(
-                None if info is None else read_tensor(info).float()
-                for info in (change.A, change.B, change.magnitude, change.bias)
-            ),
-            scale=change.scale,
-            transposed=change.transposed,
-        ).to(dtype)
+        with one_thread():
+            return adapted(
+                start.float(),
+                *(
+                    None if info is None else read_tensor(info).float()
+                    for info in (change.A, change.B, change.magnitude, change.bias)
+                ),
+                scale=change.scale,
+                transposed=change.transposed,
+            ).to(dtype)
 
 
 def adapted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class Disagreement:
 
     file: Path
     _known: dict[str, Conflict] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
@@ -36,12 +38,12 @@ class Disagreement:
             self._known[row["name"]] = Conflict.from_plain(row["sums"])
 
     def look(self, output: Output, tensors: list[Tensor], base: Tensor) -> None:
-        """See one tensor."""
+        """See one tensor; several threads may look at once."""
         if len(tensors) < 2 or output.name in self._known:
             return
         found = measure_conflicts(tensors, base)
-        self._known[output.name] = found
-        with self.file.open("a") as file:
+        with self._lock, self.file.open("a") as file:
+            self._known[output.name] = found
             file.write(json.dumps({"name": output.name, "sums": found.plain()}) + "\n")
 
     def details(self, plan: Plan) -> dict[str, Any]:

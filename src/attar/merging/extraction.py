@@ -7,6 +7,8 @@ is no Linear weight and differs (embeddings, head, norms) goes whole into the ad
 ``modules_to_save``, biases as its ``bias: all``; or is left out and listed, with how much it differs. Where
 the embedding is tied to the head and differs, both are saved, so that peft gives both the new one.
 
+Each tensor is done in one thread: the last bits of a decomposition depend on the number of threads.
+
 Source: mergekit's extract-lora does the same. Differs from it: rank by energy; no full decomposition of large
 matrices unless asked for; biases and norms are saved too; what is left out is said.
 """
@@ -38,6 +40,7 @@ from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.extraction_plan import Pair, Part, pair, saved_modules
 from attar.merging.extraction_settings import VERSION, ExtractSettings
 from attar.merging.low_rank import low_rank
+from attar.merging.pieces import one_thread
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -130,13 +133,17 @@ def _part(found: Pair, part: Part, settings: ExtractSettings) -> tuple[Row, dict
     row: Row = {"name": part.base, "module": part.module, "kind": part.kind}
     if not new.is_floating_point() or not old.is_floating_point():
         return {**row, "changed": not torch.equal(new, old)}, {}
-    D = new.float().sub_(old.float())
-    size, scale = float(D.double().norm()), float(old.double().norm())
+    D = new.to(torch.float32, copy=True).sub_(old.float())
+    with one_thread():
+        size, scale = float(D.double().norm()), float(old.double().norm())
     row |= {"changed": size > 0, "change": size / scale if scale else None}
     if part.kind != "linear" or not size:
         return row, {}
     D = D.T.contiguous() if found.transposed else D
-    made = low_rank(D, settings.rank, settings.energy, _generator(settings.seed, part.base), settings.exact)
+    with one_thread():
+        made = low_rank(
+            D, settings.rank, settings.energy, _generator(settings.seed, part.base), settings.exact
+        )
     dtype = getattr(torch, settings.dtype)
     A, B = made.A.to(dtype).contiguous(), made.B.to(dtype).contiguous()
     row |= {"rank": made.rank, "energy": made.energy, "error": made.error}

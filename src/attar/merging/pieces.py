@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SIZE = 1 << 18  # numbers in a piece
+SIZE = 1 << 17  # numbers in a piece
 
 
 def spans(count: int, unit: int = 1) -> Iterator[slice]:
@@ -42,7 +42,7 @@ def elementwise(
 
 
 def keep_(values: Tensor, mask: Tensor) -> Tensor:
-    """Set a contiguous tensor's entries to +0 where the mask is False, in place: AND with all ones or none."""
+    """Set entries of a contiguous tensor to +0 where the mask is False, in place, by a bitwise AND."""
     integer = torch.int32 if values.dtype == torch.float32 else torch.int16
     values.view(integer).bitwise_and_(mask.to(integer).neg_())
     return values

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint import atomic
-from attar.checkpoint.companions import copy_companions, tokenizer_files
+from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.open import Checkpoint, open_checkpoint
@@ -169,8 +169,6 @@ def _write_companions(prepared: Prepared, folder: Path) -> None:
     plan, vocabulary = prepared.merge.plan, prepared.merge.vocabulary
     copy_companions(plan.models[plan.donor].path, folder)
     if vocabulary is not None:
-        for name in tokenizer_files(folder):
-            (folder / name).unlink()
         vocabulary.write(folder)
     template = choose_chat_template(
         prepared.document.chat_template, [view.path for view in plan.models], plan.donor

@@ -3,9 +3,10 @@
     for each output:  x_i, base <- parents, in the working type;  rows aligned to the merged vocabulary
                       y = method(x_1 .. x_n, base)               written to its place in its shard
 
-Peak memory is what one output needs, with the inputs of the next where they are small (:data:`AHEAD`). Random
-methods draw from a stream of their own for each (seed, output tensor, place of the model), so that no result
-depends on order, shards or threads.
+Blocks' matrices are merged side by side, one thread each; what reads more than :data:`TOGETHER` has the
+machine to itself. So peak memory is what the largest output needs, whatever the model's size. Random methods
+draw from a stream of their own for each (seed, output tensor, place of the model), so that no result depends
+on order, shards or threads.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from attar.walks.stream import SHARD_BYTES, Step, stream_steps
 if TYPE_CHECKING:
     from attar.merging.vocabulary import Vocabulary
 
-AHEAD = 128_000_000
-"""Bytes of inputs that are read while the tensor before is merged: blocks' matrices, not large embeddings."""
+TOGETHER = 256_000_000
+"""Bytes of inputs that outputs may read side by side."""
 
 Look = Callable[[Output, list[Tensor], Tensor], None]
 """Sees every output's inputs and base."""
@@ -145,7 +146,13 @@ class Merge:
         """
         steps = [self._step(output) for output in self.plan.outputs]
         return stream_steps(
-            steps, folder, work=work, shard_bytes=shard_bytes, ahead=AHEAD, progress=progress, what="merge"
+            steps,
+            folder,
+            work=work,
+            shard_bytes=shard_bytes,
+            together=TOGETHER,
+            progress=progress,
+            what="merge",
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -155,8 +162,7 @@ class Merge:
     def _step(self, output: Output) -> Step:
         return Step(
             [self.slot(output)],
-            lambda: self.read(output),
-            lambda content: {output.name: self.make(output, *content)},
+            lambda: {output.name: self.make(output, *self.read(output))},
             self.nbytes(output),
         )
 

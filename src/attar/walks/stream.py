@@ -10,11 +10,12 @@ on at the first unfinished shard, and the same input gives the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from attar.progress import SILENT, Progress
@@ -40,14 +41,12 @@ class Step:
 
     Attributes:
         slots: their names, types and shapes.
-        read: brings what they are made of into memory; may run in another thread, before its turn.
-        make: makes them from what ``read`` gave.
-        nbytes: how much ``read`` brings into memory.
+        make: reads what they are made of, and makes them; may be called in any thread.
+        nbytes: how much it reads into memory.
     """
 
     slots: Sequence[Slot]
-    read: Callable[[], Any]
-    make: Callable[[Any], Mapping[str, Tensor]]
+    make: Callable[[], Mapping[str, Tensor]]
     nbytes: int = 0
 
 
@@ -81,8 +80,7 @@ def stream(
     steps = [
         Step(
             list(layout(info)),
-            lambda: None,
-            lambda _, name=info.name: transform(name, lambda: checkpoint.load(name)),  # type: ignore[misc]
+            lambda name=info.name: transform(name, lambda: checkpoint.load(name)),  # type: ignore[misc]
         )
         for info in checkpoint.tensors.values()
     ]
@@ -95,7 +93,7 @@ def stream_steps(
     *,
     work: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
-    ahead: int = 0,
+    together: int = 0,
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
@@ -103,8 +101,8 @@ def stream_steps(
 
     Args:
         steps: in the order of the output.
-        ahead: bytes that may be read before their turn, or wait to be written, while the step before is at
-            work. 0: one thing at a time.
+        together: bytes that steps may read side by side, one thread each; a step that reads more works alone.
+            0: one after the other.
         folder, work, shard_bytes, progress, what: as of :func:`stream`.
 
     Returns:
@@ -122,41 +120,40 @@ def stream_steps(
     missing = frozenset(writer.missing())
     todo = [step for step in steps if any(slot.name in missing for slot in step.slots)]
 
-    def write(step: Step, made: Mapping[str, Tensor]) -> None:
+    def do(step: Step) -> None:
+        made = step.make()
         for slot in step.slots:
             if slot.name in missing:
                 writer.add(slot.name, made[slot.name])
 
-    with (
-        progress.task(what, total=len(steps), done=len(steps) - len(todo)) as task,
-        ThreadPoolExecutor(1) as hand,
-    ):
-        written: Future[None] | None = None
-        for step, content in _read(todo, ahead):
-            made = step.make(content)
-            del content
-            if written is not None:
-                written.result()
-            if ahead < step.nbytes or not ahead:
-                write(step, made)
-                written = None
-            else:
-                written = hand.submit(write, step, made)
-            del made
+    with progress.task(what, total=len(steps), done=len(steps) - len(todo)) as task:
+        for _ in _side_by_side(todo, do, together) if together else map(do, todo):
             task.advance()
-        if written is not None:
-            written.result()
     return writer.finish()
 
 
-def _read(steps: Sequence[Step], ahead: int) -> Iterator[tuple[Step, Any]]:
-    """Each step with what it read; the next one is read meanwhile where it fits into ``ahead``."""
-    with ThreadPoolExecutor(1) as reader:
-        coming: Future[Any] | None = None
-        for number, step in enumerate(steps):
-            content = step.read() if coming is None else coming.result()
-            after = steps[number + 1] if number + 1 < len(steps) else None
-            early = after is not None and 0 < after.nbytes <= ahead
-            coming = reader.submit(after.read) if after is not None and early else None
-            yield step, content
-            del content
+def _side_by_side(steps: Sequence[Step], do: Callable[[Step], None], together: int) -> Iterator[None]:
+    """Do steps in as many threads as torch has, each of one thread itself; yields after each step."""
+    threads = torch.get_num_threads()
+    held: dict[Future[None], int] = {}
+
+    def wait_for_one() -> Iterator[None]:
+        for future in wait(held, return_when=FIRST_COMPLETED).done:
+            del held[future]
+            yield future.result()
+
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for step in steps:
+            while held and (len(held) == threads or sum(held.values()) + step.nbytes > together):
+                yield from wait_for_one()
+            if step.nbytes > together:
+                do(step)
+                yield
+            else:
+                held[pool.submit(do, step)] = step.nbytes
+        while held:
+            yield from wait_for_one()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
