@@ -1,9 +1,8 @@
 """Merges against mergekit itself, tensor by tensor, on three fine-tunes of attar:tiny.
 
-``$ATTAR_PEERS/mergekit`` is an environment with it (``benchmarks/peers/environments.py mergekit`` builds it).
 The fine-tunes are a few AdamW steps on different parts of the standard library, saved in float32 as training
 left them, or the folders of ``$ATTAR_SPECIALISTS`` (``benchmarks/specialists.py --train`` makes them). The
-base is stored in bf16. Everything runs on one thread, as the order of a sum depends on the number of threads.
+base is stored in bf16.
 
 Equal means the same bits, but where a case says why it cannot be:
 
@@ -13,74 +12,41 @@ Equal means the same bits, but where a case says why it cannot be:
   the models' |x|.
 """
 
-import json
-import math
 import os
-import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
 import attar
 from attar.checkpoint import open_checkpoint
-from attar.checkpoint.companions import copy_companions
-from attar.models.load import load_model, load_tokenizer, save_model
+from attar.models.load import load_model, load_tokenizer
 from attar.walks.objectives import next_token
 from attar.walks.train import train
+from tests.peers.mergekit_peer import (
+    BENCHMARKS,
+    MISSING,
+    Case,
+    case,
+    configured,
+    little,
+    mergekit,
+    one_thread,
+    stored,
+    write,
+)
 
+__all__ = ["one_thread"]  # a fixture
 pytestmark = pytest.mark.peers
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-PYTHON = Path(os.environ.get("ATTAR_PEERS", "")) / "mergekit" / "bin" / "python"
-if "ATTAR_PEERS" not in os.environ or not PYTHON.exists():
+if MISSING:
     pytest.skip("no $ATTAR_PEERS/mergekit", allow_module_level=True)
 sys.path.append(str(BENCHMARKS))
 import specialists  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WEIGHTS = {"one": 0.5, "two": 0.3, "three": 0.4}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A configuration, and how far apart the two may be.
-
-    Attributes:
-        text: YAML without dtype; ONE, TWO, THREE and BASE stand for folders.
-        tied: (model, density, gamma) of the trimmings that may decide ties differently.
-        selected: the same for the share of the variances.
-        float32: bound in float32; 0: the same bits.
-        bfloat16: bound in bf16.
-    """
-
-    text: str
-    tied: tuple[tuple[str, float, float], ...] = ()
-    selected: float = 1.0
-    float32: float = 0.0
-    bfloat16: float = 0.0
-
-
-def listed(*names, **parameters):
-    """``models:`` of YAML; a parameter is one value for all, or one for each."""
-    each = []
-    for name in names:
-        mine = {k: v[name] if isinstance(v, dict) else v for k, v in parameters.items()}
-        each.append({"model": name.upper(), **({"parameters": mine} if mine else {})})
-    return each
-
-
-def case(method, *names, base=None, each=None, shared=None, **bounds):
-    """A case from its parts."""
-    config = {"merge_method": method, "models": listed(*names, **(each or {}))}
-    config |= {"base_model": base} if base else {}
-    config |= {"parameters": shared} if shared else {}
-    return Case(yaml.safe_dump(config, sort_keys=False), **bounds)
-
-
 ALL = ("one", "two", "three")
 DENSITIES = {"one": 0.2, "two": 0.5, "three": 0.7}
 TIES = tuple((name, density, 0.0) for name, density in DENSITIES.items())
@@ -184,14 +150,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The base and the fine-tunes by the names that stand in the YAML."""
@@ -207,54 +165,8 @@ def folders(tmp_path_factory):
             continue
         model = load_model(base, dtype=torch.float32)
         train(model, next_token, specialists.rows_of(part, "calibration", tokenizer, 8)[:, :256], settings)
-        save_model(model, work / name)
-        copy_companions(base.path, work / name)
-        found[name.upper()] = work / name
+        found[name.upper()] = write(model, work / name)
     return found
-
-
-def mergekit(runs):
-    """Merge with mergekit, all in one process of one thread; its lines."""
-    command = [PYTHON, BENCHMARKS / "peers" / "mergekit_run.py", "-"]
-    ended = subprocess.run(
-        [*map(str, command)],
-        input=json.dumps({"runs": runs}),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return [json.loads(line) for line in ended.stdout.splitlines()]
-
-
-def configured(text, dtype, folders):
-    """The YAML of a case."""
-    for name, folder in folders.items():
-        text = text.replace(name, str(folder))
-    return f"dtype: {dtype}\n{text}"
-
-
-@pytest.fixture(scope="module")
-def theirs(folders, tmp_path_factory):
-    """mergekit's tensors of every case and dtype, loaded when asked for; an error's text where it failed."""
-    work = tmp_path_factory.mktemp("mergekit")
-    runs = []
-    for number, name in enumerate(CASES):
-        for dtype in DTYPES:
-            file = work / f"{number}-{dtype}.yml"
-            file.write_text(configured(CASES[name].text, dtype, folders))
-            runs.append({"config": str(file), "out": str(file.with_suffix("")), "seed": 0})
-    lines = iter(mergekit(runs))
-    return {(name, dtype): next(lines) for name in CASES for dtype in DTYPES}
-
-
-def stored(folder):
-    """All tensors of a checkpoint by name."""
-    return {
-        name: tensor
-        for file in sorted(Path(folder).glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
 
 
 def undecided(values, *edges):
@@ -281,15 +193,11 @@ def excused(chosen, base, tensors):
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, theirs, tmp_path):
-    line = theirs[name, dtype]
-    if "error" in line:
-        pytest.skip(f"mergekit: {line['error']}")
-    kind, chosen = DTYPES[dtype], CASES[name]
-    out = attar.merge(configured(chosen.text, dtype, folders), tmp_path / "out").path
-    ours, wanted = stored(out), stored(line["out"])
+def compare(chosen, dtype, folders, line, out):
+    """Merge with attar and compare with a finished run of mergekit."""
+    kind = DTYPES[dtype]
+    made = attar.merge(configured(chosen.text, dtype, folders), out).path
+    ours, wanted = stored(made), stored(line["out"])
     assert sorted(ours) == sorted(wanted)
     inputs = {key: stored(folder) for key, folder in folders.items()}
     wrong, off = {}, 0.0
@@ -309,114 +217,74 @@ def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, their
     assert off <= bound, f"{sum(wrong.values())} entries off by up to {off:.3g}: {list(wrong.items())[:3]}"
 
 
-SEEDS = 32
-RANDOM = {
-    "dare_linear": {"density": 0.3},
-    "dare_ties": {"density": 0.3},
-    "della": {"density": 0.5, "epsilon": 0.2},
-    "della_linear": {"density": 0.5, "epsilon": 0.2},
+def ran(cases, folders, work):
+    """mergekit's lines for every case in every dtype."""
+    runs = []
+    for number, chosen in enumerate(cases.values()):
+        for dtype in DTYPES:
+            file = work / f"{number}-{dtype}.yml"
+            file.write_text(configured(chosen.text, dtype, folders))
+            runs.append({"config": str(file), "out": str(file.with_suffix("")), "seed": 0})
+    lines = iter(mergekit(runs))
+    return {(name, dtype): next(lines) for name in cases for dtype in DTYPES}
+
+
+@pytest.fixture(scope="module")
+def theirs(folders, tmp_path_factory):
+    return ran(CASES, folders, tmp_path_factory.mktemp("mergekit"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_deterministic_merge_has_mergekits_tensors(name, dtype, folders, theirs, tmp_path):
+    line = theirs[name, dtype]
+    if "error" in line:  # multislerp refuses task vectors that are 0 in bf16
+        assert (name, dtype) == ("multislerp, base", "bfloat16"), line["error"]
+        pytest.skip(f"mergekit: {line['error'].splitlines()[0]}")
+    compare(CASES[name], dtype, folders, line, tmp_path / "out")
+
+
+APART = {
+    "slerp": case("slerp", "one", "two", base="ONE", shared={"t": 0.3}),
+    "nuslerp": case("nuslerp", "one", "two", each={"weight": WEIGHTS}),
+    "nuslerp, base": case("nuslerp", "one", "two", base="BASE", each={"weight": WEIGHTS}),
+    "nuslerp, rows": case(
+        "nuslerp",
+        "one",
+        "two",
+        each={"weight": WEIGHTS},
+        shared={"nuslerp_flatten": False, "nuslerp_row_wise": True},
+    ),
+    "multislerp": case("multislerp", *ALL, each={"weight": WEIGHTS}),
+    "multislerp, base": case("multislerp", *ALL, base="BASE", each={"weight": WEIGHTS}),
+    "karcher": case("karcher", *ALL),
+    "model stock": case("model_stock", *ALL, base="BASE"),
 }
+"""Fine-tunes are nearly parallel; these models are not."""
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A base of 0.2 M parameters and two models that differ from it, in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    work = tmp_path_factory.mktemp("small")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 2048}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, tie_word_embeddings=True, **sizes))
-    for name in ("BASE", "ONE", "TWO"):
-        save_model(model, work / name)
-        copy_companions(open_checkpoint("attar:tiny").path, work / name)
+def apart(tmp_path_factory):
+    """A base and three models whose directions differ much: random, with a common part."""
+    work = tmp_path_factory.mktemp("apart")
+    found = {}
+    for number, name in enumerate(("BASE", "ONE", "TWO", "THREE")):
+        model = little()
+        torch.manual_seed(number)
         with torch.no_grad():
-            for each in model.parameters():  # uneven: rescaling by the L1 norm differs from one over density
-                each.add_(torch.randn_like(each) ** 3 * 1e-3)
-    return {name: work / name for name in ("BASE", "ONE", "TWO")}
-
-
-@pytest.fixture(scope="module")
-def drawn(small, tmp_path_factory):
-    """Merges of both tools: (method, number of models, tool) to a list of checkpoints, one for each seed."""
-    work = tmp_path_factory.mktemp("drawn")
-    runs, found = [], {}
-    for method, each in RANDOM.items():
-        for count in (1, 2):
-            names = ("one", "two")[:count]
-            made = case(method, *names, base="BASE", each={"weight": 1.0, **each}).text
-            file = work / f"{method}-{count}.yml"
-            file.write_text(configured(made, "float32", small))
-            outs = {
-                tool: [work / f"{tool}-{method}-{count}-{i}" for i in range(SEEDS)] for tool in ("a", "m")
-            }
-            runs += [{"config": str(file), "out": str(out), "seed": i} for i, out in enumerate(outs["m"])]
-            for seed, out in enumerate(outs["a"]):
-                attar.merge(file, out, seed=seed)
-            found |= {(method, count, tool): each for tool, each in outs.items()}
-    for line in mergekit(runs):
-        assert "error" not in line, line
+            for each in model.parameters():
+                each.add_(torch.randn_like(each) * 0.02)
+        found[name] = write(model, work / name)
     return found
 
 
-def deltas(outs, base, tensor):
-    """What merges added to the base: (seeds, numbers)."""
-    return torch.stack([stored(out)[tensor].flatten() - base[tensor].flatten() for out in outs])
+@pytest.fixture(scope="module")
+def theirs_apart(apart, tmp_path_factory):
+    return ran(APART, apart, tmp_path_factory.mktemp("mergekit-apart"))
 
 
-TENSORS = (
-    "model.embed_tokens.weight",
-    "model.layers.0.mlp.down_proj.weight",
-    "model.layers.0.self_attn.q_proj.weight",
-)
-
-
-@pytest.mark.parametrize("method", RANDOM)
-def test_masks_of_random_merges_have_mergekits_statistics(method, small, drawn):
-    base, one = stored(small["BASE"]), stored(small["ONE"])
-    given = RANDOM[method]
-    for tensor in TENSORS:
-        d = one[tensor] - base[tensor]
-        size = d.numel()
-        ranks = d.abs().argsort(dim=-1).argsort(dim=-1).flatten()
-        upper = ranks >= d.shape[-1] // 2
-        for tool in ("a", "m"):
-            added = deltas(drawn[method, 1, tool], base, tensor)
-            kept = added.abs() > 1e-9  # |base + d - base| of a kept d is at least that
-            seen = d.flatten().abs() > 1e-7
-            wanted = given["density"]
-            spread = 6 * math.sqrt(wanted * (1 - wanted) / int(seen.sum()) / SEEDS)
-            if "epsilon" not in given:  # every place is as likely: not only the mean but each seed and place
-                assert kept[:, seen].float().mean() == pytest.approx(wanted, abs=spread), (tool, tensor)
-                assert kept[:, seen & upper].float().mean() == pytest.approx(wanted, abs=2 * spread)
-            else:  # density + epsilon / 2 for the larger half of a row, density - epsilon / 2 for the smaller
-                shares = [float(kept[:, seen & half].float().mean()) for half in (upper, ~upper)]
-                high, low = (wanted + sign * given["epsilon"] / 2 for sign in (1, -1))
-                assert shares[0] == pytest.approx(high, abs=0.01), (tool, tensor)
-                assert shares[1] == pytest.approx(low, abs=0.02), (tool, tensor)
-            # the L1 norm of what is kept is that of the task vector, at every seed
-            norms = added.abs().sum(-1) / d.abs().sum()
-            assert (norms - 1).abs().max() < 1e-4, (tool, tensor, norms)
-            # masks of two seeds have nothing in common
-            first, second = (kept[i, seen].float() - kept[i, seen].float().mean() for i in (0, 1))
-            alike = float((first * second).mean() / (first.std() * second.std()))
-            allowed = 0.2 if "epsilon" in given else 6 / math.sqrt(size)
-            assert abs(alike) < allowed, (tool, tensor, alike)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("method", RANDOM)
-def test_the_mean_of_random_merges_over_seeds_is_mergekits(method, count, small, drawn):
-    base = stored(small["BASE"])
-    ratios = []
-    for tensor in TENSORS:
-        ours, theirs_ = (deltas(drawn[method, count, tool], base, tensor).double() for tool in ("a", "m"))
-        variance = (ours.var(0) + theirs_.var(0)) / SEEDS
-        seen = variance > 1e-18
-        squares = (ours.mean(0) - theirs_.mean(0))[seen] ** 2
-        ratios.append(float((squares / variance[seen]).mean()))
-        shares = (ours.var(0) / (ours.var(0) + theirs_.var(0)))[seen]
-        assert float(shares.mean()) == pytest.approx(0.5, abs=0.02), tensor
-    # t^2 of two samples of one distribution: its mean is n / (n - 2) with n degrees of freedom
-    freedom = 2 * (SEEDS - 1)
-    assert ratios == pytest.approx([freedom / (freedom - 2)] * len(TENSORS), abs=0.12)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", APART)
+def test_models_in_different_directions_merge_as_in_mergekit(name, dtype, apart, theirs_apart, tmp_path):
+    assert "error" not in theirs_apart[name, dtype], theirs_apart[name, dtype]
+    compare(APART[name], dtype, apart, theirs_apart[name, dtype], tmp_path / "out")

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from attar.merging.config import MergeConfig
 from attar.merging.parents import Parents
 from attar.merging.plan import make_plan
 from attar.merging.settings import MergeSettings
-from attar.merging.vocabulary import Vocabulary, build_vocabulary
 from attar.merging.weights import Merge
+
+if TYPE_CHECKING:
+    from attar.merging.vocabulary import Vocabulary
+
+TOKENS = 2048
+"""Measured where a tokenizer was built and nothing else was asked for."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,16 @@ def _vocabulary(document: MergeConfig, parents: Parents) -> Vocabulary | None:
     """The merged vocabulary; None where the configuration leaves the tokenizer alone."""
     if document.tokenizer is None:
         return None
+    from attar.merging.vocabulary import build_vocabulary
+
     references = document.models()
     views = [parents.view(reference) for reference in references]
     base = references.index(document.base) if document.base else None
     return build_vocabulary(document.tokenizer, views, references, base)
+
+
+def asked_tokens(settings: MergeSettings, prepared: Prepared) -> int:
+    """How many held-out tokens the merge and its parents are measured on; 0: none."""
+    if settings.tokens >= 0:
+        return settings.tokens
+    return TOKENS if prepared.merge.vocabulary is not None else 0

@@ -13,12 +13,11 @@ from torch import Tensor
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import ModelError
 from attar.merging.heldout import HeldOut
-from attar.merging.prepared import Prepared
+from attar.merging.prepared import Prepared, asked_tokens
 from attar.merging.settings import MergeSettings
 from attar.models.load import load_tokenizer
 from attar.progress import Progress
 
-TOKENS = 2048  # where a tokenizer was built and nothing else was asked for
 WORSE = 1.5  # times the worst parent's loss in nats a byte: a merge behind that is most likely broken
 
 
@@ -34,9 +33,7 @@ def measure_quality(
     Raises:
         DataError: the text is missing or too short.
     """
-    tokens = settings.tokens if settings.tokens >= 0 else TOKENS * (prepared.merge.vocabulary is not None)
-    if not tokens:
-        return {}
+    tokens = asked_tokens(settings, prepared)
     plan = prepared.merge.plan
     models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
     rows: list[dict[str, Any]] = []

@@ -16,9 +16,10 @@ of d's dtype, in an order that depends on the number of threads).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,12 +111,10 @@ def random(d: TaskVector, density: float, draws: Source, rescale: str) -> Sparsi
     """
     if density >= 1:
         return keep_all
-    mask = torch.empty(d.count, dtype=torch.bool)
-    for span in spans(d.count, d.row):
-        mask[span] = draws.below(density, span.stop - span.start)
+    masks = [packed(draws.below(density, span.stop - span.start)) for span in spans(d.count, d.row)]
     if rescale == "probability":
-        return _stored(mask, lambda piece, span: piece / density)
-    return _rescaled(d, lambda: _stored(mask), rescale == "l1")
+        return _stored(masks, lambda piece: piece / density)
+    return _rescaled(d, lambda: _stored(masks), rescale == "l1")
 
 
 def by_rank(d: TaskVector, density: float, epsilon: float, draws: Source, rescale: str) -> Sparsifier:
@@ -126,15 +125,14 @@ def by_rank(d: TaskVector, density: float, epsilon: float, draws: Source, rescal
     """
     if density >= 1:
         return keep_all
-    mask = torch.empty(d.count, dtype=torch.bool)
-    for span, piece in zip(spans(d.count, d.row), d.pieces(), strict=True):
-        mask[span] = draws.below(rank_probability(piece.view(-1, d.row), density, epsilon), piece.numel())
+
+    def p(piece: Tensor) -> Tensor:
+        return rank_probability(piece.view(-1, d.row), density, epsilon).view(-1)
+
+    masks = [packed(draws.below(p(piece), piece.numel())) for piece in d.pieces()]
     if rescale == "probability":
-        row = d.row
-        return _stored(
-            mask, lambda piece, span: piece / rank_probability(piece.view(-1, row), density, epsilon).view(-1)
-        )
-    return _rescaled(d, lambda: _stored(mask), rescale == "l1")
+        return _stored(masks, lambda piece: piece / p(piece))
+    return _rescaled(d, lambda: _stored(masks), rescale == "l1")
 
 
 def rank_probability(rows: Tensor, density: float, epsilon: float) -> Tensor:
@@ -151,18 +149,20 @@ def _masked(mask: Callable[[Tensor], Tensor]) -> Sparsifier:
     return lambda piece: keep_(piece, mask(piece))
 
 
-def _stored(mask: Tensor, scale: Callable[[Tensor, slice], Tensor] | None = None) -> Sparsifier:
-    """A mask held as a whole, read piece by piece."""
-    place = 0
+def packed(mask: Tensor) -> bytes:
+    """A bool mask at eight entries a byte."""
+    return np.packbits(mask.numpy()).tobytes()
 
-    def apply(piece: Tensor) -> Tensor:
-        nonlocal place
-        span = slice(place, place + piece.numel())
-        place = span.stop
-        scaled = piece if scale is None else scale(piece, span)
-        return keep_(scaled, mask[span])
 
-    return apply
+def unpacked(mask: bytes, count: int) -> Tensor:
+    """The bool mask (count,) that was packed."""
+    return torch.from_numpy(np.unpackbits(np.frombuffer(mask, np.uint8), count=count).view(bool))
+
+
+def _stored(masks: Sequence[bytes], scale: Callable[[Tensor], Tensor] = keep_all) -> Sparsifier:
+    """Masks of consecutive pieces."""
+    rest = iter(masks)
+    return lambda piece: keep_(scale(piece), unpacked(next(rest), piece.numel()))
 
 
 def _rescaled(d: TaskVector, start: Callable[[], Sparsifier], rescale: bool) -> Sparsifier:

@@ -7,7 +7,8 @@
     merge      tensor by tensor                                                (weights.py)
     measure    where the parents disagree; how well they and the merge predict (disagreement.py, quality.py)
 
-Everything that can be refused is refused before anything is written. Results of earlier documents are
+Everything that can be refused is refused before anything is written. Models are run, and the libraries for it
+imported, only where a setting asks for that. Results of earlier documents are
 checkpoints in the work folder, and gone when the last one is done.
 """
 
@@ -26,12 +27,10 @@ from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import Output, finished, produce
 from attar.checkpoint.units import byte_count
 from attar.merging.chat_template import choose_chat_template, write_chat_template
-from attar.merging.chosen import choose
-from attar.merging.config import MergeConfig
+from attar.merging.config import SEARCHED, MergeConfig
 from attar.merging.disagreement import Disagreement
 from attar.merging.parents import Parents
-from attar.merging.prepared import Prepared, prepare
-from attar.merging.quality import measure_quality
+from attar.merging.prepared import Prepared, asked_tokens, prepare
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.written import read_configs
 from attar.progress import SILENT, Progress
@@ -137,7 +136,7 @@ class _Run:
         notes = [*self.parents.notes, *prepared.notes]
         for note in notes:
             self.progress.log(note)
-        prepared = choose(prepared, self.parents, self.settings, output, self.progress)
+        prepared = self._chosen(prepared, output)
         disagreement = Disagreement(output.work / "conflicts.jsonl")
         merge = replace(prepared.merge.scanned(self.progress), look=disagreement.look)
         atomic.write_json(output.folder / "config.json", merge.plan.config)
@@ -154,7 +153,18 @@ class _Run:
         output.details |= self._disagreement(disagreement.details(merge.plan), output.folder)
         if merge.vocabulary is not None:
             output.details["vocabulary"] = merge.vocabulary.report()
-        output.details |= measure_quality(prepared, output.folder, self.settings, self.progress)
+        if asked_tokens(self.settings, prepared):
+            from attar.merging.quality import measure_quality
+
+            output.details |= measure_quality(prepared, output.folder, self.settings, self.progress)
+
+    def _chosen(self, prepared: Prepared, output: Output) -> Prepared:
+        """What is to be merged: as written, or with what a soup or a search chose."""
+        if not self.settings.search and prepared.document.method not in SEARCHED:
+            return prepared
+        from attar.merging.chosen import choose
+
+        return choose(prepared, self.parents, self.settings, output, self.progress)
 
     def _disagreement(self, details: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Draw where the parents disagree, if anything is known and wanted."""

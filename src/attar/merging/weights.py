@@ -25,12 +25,13 @@ from attar.errors import NumericsError, SettingsError
 from attar.merging.draws import Draws
 from attar.merging.plan import Input, Output, Plan
 from attar.progress import SILENT, Progress
+from attar.walks.freed import give_back
 from attar.walks.stream import SHARD_BYTES, Step, stream_steps
 
 if TYPE_CHECKING:
     from attar.merging.vocabulary import Vocabulary
 
-TOGETHER = 256_000_000
+TOGETHER = 400_000_000
 """Bytes of inputs that outputs may read side by side."""
 
 Look = Callable[[Output, list[Tensor], Tensor], None]
@@ -160,11 +161,14 @@ class Merge:
         return {output.name: self.make(output, *self.read(output)) for output in self.plan.outputs}
 
     def _step(self, output: Output) -> Step:
-        return Step(
-            [self.slot(output)],
-            lambda: {output.name: self.make(output, *self.read(output))},
-            self.nbytes(output),
-        )
+        nbytes = self.nbytes(output)
+
+        def make() -> dict[str, Tensor]:
+            if nbytes > TOGETHER:
+                give_back()  # what the layers before have left
+            return {output.name: self.make(output, *self.read(output))}
+
+        return Step([self.slot(output)], make, nbytes)
 
     def _load(self, item: Input) -> Tensor:
         view = self.plan.models[item.model]

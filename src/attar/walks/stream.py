@@ -147,11 +147,7 @@ def _side_by_side(steps: Sequence[Step], do: Callable[[Step], None], together: i
         for step in steps:
             while held and (len(held) == threads or sum(held.values()) + step.nbytes > together):
                 yield from wait_for_one()
-            if step.nbytes > together:
-                do(step)
-                yield
-            else:
-                held[pool.submit(do, step)] = step.nbytes
+            held[pool.submit(do, step)] = step.nbytes
         while held:
             yield from wait_for_one()
     finally:
