@@ -9,6 +9,12 @@ from scripts import document_settings
 ROOT = Path(__file__).parents[1]
 
 
+def test_table_of_merge_methods_is_current():
+    assert document_settings.MERGE.read_text() == document_settings.merge_page(), (
+        "run scripts/document_settings.py"
+    )
+
+
 def test_settings_page_is_current():
     assert document_settings.TARGET.read_text() == document_settings.page(), (
         "run scripts/document_settings.py"

@@ -257,7 +257,7 @@ APART = {
     ),
     "multislerp": case("multislerp", *ALL, each={"weight": WEIGHTS}),
     "multislerp, base": case("multislerp", *ALL, base="BASE", each={"weight": WEIGHTS}),
-    "karcher": case("karcher", *ALL),
+    "karcher": case("karcher", *ALL, bfloat16=0.5),  # one rounding
     "model stock": case("model_stock", *ALL, base="BASE"),
 }
 """Fine-tunes are nearly parallel; these models are not."""
