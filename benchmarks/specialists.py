@@ -76,8 +76,11 @@ def texts(part: str, split: str) -> list[str]:
 
 
 def rows_of(part: str, split: str, tokenizer: Any, limit: int | None = None) -> Tensor:
-    """Rows of tokens, int64 (N, 512)."""
-    return pack_stream(tokenize(texts(part, split), tokenizer), LENGTH, end_token(tokenizer), limit)
+    """Rows of tokens, int64 (N, 512); with a limit so many, spread evenly over all of them."""
+    rows = pack_stream(tokenize(texts(part, split), tokenizer), LENGTH, end_token(tokenizer))
+    if limit is None or len(rows) <= limit:
+        return rows
+    return rows[torch.arange(limit) * len(rows) // limit]
 
 
 def mean_loss(model: nn.Module, rows: Tensor) -> float:

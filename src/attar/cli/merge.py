@@ -43,10 +43,10 @@ def _answer(made: Any, out: str, seconds: float) -> Answer:
     from attar.checkpoint.units import bytes_text
     from attar.recipe.table import table
 
-    card = made.card.to_dict()
+    card = made.card.to_dict() if made.card else None
     data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}
     lines = [f"{out}  {bytes_text(made.nbytes)}"]
-    quality = card["details"].get("quality")
+    quality = card["details"].get("quality") if card else None
     if quality:
         rows = [(row["name"], f"{row['loss']:.4f}", f"{row['perplexity']:.3f}") for row in quality]
         lines += ["", table(("model", "loss (nats a token)", "perplexity"), rows)]

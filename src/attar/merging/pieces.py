@@ -7,6 +7,7 @@ bits of an elementwise operation do not depend on the cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 SIZE = 1 << 17  # numbers in a piece
+FEW = 1 << 20  # numbers whose squares torch's own norm adds exactly enough
 
 
 def spans(count: int, unit: int = 1) -> Iterator[slice]:
@@ -62,3 +64,32 @@ def one_thread() -> Iterator[None]:
 def total(values: Tensor) -> float:
     """Sum of a piece in float64, in an order that does not depend on the number of threads."""
     return float(np.add.reduce(values.double().reshape(-1).numpy()))
+
+
+def norm(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """|values|: of all, or of the vectors along a dimension, which stays with size 1.
+
+    Vectors of up to ``FEW`` numbers by torch, as in mergekit; longer ones in float64, piece by piece, for
+    torch adds squares one after the other in float32: off by 2e-4 at 11 million numbers, 6e-3 at 65 million.
+
+    Args:
+        values: not changed.
+        dim: along which the vectors run; None: all numbers are one vector.
+        dtype: to compute and to answer in; None: the values' own.
+    """
+    dtype = dtype or values.dtype
+    if dim is None:
+        if values.numel() <= FEW:
+            return values.to(dtype).norm()
+        return torch.tensor(math.sqrt(inner_product(values, values)), dtype=dtype)
+    if values.shape[dim] <= FEW:
+        return values.to(dtype).norm(dim=dim, keepdim=True)
+    rows = values.movedim(dim, -1)
+    lengths = torch.stack([norm(row, dtype=dtype) for row in rows.reshape(-1, rows.shape[-1])])
+    return lengths.view(*rows.shape[:-1], 1).movedim(-1, dim)
+
+
+def inner_product(a: Tensor, b: Tensor) -> float:
+    """<a, b> in float64, piece by piece."""
+    u, v = a.reshape(-1), b.reshape(-1)
+    return math.fsum(total(u[span].double() * v[span].double()) for span in spans(u.numel()))

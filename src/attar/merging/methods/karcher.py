@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import one_thread
+from attar.merging.pieces import norm, one_thread
 
 
 def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
@@ -32,7 +32,7 @@ def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10,
     if len(tensors) == 1:
         return tensors[0]
     flat = [x.reshape(-1) for x in tensors]
-    lengths = [x.float().norm() for x in flat]
+    lengths = [norm(x, dtype=torch.float32) for x in flat]
     units = [x / length for x, length in zip(flat, lengths, strict=True) if length > tol]
     if not units:
         return torch.zeros_like(tensors[0])
@@ -46,16 +46,16 @@ def mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor
     """u of unit vectors."""
     a = 1 / len(units)
     u = _sum(x * a for x in units)
-    length = u.float().norm()
+    length = norm(u, dtype=torch.float32)
     u = units[0].clone() if length < tol else u / length
     for _ in range(max_iter):
         T = _tangent(units, u, a, tol)
-        length = float(T.float().norm())
+        length = float(norm(T, dtype=torch.float32))
         if length < tol:
             break
         step = torch.tensor(length)
         u = torch.cos(step) * u + torch.sin(step) * (T / length)
-        u = u / u.float().norm().clamp(min=tol)
+        u = u / norm(u, dtype=torch.float32).clamp(min=tol)
     return u
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import SIZE, elementwise, one_thread, spans
+from attar.merging.pieces import SIZE, elementwise, norm, one_thread, spans
 
 TINY = 1e-6
 
@@ -50,7 +50,7 @@ def model_stock(tensors: Sequence[Tensor], base: Tensor, *, filter_wise: bool = 
 
 def mean_cosine(rows: Sequence[Tensor], w0: Tensor) -> Tensor:
     """c of each row, (rows, 1): the mean over the pairs of cos(o_i, o_j). Needs one more tensor."""
-    norms = [(x - w0).norm(dim=-1) for x in rows]
+    norms = [norm(x - w0, -1).squeeze(-1) for x in rows]
     cosines = []
     for (a, p), (b, q) in combinations(zip(rows, norms, strict=True), 2):
         products = elementwise(lambda w, x, y: (x - w).mul_(y - w), [w0, a, b])

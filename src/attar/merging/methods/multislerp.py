@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import one_thread
+from attar.merging.pieces import norm, one_thread
 
 
 def multislerp(
@@ -61,11 +61,11 @@ def multislerp(
 
 def tangent_mean(X: Tensor, W: Tensor, eps: float) -> Tensor:
     """y (n,) of the vectors X (N, n) with the weights W (N,)."""
-    lengths = X.norm(dim=-1, keepdim=True)
+    lengths = norm(X, dim=-1)
     u = X / (lengths + eps)
     column = W.view(-1, 1)
     m = (u * column).sum(0)
-    length = m.norm()
+    length = norm(m)
     if length < eps:
         if len(X) == 2:
             return (X * column).sum(0)
@@ -73,5 +73,5 @@ def tangent_mean(X: Tensor, W: Tensor, eps: float) -> Tensor:
     m = m / length
     along = (u * m).sum(-1, keepdim=True)
     v = ((u - along * m) * column).sum(0)
-    r = v.norm() + eps
+    r = norm(v) + eps
     return (m * torch.cos(r) + v * (torch.sin(r) / r)) * (column * lengths).sum()

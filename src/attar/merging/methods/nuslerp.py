@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import one_thread
+from attar.merging.pieces import norm, one_thread
 
 SHORT, PARALLEL, WEIGHTLESS = 1e-7, 1e-8, 1e-6
 
@@ -52,7 +52,7 @@ def nuslerp(
 
 def arc(x0: Tensor, x1: Tensor, t: float, dim: int) -> Tensor:
     """The points at t between the vectors of x0 and x1 along a dimension."""
-    u0, u1 = (x / x.norm(dim=dim, keepdim=True).clamp(min=SHORT) for x in (x0, x1))
+    u0, u1 = (x / norm(x, dim).clamp(min=SHORT) for x in (x0, x1))
     with one_thread():
         cosine = u0.mul_(u1).sum(dim=dim, keepdim=True)
     del u0, u1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import elementwise, one_thread, spans
+from attar.merging.pieces import FEW, elementwise, inner_product, norm, one_thread
 
 NEARLY_PARALLEL = 0.9995
 TINY = 1e-8
@@ -48,21 +48,22 @@ def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "m
 
 
 def cosine_of(a: Tensor, b: Tensor) -> Tensor:
-    """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u. Needs one more tensor."""
-    buffer = torch.empty(a.shape)
-    lengths = [torch.linalg.vector_norm(buffer.copy_(x)) for x in (a, b)]
+    """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u.
+
+    Large tensors in float64 (see :func:`attar.merging.pieces.norm`), small ones with mergekit's operations.
+    """
+    lengths = [norm(x, dtype=torch.float32) for x in (a, b)]
     m, n = (length if length > TINY else torch.ones(()) for length in lengths)
-    products, u, v = buffer.view(-1), a.reshape(-1), b.reshape(-1)
-    for span in spans(products.numel()):
-        torch.mul(u[span].float() / m, v[span].float() / n, out=products[span])
+    if a.numel() > FEW:
+        return torch.tensor(inner_product(a, b) / (float(m) * float(n)), dtype=torch.float32)
     with one_thread():
-        return products.sum()
+        return ((a.float() / m) * (b.float() / n)).sum()
 
 
 def shares(cosine: Tensor, t: float) -> tuple[float, float]:
     """The coefficients of x_0 and x_1, in float32 as in mergekit."""
     if cosine.abs() > NEARLY_PARALLEL:
-        return 1 - t, t
+        return float(1 - torch.tensor(t)), t
     th = torch.arccos(cosine)
     return float(torch.sin((1 - torch.tensor(t)) * th) / torch.sin(th)), float(
         torch.sin(t * th) / torch.sin(th)
