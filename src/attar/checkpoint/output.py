@@ -102,7 +102,7 @@ def produce(
         if needed:
             atomic.check_space(folder, needed)
         settings = plain(settings)
-        prints = [checkpoint.fingerprint() for checkpoint, _ in parents]
+        prints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         marked = zip(parents, prints, strict=True)
         lineage = compact([as_parent(item, role, mark) for (item, role), mark in marked])
         key = key or stage_key(stage, version, settings, seed, lineage)
@@ -191,8 +191,9 @@ def _card(
 def _files(folder: Path) -> dict[str, str]:
     """SHA-256 of every file under a folder by relative name, the card excepted."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    return {name: hashing.sha256_file(folder / name) for name in names if name != FILE}
+    names = [path.relative_to(folder).as_posix() for path in paths if path != folder / FILE]
+    hashes = hashing.in_parallel(lambda name: hashing.sha256_file(folder / name), names)
+    return dict(zip(names, hashes, strict=True))
 
 
 def _check_apart(final: Path, parents: Sequence[tuple[Checkpoint, str]]) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5_000_000_000
 MANIFEST = ".shards.json"
+_PIECE = 1 << 20  # bytes of one call: larger ones are slower
 
 
 class Slot(NamedTuple):
@@ -72,6 +73,7 @@ class ShardWriter:
         assert len({item.name for item in slots}) == len(slots), "a layout names each tensor once"
         self.folder, self.work = folder, work or folder
         self._lock = Lock()
+        self._pen = Lock()  # the system lets one thread write to a file and has the others spin
         self._order = [item.name for item in slots]
         self._shards = _plan(slots, max_shard_bytes)
         self._of = {entry.name: (shard, entry) for shard in self._shards for entry in shard.entries}
@@ -104,7 +106,8 @@ class ShardWriter:
             with self._lock:
                 if not partial.exists():
                     reserve(partial, shard.header, shard.size)
-            write_at(partial, tensor, entry.begin)
+            with self._pen:
+                write_at(partial, tensor, entry.begin)
             with self._lock:
                 self._waiting[shard.name].discard(name)
                 if not self._waiting[shard.name]:
@@ -262,7 +265,7 @@ def _write(descriptor: int, tensor: torch.Tensor, position: int) -> int:
     rest = memoryview(flat.view(torch.uint8).numpy())
     total = len(rest)
     while rest:
-        count = os.pwrite(descriptor, rest, position)
+        count = os.pwrite(descriptor, rest[:_PIECE], position)
         rest, position = rest[count:], position + count
     return total
 
