@@ -1,4 +1,4 @@
-"""The forms of mergekit's documented examples: each is read and planned over tiny models.
+"""The forms of mergekit's documented examples: each is read, planned and run over tiny models.
 
 The texts are the tests' own; structure, methods and parameters are those of mergekit's README,
 docs/merge_methods.md, docs/multimerge.md, examples/ and recipes/, with the models replaced.
@@ -6,11 +6,16 @@ docs/merge_methods.md, docs/multimerge.md, examples/ and recipes/, with the mode
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import attar
 from attar.merging.reading import parse_configs
+from tests import tiny_models
 from tests.merging.views import FakeView, plan_config, view
 
 EXAMPLES = {
@@ -310,6 +315,38 @@ def test_example_is_planned(name: str) -> None:
             assert all(len(values) == len(output.inputs) for values in output.each.values())
             assert output.dtype == (config.dtype or "float32")
         assert plan.config["vocab_size"] == (352 if config.tokenizer else 320)
+
+
+ADDED = {
+    "tokens of two prompt formats": {
+        "a": ["<|im_start|>", "<|im_end|>"],
+        "b": ["<|start_header_id|>", "<|original|>"],
+    }
+}
+"""Tokens that the models of an example have beside those of all tiny models."""
+
+
+def speaking(folder: Path, words: list[str], target: Path) -> Path:
+    """A copy of a model with further tokens and rows for them."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), tiny_models.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str, family: dict[str, Path], tmp_path: Path) -> None:
+    """What comes out is a model that transformers loads whole, and that gives numbers."""
+    places = {"base": family["base"], "a": family["one"], "b": family["two"], "c": family["three"]}
+    places |= {"a@v00.02-step-000003660": family["one"], "b@v01.02-step-000002600": family["two"]}
+    for model, words in ADDED.get(name, {}).items():
+        places[model] = speaking(places[model], words, tmp_path / model)
+    made = attar.merge(EXAMPLES[name], tmp_path / "out", models=places, tokens=0)
+    model, report = AutoModelForCausalLM.from_pretrained(made.path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.isfinite(model.float()(torch.tensor([[5, 6, 7]])).logits).all()
 
 
 def test_documents_are_in_order() -> None:
