@@ -292,3 +292,57 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path):
     assert len(weights[0]) == len(weights[1])
     for one, other in zip(*weights, strict=True):
         assert one.read_bytes() == other.read_bytes()
+
+
+def renumbered(folder, target):
+    """The same model with its tokens in another order: row i of the embedding is another token's."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    plain = [word for word, number in vocabulary.items() if number >= 3]
+    turned = dict(zip(plain, [vocabulary[word] for word in reversed(plain)], strict=True))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    rows = model.model.embed_tokens.weight.detach().clone()
+    with torch.no_grad():
+        for word, number in turned.items():
+            model.model.embed_tokens.weight[number] = rows[vocabulary[word]]
+    vocabulary.update(turned)
+    model.save_pretrained(target)
+    tiny_models.tokenizer().save_pretrained(target)
+    (target / "tokenizer.json").write_text(json.dumps(content))
+    return target
+
+
+def test_tokens_meet_by_their_text_and_not_by_their_number(family, merged, tmp_path):
+    """A model merged with itself under other token numbers is itself again."""
+    other = renumbered(family["one"], tmp_path / "renumbered")
+    config = {
+        "merge_method": "linear",
+        "base_model": "one",
+        "models": [{"model": "one"}, {"model": str(other)}],
+        "parameters": {"weight": 1.0},
+    }
+    apart = tensors(merged(config, "apart").path)["model.embed_tokens.weight"]
+    made = merged(config | {"tokenizer": {"source": "base"}}, "together", sequence_length=32, tokens=64)
+    together, one = tensors(made.path)["model.embed_tokens.weight"], tensors(family["one"])
+    assert not torch.allclose(apart, one["model.embed_tokens.weight"])
+    assert torch.allclose(together, one["model.embed_tokens.weight"])
+    assert made.card.details["vocabulary"]["models"][1]["shared"] == tiny_models.VOCABULARY
+    losses = [row["loss"] for row in made.card.details["quality"]]
+    assert max(losses) - min(losses) < 1e-5  # each reads the same text through its own tokenizer
+
+
+def test_every_tensor_of_every_model_has_a_mask_of_its_own(family, merged):
+    """Equal models, equal shapes: what is kept differs from tensor to tensor and from model to model."""
+
+    def kept(models, out):
+        sources = [{"model": name, "parameters": {"weight": 1.0, "density": 0.5}} for name in models]
+        config = {"merge_method": "dare_linear", "base_model": "base", "models": sources}
+        got, base = tensors(merged(config, out).path), tensors(family["base"])
+        names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+        return [got[name] != base[name] for name in names]
+
+    first, second = kept(["one"], "alone")
+    assert 0.4 < first.float().mean() < 0.6
+    assert not torch.equal(first, second)
+    both = kept(["one", "two"], "both")[0]
+    assert 0.65 < both.float().mean() < 0.85  # 1 - 1/4, and not 1/2
