@@ -11,6 +11,7 @@ from attar.measure.report.curves import curve_pictures
 from attar.measure.report.layers import layer_pictures
 from attar.measure.report.lineage import definitions, lineage_tree
 from attar.measure.report.markup import Child, Markup, el, join
+from attar.measure.report.parents import parent_tables
 from attar.measure.report.quality import quality_picture
 from attar.measure.report.samples import sample_cards
 from attar.measure.report.stages import stage_table
@@ -86,6 +87,12 @@ def _sections(run: Run, recipe: str | None) -> Markup:
             layer_pictures(run),
             "Relative error of a layer's output on the calibration text: ‖WX − ŴX‖² / ‖WX‖², by block. "
             "One scale for all panels; lower is better.",
+        ),
+        _section(
+            "Parents and merge",
+            parent_tables(run),
+            "Held-out text that no search has seen, each model through its own tokenizer: between different "
+            "ones, nats a byte compare.",
         ),
         _section(
             "Where the parents disagree",
