@@ -153,6 +153,7 @@ def test_rooms_import_only_downwards():
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
         "recipe": {"cli"},
+        "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},
     }
     wrong = [
         f"{file.relative_to(ROOT)} imports {module}"
@@ -178,6 +179,12 @@ def test_rooms_import_only_downwards():
         "attar.merging.settings",
         "attar.merging.extraction_settings",
         "attar.measure.settings",
+        "attar.runtime.kv.layout",
+        "attar.runtime.kv.manager",
+        "attar.runtime.sampling.params",
+        "attar.runtime.server.settings",
+        "attar.runtime.scheduler",
+        "attar.runtime.step",
     ],
 )
 def test_light_modules_import_nothing_heavy(module):
@@ -188,7 +195,7 @@ def test_light_modules_import_nothing_heavy(module):
 
 
 def test_public_names_are_sorted_and_exist():
-    assert list(attar.__all__) == sorted(attar.__all__)
+    assert list(attar.__all__) == sorted(attar.__all__, key=lambda name: (not name.isupper(), name))
     for name in attar.__all__:
         assert getattr(attar, name) is not None
 

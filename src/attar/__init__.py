@@ -2,7 +2,7 @@
 
 The verbs are functions: :func:`distill`, :func:`prune`, :func:`recover`, :func:`quantize`, :func:`merge`,
 :func:`extract`, :func:`export`, :func:`evaluate`, :func:`generate`, :func:`inspect`, :func:`run`,
-:func:`report`, :func:`demo`. Names are
+:func:`report`, :func:`demo`; :class:`LLM` runs a model in this process. Names are
 loaded when first used, so ``import attar`` costs nothing.
 """
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     )
     from attar.progress import Terminal
     from attar.recipe.schema import Recipe, load_recipe
+    from attar.runtime.llm import LLM
+    from attar.runtime.sampling.params import SamplingParams
     from attar.verbs import (
         demo,
         distill,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "AttarError",
     "Card",
     "Checkpoint",
@@ -57,6 +60,7 @@ __all__ = [
     "OutputError",
     "Recipe",
     "RecipeError",
+    "SamplingParams",
     "SettingsError",
     "Terminal",
     "UsageError",
@@ -81,6 +85,8 @@ _HOMES = {
     "attar.checkpoint": ("Card", "Checkpoint", "open_checkpoint"),
     "attar.progress": ("Terminal",),
     "attar.recipe.schema": ("Recipe", "load_recipe"),
+    "attar.runtime.llm": ("LLM",),
+    "attar.runtime.sampling.params": ("SamplingParams",),
     "attar.verbs": (
         "demo",
         "distill",

@@ -91,8 +91,8 @@ def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """Hash of all that a library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT).stdout
     key = hashlib.sha256(repr((compiler, version, flags, _processor())).encode())
-    for source in sorted(SOURCES.iterdir()):
-        key.update(source.name.encode() + b"\0" + source.read_bytes())
+    for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        key.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
     return key.hexdigest()[:16]
 
 

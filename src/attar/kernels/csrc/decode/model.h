@@ -1,0 +1,63 @@
+// What a step is made of: a model and a batch, as attar/kernels/decode.py fills them in, field by field.
+
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace attar {
+
+struct Layer {
+    const float *before_attention, *after_attention, *before_mlp, *after_mlp;  // norms' weights; after: or null
+    const float *query_norm, *key_norm;                                        // (head_dim,) or null
+    const float* rotary;  // (context, rotary): cosines of half a head, then sines
+    std::int64_t window;  // keys that a token sees, itself among them; 0: all
+    Linear qkv, out, gate_up, down;
+};
+
+enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
+
+struct Model {
+    std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, intermediate, vocabulary;
+    std::int64_t block_size, blocks;
+    float eps, scale, soft_cap, final_soft_cap, embedding_scale;
+    std::int32_t activation, exact;
+    std::int32_t wide, unused;  // wide: keys and values are float32
+    const std::uint16_t* embedding;  // (vocabulary, hidden) bfloat16
+    const float* embedding_exact;    // the same in float32, or null
+    const float* norm;
+    Linear head;
+    const Layer* layer;
+    std::uint8_t* pool;
+
+    // Keys and values of a block and a head lie together: keys (block / 16, head_dim / 2, 16, 2), a lane for
+    // each token; values (block, head_dim). bfloat16, head_dim rounded up to whole vectors. float32 the same,
+    // but keys (block / 16, head_dim, 16).
+    std::int64_t padded() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
+    std::int64_t row_bytes() const { return padded() * (wide ? 4 : 2); }
+    std::int64_t half_bytes() const { return block_size * row_bytes(); }
+    std::uint8_t* keys(std::int64_t at, std::int64_t block, std::int64_t head) const {
+        return pool + ((at * blocks + block) * kv_heads + head) * 2 * half_bytes();
+    }
+    std::uint8_t* values(std::int64_t at, std::int64_t block, std::int64_t head) const {
+        return keys(at, block, head) + half_bytes();
+    }
+};
+
+struct Batch {
+    std::int64_t tokens, spans, wanted, copies;
+    const std::int64_t *ids, *positions, *slots;  // (tokens,)
+    const std::int64_t* span;                     // (tokens,) the span of each token
+    const std::int64_t *first, *place;            // (spans,) first token; places in use before the span
+    const std::int64_t* table;                    // (spans,) where its blocks begin in `block`
+    const std::int64_t* block;
+    const std::int64_t* tree;   // (spans,) where its mask begins in `mask`; -1: a chain
+    const std::uint8_t* mask;   // (count, count) of a span: row sees column
+    const std::int64_t* count;  // (spans,)
+    const std::int64_t* rows;   // (wanted,)
+    const std::int64_t* copy;   // (copies, 2) from, to
+    float* logits;              // (wanted, vocabulary)
+};
+
+}  // namespace attar

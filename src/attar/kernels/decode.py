@@ -1,0 +1,299 @@
+"""A whole step of a Llama-shaped model in one call: weights and a pool of blocks held for the library.
+
+A layer is  x += post(out(attention(norm(x)))),  x += post(down(act(gate(norm(x))) up(norm(x))))  with
+root-mean-square norms, grouped heads and rotary positions; the norms `post` are those of Gemma, else nothing.
+csrc/decode/step.h goes through it; kernels know nothing of configs or names of tensors (runner/compiled.py
+does).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attar.errors import ModelError, UsageError
+from attar.kernels import structures
+from attar.kernels.memory import huge
+from attar.kernels.packed import Packed
+from attar.kernels.product import default_threads
+
+TILE = 16  # places of a block that a vector of keys holds
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """A layer. Norms are float32 (hidden,) or, of queries and keys, (head_dim,); Gemma's 1 is added already.
+
+    Attributes:
+        qkv: rows of queries, keys and values, head after head.
+        out: of attention.
+        gate_up: rows of the gate, then as many.
+        down: of the feed-forward part.
+        rotary: float32 (context, rotated dimensions), cosines of one half, then sines; None: no positions.
+        window: keys that a token sees, itself among them; 0: all.
+    """
+
+    before_attention: Tensor
+    before_mlp: Tensor
+    qkv: Packed
+    out: Packed
+    gate_up: Packed
+    down: Packed
+    rotary: Tensor | None = None
+    window: int = 0
+    after_attention: Tensor | None = None
+    after_mlp: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeights:
+    """A model.
+
+    Attributes:
+        embedding: (vocabulary, hidden), bfloat16 or float32.
+        norm: float32 (hidden,), before the head.
+        head: (vocabulary, hidden).
+        layers: all of the same kinds of weights, product by product.
+        heads: of queries.
+        kv_heads: of keys and values; divides heads.
+        head_dim: of each, even.
+        eps: of the norms.
+        scale: of queries before the softmax.
+        soft_cap: of attention's scores; 0: none.
+        final_soft_cap: of logits; 0: none.
+        embedding_scale: of the embedding's rows.
+        activation: of the gate, a key of ACTIVATIONS.
+    """
+
+    embedding: Tensor
+    norm: Tensor
+    head: Packed
+    layers: tuple[LayerWeights, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    soft_cap: float = 0.0
+    final_soft_cap: float = 0.0
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+
+    @property
+    def hidden(self) -> int:
+        """Columns of the residual stream."""
+        return len(self.norm)
+
+    @property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        return self.head.rows
+
+    @property
+    def intermediate(self) -> int:
+        """Columns inside the feed-forward part."""
+        return self.layers[0].down.columns
+
+    @property
+    def rotary(self) -> int:
+        """Dimensions of a head that are turned; 0: none."""
+        found = self.layers[0].rotary
+        return 0 if found is None else found.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed weights that a token reads."""
+        products = [getattr(layer, name) for layer in self.layers for name in structures.PRODUCTS]
+        return sum(packed.nbytes for packed in (*products, self.head))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of a step, those of a sequence together; whole numbers throughout.
+
+    Attributes:
+        ids: (T,).
+        positions: (T,), for the rotary embedding.
+        slots: (T,), slot s is row s % B of block s // B.
+        counts: tokens of each sequence.
+        places: places of its block table in use before.
+        blocks: its block table.
+        rows: tokens whose logits are wanted.
+        copies: (from, to) blocks copied first.
+        trees: per sequence None, or bool (count, count): which of its tokens each sees, itself among them.
+    """
+
+    ids: Integers
+    positions: Integers
+    slots: Integers
+    counts: Sequence[int]
+    places: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+    rows: Integers
+    copies: Sequence[tuple[int, int]] = ()
+    trees: Sequence[NDArray[np.bool_] | None] = field(default=())
+
+
+class Program:
+    """A model ready to run. Use ``close`` when done; it also closes itself.
+
+    Args:
+        weights: the model.
+        blocks: of the pool.
+        block_size: B, a multiple of 16.
+        threads: None: as ``default_threads`` says.
+        exact: bf16 weights take float32 rows; else rounded to bfloat16.
+        wide: keys and values are kept in float32; else in bfloat16.
+
+    Raises:
+        ModelError: the shapes are not ones that the library runs.
+        UsageError: B is not a multiple of 16, or there is no compiled library.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        blocks: int,
+        block_size: int = TILE,
+        *,
+        threads: int | None = None,
+        exact: bool = False,
+        wide: bool = False,
+    ) -> None:
+        _check(weights, block_size)
+        self.weights, self.blocks, self.block_size = weights, blocks, block_size
+        self.threads = threads or default_threads()
+        self.pool = huge(pool_bytes(weights, blocks, block_size, wide=wide))
+        self._layers = (structures.Layer * len(weights.layers))(*map(_layer, weights.layers))
+        self._model = self._structure(exact, wide)
+        self._handle: int | None = None
+        self._library = structures.library()
+        if self._library is None:
+            raise UsageError("there is no compiled kernel", hint="install a C++ compiler")
+        self._handle = self._library.attar_runner(ctypes.byref(self._model), self.threads)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None) is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the threads. Nothing can be run afterwards."""
+        if self._handle is not None and self._library is not None:
+            self._library.attar_runner_free(self._handle)
+        self._handle = None
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary)."""
+        assert self._library is not None and self._handle is not None, "run after close"
+        logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
+        batch, kept = _batch(tokens, logits)
+        self._library.attar_run(self._handle, ctypes.byref(batch))
+        del kept
+        return logits
+
+    def _structure(self, exact: bool, wide: bool) -> structures.Model:
+        w, whole = self.weights, self.weights.embedding.dtype == torch.float32
+        found = structures.Model(
+            layers=len(w.layers),
+            block_size=self.block_size,
+            blocks=self.blocks,
+            activation=ACTIVATIONS[w.activation],
+            exact=exact,
+            wide=wide,
+            norm=w.norm.data_ptr(),
+            head=structures.linear(w.head),
+            layer=ctypes.cast(self._layers, ctypes.c_void_p),
+            pool=self.pool.data_ptr(),
+        )
+        setattr(found, "embedding_exact" if whole else "embedding", w.embedding.data_ptr())
+        for name in (*structures.SIZES, *structures.FLOATS):
+            setattr(found, name, getattr(w, name))
+        return found
+
+
+def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, wide: bool = False) -> int:
+    """Bytes of a pool: keys and values in bfloat16 or float32, head_dim rounded up to a multiple of 16."""
+    padded = -(-weights.head_dim // TILE) * TILE
+    return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * padded * (4 if wide else 2)
+
+
+def _layer(weights: LayerWeights) -> structures.Layer:
+    found = structures.Layer(window=weights.window)
+    for name in (*structures.NORMS, "rotary"):
+        setattr(found, name, structures.address(getattr(weights, name)))
+    for name in structures.PRODUCTS:
+        setattr(found, name, structures.linear(getattr(weights, name)))
+    return found
+
+
+def _batch(tokens: Tokens, logits: Tensor) -> tuple[structures.Batch, list[Any]]:
+    """The structure, and what must live as long as it is used."""
+    counts, spans = np.asarray(tokens.counts, dtype=np.int64), len(tokens.counts)
+    ends = np.cumsum(counts)
+    lengths = np.array([len(table) for table in tokens.blocks], dtype=np.int64)
+    starts, mask = _masks(tokens)
+    lists = {
+        "ids": tokens.ids,
+        "positions": tokens.positions,
+        "slots": tokens.slots,
+        "span": np.repeat(np.arange(spans), counts),
+        "first": ends - counts,
+        "place": tokens.places,
+        "table": np.cumsum(lengths) - lengths,
+        "block": [block for table in tokens.blocks for block in table],
+        "tree": starts,
+        "count": counts,
+        "rows": tokens.rows,
+        "copy": [block for pair in tokens.copies for block in pair],
+    }
+    arrays = {name: np.ascontiguousarray(value, dtype=np.int64) for name, value in lists.items()}
+    assert len(arrays["ids"]) == int(counts.sum()), f"{len(arrays['ids'])} tokens for spans of {counts.sum()}"
+    places = {name: array.ctypes.data for name, array in arrays.items()}
+    sizes = (len(arrays["ids"]), spans, len(arrays["rows"]), len(tokens.copies))
+    found = structures.Batch(*sizes, mask=mask.ctypes.data, logits=logits.data_ptr(), **places)
+    return found, [arrays, mask]
+
+
+def _masks(tokens: Tokens) -> tuple[list[int], NDArray[np.uint8]]:
+    """Where each sequence's mask begins (-1: none), and all masks one after the other."""
+    starts, parts, size = [], [np.empty(0, dtype=np.uint8)], 0
+    for tree in tokens.trees or [None] * len(tokens.counts):
+        starts.append(-1 if tree is None else size)
+        if tree is not None:
+            parts.append(np.ascontiguousarray(tree, dtype=np.uint8).ravel())
+            size += len(parts[-1])
+    return starts, np.concatenate(parts)
+
+
+def _check(weights: ModelWeights, block_size: int) -> None:
+    """What the library takes for granted."""
+    if block_size % TILE or block_size < TILE:
+        raise UsageError(f"blocks of {block_size} tokens", hint="the compiled runner takes multiples of 16")
+    if weights.head_dim % 2 or weights.heads % weights.kv_heads:
+        raise ModelError(f"{weights.heads} / {weights.kv_heads} heads of {weights.head_dim} dimensions")
+    for name in structures.PRODUCTS:
+        kinds = [_kind(getattr(layer, name)) for layer in weights.layers]
+        if any(kind != kinds[0] for kind in kinds):
+            raise ModelError(f"the layers' {name} are quantized differently: {kinds}")
+    tensors = [weights.embedding, weights.norm]
+    for layer in weights.layers:
+        assert (layer.rotary is None) == (weights.rotary == 0), "some layers have positions, some have none"
+        values = [getattr(layer, each.name) for each in fields(layer)]
+        tensors += [value for value in values if isinstance(value, Tensor)]
+    assert all(tensor.is_contiguous() for tensor in tensors), "a weight is not contiguous"
+    assert all(tensor.dtype == torch.float32 for tensor in tensors[1:]), "a norm is not float32"
+
+
+def _kind(packed: Packed) -> tuple[str, int, int]:
+    return packed.kind, packed.group, packed.columns

@@ -1,0 +1,203 @@
+"""Weights as the compiled products read them: a panel of 32 rows after the other, a row in each 32-bit lane.
+
+Letters: W (N, K) weight; s (N, K / G) scales and z (N, K / G) zero points of groups of G inputs; q (N, K)
+codes, unsigned: W = s (q - z). Without zero points z is the middle, 8 or 128. csrc/decode/linear.h tells the
+bytes; this is the same in torch, both ways, and is what stands behind the compiled product.
+
+Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 scales
+are kept exactly (while the largest is less than 2^28 times the smallest), float32 ones to 2^-12 of their
+value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attar.errors import NumericsError, UsageError
+from attar.kernels.memory import Arena
+
+PANEL = 32  # rows
+GROUPS = (32, 64, 128)
+BITS = {"int4": 4, "int8": 8}
+
+Kind = Literal["bf16", "int8", "int4"]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight (N, K) as the library reads it.
+
+    Attributes:
+        data: uint8, the panels.
+        rows: N.
+        columns: K.
+        kind: what the weights are.
+        group: G; 0 for bf16.
+        zeros: zero points are stored.
+        unit: what stored scales are multiples of, a power of two.
+        bias: float32 (N,) or None.
+    """
+
+    data: Tensor
+    rows: int
+    columns: int
+    kind: Kind
+    group: int = 0
+    zeros: bool = False
+    unit: float = 1.0
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return len(self.data)
+
+
+def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None) -> Packed:
+    """A weight (N, K), rounded to bfloat16. Does not modify its inputs.
+
+    Raises:
+        UsageError: K is odd.
+    """
+    rows, columns = weight.shape
+    if columns % 2:
+        raise UsageError(f"a weight of {columns} inputs cannot be packed", hint="an even number is needed")
+    lanes = _padded(weight.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
+    data = lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
+    return Packed(_kept(data, arena), rows, columns, "bf16", bias=_bias(bias))
+
+
+def pack_codes(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    kind: Kind,
+    bias: Tensor | None = None,
+    arena: Arena | None = None,
+) -> Packed:
+    """A quantized weight. Does not modify its inputs.
+
+    Args:
+        codes: q (N, K), uint8; below 16 for int4.
+        scales: s (N, K / G), any float type.
+        zeros: z (N, K / G), whole numbers; None: 8 or 128.
+        kind: int4 or int8.
+        bias: (N,).
+        arena: where the bytes go; None: memory of their own.
+
+    Raises:
+        UsageError: G is not 32, 64 or 128.
+        NumericsError: a scale is not finite.
+    """
+    (rows, columns), bits = codes.shape, BITS[kind]
+    group = columns // scales.shape[1] if columns % scales.shape[1] == 0 else 0
+    if group not in GROUPS:
+        raise UsageError(
+            f"groups of {columns} / {scales.shape[1]} inputs cannot be packed",
+            hint="groups of 32, 64 or 128 inputs can",
+        )
+    unit = _unit(scales)
+    parts = [_padded((scales.float() / unit).to(torch.float16))]
+    if zeros is not None:
+        parts.append(_padded(zeros.to(torch.int16)))
+    fields = [part.view(-1, PANEL, columns // group).transpose(1, 2).contiguous() for part in parts]
+    found = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
+    data = torch.cat(found, dim=2).flatten()
+    kept = _kept(data, arena)
+    return Packed(kept, rows, columns, kind, group, zeros is not None, unit, _bias(bias))
+
+
+def pack(
+    weight: Tensor,
+    kind: Kind,
+    *,
+    group: int = 32,
+    bias: Tensor | None = None,
+    arena: Arena | None = None,
+) -> Packed:
+    """A weight (N, K), rounded to nearest where ``kind`` is int4 or int8."""
+    if kind == "bf16":
+        return pack_bf16(weight, bias=bias, arena=arena)
+    codes, scales = quantize(weight, kind, group)
+    return pack_codes(codes, scales, kind=kind, bias=bias, arena=arena)
+
+
+def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
+    """Codes uint8 (N, K) and scales float32 (N, K / G), nearest and without zero points. In int4 the number
+    of largest size in a group gets the code 0, that is -8 (llama.cpp's Q4_0); in int8 it gets 1 or 255.
+
+    Raises:
+        UsageError: G does not divide K.
+    """
+    if weight.shape[1] % group:
+        raise UsageError(f"groups of {group} do not divide {weight.shape[1]} inputs")
+    parts = weight.float().unflatten(1, (-1, group))
+    at = parts.abs().argmax(2, keepdim=True)
+    peak = parts.gather(2, at)
+    scales = peak / -8 if kind == "int4" else peak.abs() / 127
+    unit = _unit(scales)
+    scales = (scales / unit).to(torch.float16).float() * unit  # what will be stored
+    middle = 1 << (BITS[kind] - 1)
+    inverse = torch.where(scales == 0, 0.0, 1.0 / scales)
+    codes = (parts * inverse).round().add_(middle).clamp_(0, 2 * middle - 1)
+    return codes.to(torch.uint8).flatten(1), scales.squeeze(2)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """W, float32 (N, K), as the product sees it."""
+    rows, columns = packed.rows, packed.columns
+    if packed.kind == "bf16":
+        pairs = packed.data.view(torch.bfloat16).view(-1, columns // 2, 2, 16, 2)
+        return pairs.permute(0, 2, 3, 1, 4).reshape(-1, columns)[:rows].float()
+    bits, group = BITS[packed.kind], packed.group
+    head = 128 if packed.zeros else 64
+    groups = packed.data.view(-1, columns // group, head + PANEL * group * bits // 8)
+    scales = groups[..., :64].contiguous().view(torch.float16).transpose(1, 2).float() * packed.unit
+    zeros: Tensor | float = float(1 << (bits - 1))
+    if packed.zeros:
+        zeros = groups[..., 64:128].contiguous().view(torch.int16).transpose(1, 2)[..., None]
+    codes = _codes(groups[..., head:], group, bits)
+    return ((codes.float() - zeros) * scales[..., None]).reshape(-1, columns)[:rows]
+
+
+def _code_bytes(codes: Tensor, group: int, bits: int) -> Tensor:
+    """(panels, K / G, bytes of a group's codes)."""
+    lanes = codes.view(-1, 2, 16, codes.shape[1] // group, group * bits // 32, 8 // bits, 4)
+    lanes = lanes.permute(0, 3, 4, 1, 2, 6, 5)  # panel, group, step, half, lane, byte, part of the byte
+    found = lanes[..., 0] if bits == 8 else lanes[..., 0] | (lanes[..., 1] << 4)
+    return found.reshape(found.shape[0], found.shape[1], -1)
+
+
+def _codes(data: Tensor, group: int, bits: int) -> Tensor:
+    """(panels, 32, K / G, G), from the bytes of groups' codes."""
+    lanes = data.reshape(*data.shape[:2], group * bits // 32, 2, 16, 4)
+    parts = torch.stack([lanes] if bits == 8 else [lanes & 15, lanes >> 4], dim=-1)
+    return parts.permute(0, 3, 4, 1, 2, 6, 5).reshape(data.shape[0], PANEL, data.shape[1], group)
+
+
+def _unit(scales: Tensor) -> float:
+    """The power of two of which the largest scale is 2^14 to 2^15."""
+    top = float(scales.abs().max())
+    if not math.isfinite(top):
+        raise NumericsError("a scale is not finite", hint="look for NaN and infinity in the checkpoint")
+    return math.ldexp(1.0, math.frexp(top)[1] - 15) if top > 0 else 1.0
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Whole panels; rows that are added are zero."""
+    missing = -len(rows) % PANEL
+    return torch.nn.functional.pad(rows, (0, 0, 0, missing)).contiguous()
+
+
+def _kept(data: Tensor, arena: Arena | None) -> Tensor:
+    return data if arena is None else arena.take(len(data)).copy_(data)
+
+
+def _bias(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()

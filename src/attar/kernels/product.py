@@ -1,0 +1,85 @@
+"""y = x W^T for a packed weight and a few rows x: compiled, or in torch where there is no compiler.
+
+A matrix of one row is read at the memory's speed; the whole step of a model (decode.py) calls the same
+product from C++.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from attar.kernels.packed import Packed, unpack
+from attar.kernels.structures import library, linear
+
+
+class Team:
+    """Threads that wait for products. Use it in a ``with``, or ``close`` it.
+
+    Args:
+        threads: how many; None: what ``OMP_NUM_THREADS`` says, or one for each processor that may be used.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or default_threads()
+        self._library = library()
+        self._handle = None if self._library is None else self._library.attar_team(self.threads)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._library is not None and self._handle is not None:
+            self._library.attar_team_free(self._handle)
+        self._handle = None
+
+    def multiply(self, x: Tensor, packed: Packed, *, exact: bool = False) -> Tensor:
+        """y (T, N) float32 of x (T, K), any float type. Does not modify its inputs.
+
+        Args:
+            x: a row for each token. int4 and int8 weights take rows rounded to int8, a scale for each group.
+            packed: W (N, K).
+            exact: bf16 weights take rows in float32; else rounded to bfloat16.
+        """
+        assert x.dim() == 2 and x.shape[1] == packed.columns, f"{tuple(x.shape)} times K = {packed.columns}"
+        x = x.float().contiguous()
+        if self._library is None or self._handle is None:
+            return reference(x, packed)
+        y = torch.empty(len(x), packed.rows)
+        place = ctypes.byref(linear(packed))
+        self._library.attar_multiply(self._handle, place, x.data_ptr(), len(x), exact, y.data_ptr())
+        return y
+
+    def read(self, data: Tensor) -> int:
+        """Reads uint8 ``data`` once with all threads, as fast as it goes; some number made of it.
+
+        Raises:
+            RuntimeError: there is no compiled library.
+        """
+        if self._library is None:
+            raise RuntimeError("no compiled library")
+        return int(self._library.attar_read(self._handle, data.data_ptr(), len(data)))
+
+
+def reference(x: Tensor, packed: Packed) -> Tensor:
+    """The same in torch: rows are not rounded to int8, otherwise equal."""
+    return torch.nn.functional.linear(x.float(), unpack(packed), packed.bias)
+
+
+def default_threads() -> int:
+    """What ``OMP_NUM_THREADS`` says, or one for each processor that this process may use."""
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    able = getattr(os, "sched_getaffinity", None)
+    return len(able(0)) if able else os.cpu_count() or 1

@@ -1,0 +1,265 @@
+"""The loop that joins scheduler, runner and sampling.
+
+    add(prompt, params) → id          refused here, or never
+    step() → events                   schedule → run → commit → draw → append or finish
+    cancel(id) → events
+
+One thread calls it (``stream.py`` is for several). It knows tokens; text only through ``decode``. What goes
+wrong in a step ends the requests of that step, whose blocks come back, and no other.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from attar.errors import DataError, NumericsError, SettingsError
+from attar.runtime.batch import Output
+from attar.runtime.job import Job
+from attar.runtime.kv.compose import check_together
+from attar.runtime.kv.evict import H2O, Eviction
+from attar.runtime.packing import pack_due
+from attar.runtime.results import Event, FinishReason
+from attar.runtime.sampling.logprobs import token_logprob
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sampling.sample import sample
+from attar.runtime.scheduler import Scheduler
+from attar.runtime.sequence import Request
+from attar.runtime.sequence import Sequence as Running
+from attar.runtime.step import Runner, Step
+from attar.runtime.text import Text
+
+Words = Callable[[Sequence[int], bool], str]
+"""Tokens to text; the flag says whether special tokens are left out."""
+DEFAULT = SamplingParams()
+
+
+class Engine:
+    """Runs requests until they are finished.
+
+    Args:
+        runner: the model and its pool of blocks.
+        scheduler: of the same pool.
+        ends: the model's end tokens.
+        decode: tokens to text; None: events have tokens only, and stop strings are refused.
+        vocabulary: columns of the logits that stand for a token; None: all.
+        eviction: asked after each step which sequences are packed; a runner that packs goes with it.
+        clock: seconds; arrivals and deadlines are on it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        ends: Sequence[int] = (),
+        decode: Words | None = None,
+        vocabulary: int | None = None,
+        eviction: Eviction | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner, self.scheduler, self.clock = runner, scheduler, clock
+        self.ends, self.decode, self.eviction = tuple(ends), decode, eviction
+        self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
+        self.failure: Exception | None = None  # the last one of the runner, for whoever wants to raise it
+        self._jobs: dict[str, Job] = {}
+        self._next = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return self.scheduler.idle
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams = DEFAULT,
+        *,
+        id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: str = "",
+    ) -> str:
+        """Put a request among the waiting ones.
+
+        Args:
+            prompt: token ids, at least one.
+            id: its name; None: a number.
+            priority: smaller goes first.
+            deadline_s: seconds from now after which it is given up.
+            salt: the tenant; prefixes are shared inside a salt only.
+
+        Returns:
+            its name.
+
+        Raises:
+            DataError: the prompt is empty, or a token is not of the vocabulary.
+            SettingsError: the parameters do not suit the model, or the request can never run.
+            BusyError: too much is waiting already.
+        """
+        now = self.clock()
+        self._check(prompt, params, id)
+        name = self._name() if id is None else id
+        request = Request(
+            id=name,
+            prompt=tuple(prompt),
+            max_tokens=params.max_tokens,
+            n=params.n,
+            priority=priority,
+            arrival=now,
+            deadline=None if deadline_s is None else now + deadline_s,
+            salt=salt,
+            prompt_logits=params.prompt_logprobs is not None,
+        )
+        sequence = self.scheduler.add(request)
+        texts = self._texts(request, params, sequence.limit - len(request.prompt))
+        self._jobs[name] = Job(name, request.prompt, params, texts, now)
+        return name
+
+    def step(self) -> list[Event]:
+        """Run one step; the news of every text that has any. Without work nothing happens."""
+        now = self.clock()
+        step = self.scheduler.schedule(now)
+        events = [event for sequence in self.scheduler.ended() for event in self._ended(sequence)]
+        if step is not None:
+            self._started(step, now)
+            try:
+                logits = self.runner.run(step)
+            except Exception as failure:
+                events += self._failed(step, failure)
+            else:
+                events += self._drawn(self.scheduler.commit(step), logits[:, : self.vocabulary])
+                if self.eviction is not None:
+                    pack_due(self.scheduler, self.eviction, self.runner)  # type: ignore[arg-type]
+        if events and self.idle:
+            self.check()
+        return events
+
+    def cancel(self, id: str) -> list[Event]:
+        """End what is left of a request; unknown and finished ones are no error."""
+        return [event for sequence in self.scheduler.cancel(id) for event in self._ended(sequence)]
+
+    def check(self) -> None:
+        """Raises AssertionError naming what is wrong: blocks that leaked, a request without a sequence."""
+        self.scheduler.check()
+        assert not self.idle or not self._jobs, f"requests {list(self._jobs)} have no sequence"
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams, id: str | None) -> None:
+        params.fit(self.vocabulary)
+        if id in self._jobs:
+            raise SettingsError("id", id, "one that no running request has")
+        if self.decode is None and params.stop:
+            raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
+        if params.n > 1 and isinstance(self.eviction, H2O):
+            check_together("h2o", "fork")
+        if params.regex is not None or params.json_schema is not None:
+            name = "regex" if params.regex is not None else "json_schema"
+            raise SettingsError(name, getattr(params, name), "None: grammars are not built in yet")
+        for place, token in enumerate(prompt):
+            if not 0 <= token < self.runner.vocabulary:
+                raise DataError(
+                    f"token {token} at place {place} of the prompt is not of the vocabulary "
+                    f"of {self.runner.vocabulary:,}"
+                )
+
+    def _name(self) -> str:
+        """The next number that no request has taken for a name."""
+        while str(self._next) in self._jobs:
+            self._next += 1
+        self._next += 1
+        return str(self._next - 1)
+
+    def _texts(self, request: Request, params: SamplingParams, limit: int) -> list[Text]:
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        decode = self.decode and partial(_decoded, self.decode, params.skip_special_tokens)
+        return [
+            Text(request.id, i, request.prompt, params, seed=seed, ends=self.ends, limit=limit, decode=decode)
+            for i in range(params.n)
+        ]
+
+    def _text(self, sequence: Running) -> Text:
+        return self._jobs[sequence.request.id].texts[sequence.index]
+
+    def _started(self, step: Step, now: float) -> None:
+        running = {sequence.id: sequence for sequence in self.scheduler.running}
+        for span in step.spans:
+            self._jobs[running[span.sequence].request.id].start(now, span.start)
+
+    def _drawn(self, outputs: Sequence[Output], logits: Tensor) -> list[Event]:
+        """A token for every sequence that is due one."""
+        for output in outputs:
+            self._score(output, logits)
+        due = [output for output in outputs if output.draws]
+        if not due:
+            return []
+        logits = logits[[output.rows[-1] for output in due]]
+        texts = [self._text(output.sequence) for output in due]
+        events = []
+        for output, text, row, token in zip(due, texts, logits, _tokens(logits, texts), strict=True):
+            if isinstance(token, NumericsError):
+                self.scheduler.finish(output.sequence, "error")
+                events += self._ended(output.sequence, str(token))
+            else:
+                events.append(self._grown(output.sequence, text, token, row))
+        return events
+
+    def _grown(self, sequence: Running, text: Text, token: int, logits: Tensor) -> Event:
+        """A text has one more token, and may end with it."""
+        count = text.params.logprobs
+        event = text.take((token,), () if count is None else (token_logprob(logits, token, count),))
+        if event.finish_reason is None:
+            self.scheduler.append(sequence, [token])
+        else:
+            self.scheduler.finish(sequence, event.finish_reason)
+        return self._stamped(event)
+
+    def _score(self, output: Output, logits: Tensor) -> None:
+        """Log-probabilities of the prompt's tokens, where they are asked for."""
+        job = self._jobs[output.sequence.request.id]
+        count = job.params.prompt_logprobs
+        if count is None or output.sequence.index:
+            return
+        for place, row in enumerate(output.rows, output.position + 1):
+            if place < len(job.prompt):
+                job.scored.append(token_logprob(logits[row], job.prompt[place], count))
+
+    def _failed(self, step: Step, failure: Exception) -> list[Event]:
+        """The runner broke: the step's requests end."""
+        self.failure = failure
+        spans = [span.sequence for span in step.spans]
+        events = []
+        for sequence in [each for each in self.scheduler.running if each.id in spans]:
+            self.scheduler.finish(sequence, "error")
+            events += self._ended(sequence, f"{type(failure).__name__}: {failure}")
+        return events
+
+    def _ended(self, sequence: Running, error: str | None = None) -> list[Event]:
+        """The last events of a sequence that the scheduler finished: of n texts where it had not forked."""
+        reason: FinishReason = sequence.reason  # type: ignore[assignment]
+        texts = self._jobs[sequence.request.id].texts[sequence.index : sequence.index + sequence.width]
+        return [self._stamped(text.end(reason, error)) for text in texts]
+
+    def _stamped(self, event: Event) -> Event:
+        job = self._jobs[event.request]
+        event = job.stamped(event, self.clock())
+        if job.finished:
+            del self._jobs[event.request]
+        return event
+
+
+def _tokens(logits: Tensor, texts: Sequence[Text]) -> list[int | NumericsError]:
+    """A token for each row, or what is wrong with its logits: one bad row does not stop the others."""
+    try:
+        return list(sample(logits, [text.row() for text in texts], [text.key() for text in texts]))
+    except NumericsError as error:
+        if len(texts) == 1:
+            return [error]
+        return [_tokens(row[None], [text])[0] for row, text in zip(logits, texts, strict=True)]
+
+
+def _decoded(decode: Words, skip: bool, ids: Sequence[int]) -> str:
+    return decode(ids, skip)

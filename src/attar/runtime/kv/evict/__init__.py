@@ -1,0 +1,22 @@
+"""Eviction: which places of a sequence's cache stay when it may not grow any further.
+
+| name | what a token sees | how |
+|---|---|---|
+| ``Streaming`` | the first places and a window | blocks between become holes, nothing is moved |
+| ``H2O`` | for each layer and head the heaviest places so far, and a window | packed as it grows |
+| ``SnapKV`` | for each layer and head what the prompt's end looks at, and all that follows | packed once |
+
+The choice is pure NumPy. Who packs: the engine asks ``due`` after a step, ``kv/manager.py`` gives the blocks,
+the runner moves the rows. What each method allows beside it is said in ``kv/compose.py``.
+"""
+
+from __future__ import annotations
+
+from attar.runtime.kv.evict.h2o import H2O
+from attar.runtime.kv.evict.snapkv import SnapKV
+from attar.runtime.kv.evict.streaming import Streaming
+
+Eviction = Streaming | H2O | SnapKV
+EVICTIONS: dict[str, type[Eviction]] = {"streaming": Streaming, "h2o": H2O, "snapkv": SnapKV}
+
+__all__ = ["EVICTIONS", "H2O", "Eviction", "SnapKV", "Streaming"]

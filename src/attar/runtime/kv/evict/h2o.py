@@ -1,0 +1,67 @@
+"""H2O: the heavy hitters, places that got the most attention so far, and the newest.
+
+    s_j = sum over all queries so far of their softmax weight on place j        for each layer and head
+    keep  the r newest, and of the others the k with the largest s, in their order; they keep their s
+
+Letters: k ``heavy``, r ``recent``, n places. Source: H2O (Zhang et al. 2023, arXiv 2306.14048), Algorithm 1,
+and ``h2o_hf/utils_real_drop/modify_llama.py``. With grouped queries the group's weights are summed, so that
+each head of keys has one choice. Positions stay the true ones. The simulation in the authors'
+``utils_lm_eval`` sums over queries that come later; a choice here knows the past only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attar.errors import SettingsError
+
+Scores = NDArray[np.float32]
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O:
+    """H2O.
+
+    Args:
+        heavy: k, heavy hitters.
+        recent: r, newest places, at least 1.
+        slack: places beyond k + r that may gather before they are packed; 0 is the paper.
+    """
+
+    heavy: int = 512
+    recent: int = 512
+    slack: int = 0
+
+    def __post_init__(self) -> None:
+        for field, least in (("heavy", 0), ("recent", 1), ("slack", 0)):
+            if getattr(self, field) < least:
+                raise SettingsError(field, getattr(self, field), f"at least {least}")
+
+    @property
+    def budget(self) -> int:
+        """Places that are kept."""
+        return self.heavy + self.recent
+
+    def due(self, places: int, prompt_done: bool) -> int | None:
+        """Places to keep now, or None while there is room."""
+        return self.budget if places > self.budget + self.slack else None
+
+    def most(self, chunk: int, block_size: int) -> int | None:
+        """Places that a sequence uses at once, when a step runs at most ``chunk`` of its tokens."""
+        return self.budget + self.slack + chunk
+
+    def choose(self, scores: Scores) -> Places:
+        """The places that stay, ascending; int64 (kv_heads, k + r) of scores (kv_heads, n), n > k + r."""
+        n = scores.shape[1]
+        heaviest = np.argsort(-scores[:, : n - self.recent], axis=1, kind="stable")[:, : self.heavy]
+        return with_newest(heaviest, n - self.recent, n)
+
+
+def with_newest(chosen: Places, start: int, stop: int) -> Places:
+    """Chosen places (kv_heads, m) in ascending order, and behind them [start, stop)."""
+    newest = np.broadcast_to(np.arange(start, stop), (len(chosen), stop - start))
+    return np.concatenate([np.sort(chosen, axis=1), newest], axis=1)

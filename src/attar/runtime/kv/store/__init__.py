@@ -1,0 +1,42 @@
+"""How keys and values are kept: one file per format, and the table of their names.
+
+A store is append-only: what a slot holds is written once and never quantized again from its own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from attar.errors import SettingsError, nearest
+from attar.runtime.kv.store.dense import Dense
+from attar.runtime.kv.store.geometry import Geometry, Store
+from attar.runtime.kv.store.kivi import Kivi
+from attar.runtime.kv.store.scaled import Scaled
+
+STORES: dict[str, Callable[[Geometry, torch.device], Store]] = {
+    "float32": lambda geometry, device: Dense(geometry, torch.float32, device),
+    "bfloat16": lambda geometry, device: Dense(geometry, torch.bfloat16, device),
+    "float16": lambda geometry, device: Dense(geometry, torch.float16, device),
+    "int8": lambda geometry, device: Scaled(geometry, torch.int8, device),
+    "fp8": lambda geometry, device: Scaled(geometry, torch.float8_e4m3fn, device),
+    "kivi4": lambda geometry, device: Kivi(geometry, 4, device),
+    "kivi2": lambda geometry, device: Kivi(geometry, 2, device),
+}
+
+
+def make_store(name: str, geometry: Geometry, device: torch.device) -> Store:
+    """The store of a name, empty.
+
+    Raises:
+        SettingsError: the name is not known, or the geometry does not suit the format.
+    """
+    if name not in STORES:
+        close = nearest(name, STORES)
+        wish = f" (did you mean {close}?)" if close else ""
+        raise SettingsError("kv_dtype", name, f"one of {', '.join(STORES)}{wish}")
+    return STORES[name](geometry, device)
+
+
+__all__ = ["STORES", "Geometry", "Store", "make_store"]

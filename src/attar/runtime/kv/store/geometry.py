@@ -1,0 +1,102 @@
+"""What every store has in common: its measures, and the operations that planes of numbers allow.
+
+A plane is a tensor [layers, 2, blocks, block, kv_heads, n]: keys at [:, 0], values at [:, 1], n numbers for
+each token and head. Slot s is row s % block of block s // block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The measures of a pool; MHA has as many ``kv_heads`` as heads, MQA has one."""
+
+    layers: int
+    blocks: int
+    block_size: int  # tokens of a block
+    kv_heads: int
+    head_dim: int
+
+    def plane(self, numbers: int) -> tuple[int, ...]:
+        """Shape of a plane that keeps so many numbers for each token and head."""
+        return (self.layers, 2, self.blocks, self.block_size, self.kv_heads, numbers)
+
+
+class Store(Protocol):
+    """Keys and values of all layers. None of the operations allocates in proportion to the pool."""
+
+    geometry: Geometry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        ...
+
+    def begin_(self, slots: Tensor) -> None:
+        """A step will write these slots, in each layer."""
+        ...
+
+    def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Keep k and v (T, kv_heads, head_dim) of any float dtype at slots int64 (T,)."""
+        ...
+
+    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks int64 (n,): two tensors (n * block, kv_heads, head_dim)."""
+        ...
+
+    def settle_(self, blocks: Sequence[int]) -> None:
+        """These blocks are full and will not be written again."""
+        ...
+
+    def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in this order, in each layer."""
+        ...
+
+    def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Move tokens of one layer, bit for bit; all are read before any is written.
+
+        Args:
+            sources: int64 (kv_heads, m), slots, for each head its own.
+            targets: int64 (m,), slots.
+        """
+        ...
+
+
+class Planes:
+    """A store whose formats are planes: every token stands alone, so that blocks and rows can be moved."""
+
+    def __init__(self, geometry: Geometry, *planes: Tensor) -> None:
+        self.geometry = geometry
+        self.planes = planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+    def begin_(self, slots: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def settle_(self, blocks: Sequence[int]) -> None:
+        """Nothing to do: a token is in its final form when it is written."""
+
+    def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for plane in self.planes:
+                plane[:, :, target] = plane[:, :, source]
+
+    def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        heads = torch.arange(len(sources), device=sources.device)[:, None]
+        for plane in self.planes:
+            for kind in plane[layer].flatten(1, 2):  # (slots, kv_heads, n)
+                kind[targets.expand_as(sources), heads] = kind[sources, heads]
+
+    def rows(self, plane: Tensor, layer: int, kind: int) -> Tensor:
+        """Keys (0) or values (1) of a layer: a view (slots, kv_heads, n) to write to."""
+        return plane[layer, kind].flatten(0, 1)

@@ -1,0 +1,168 @@
+"""KIVI: keys in 4 or 2 bits per channel, values per token, the newest tokens in full precision.
+
+    x ~ q s + m      m = min of the group, s = (max - min) / (2^b - 1), q = round((x - m) / s)
+
+    keys      a group is g = 32 tokens of one channel: outliers of keys sit in channels
+    values    a group is g = 32 channels of one token (fewer where head_dim is no multiple of 32)
+
+Source: KIVI (Liu et al. 2024, arXiv 2402.02750), Algorithm 1. Letters: B tokens of a block, a multiple of
+g; R the residual.
+
+Differs from the paper: the residual is the block that is being filled, so R = B, for keys and for values
+(there R values stay exact at any time). A block is quantized once, when it is full and no draft in it can be
+taken back, and is read-only from then on; that is what lets blocks be shared, copied and found by prefix.
+s and m are float16. Blocks in full precision are kept beside the pool, at most ``residuals`` of them besides
+those of the current step: beyond that the one that was written longest ago is quantized early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attar.errors import SettingsError
+from attar.runtime.kv.store.geometry import Geometry
+
+GROUP = 32  # g
+RESIDUALS = 64  # blocks in full precision (float32)
+
+
+class Kivi:
+    """Codes and group constants of full blocks, and a dictionary of the blocks that are being filled.
+
+    Args:
+        bits: 4 or 2.
+        residuals: blocks kept in full precision.
+
+    Raises:
+        SettingsError: the block is no multiple of 32, or a head's numbers do not fill bytes.
+    """
+
+    def __init__(
+        self, geometry: Geometry, bits: int, device: torch.device, *, residuals: int = RESIDUALS
+    ) -> None:
+        name, each = f"kivi{bits}", 8 // bits
+        if geometry.block_size % GROUP:
+            raise SettingsError("block_size", geometry.block_size, f"a multiple of {GROUP} with {name}")
+        if geometry.head_dim % each:
+            raise SettingsError(
+                "kv_dtype", name, f"another one: {geometry.head_dim} is no multiple of {each}"
+            )
+        self.geometry, self.bits, self.residuals, self.device = geometry, bits, residuals, device
+        layers, _, blocks, block, heads, n = geometry.plane(geometry.head_dim)
+        self.channels = math.gcd(n, GROUP)  # of a group of values
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float16, device=device)
+
+        self.codes = torch.zeros(geometry.plane(n // each), dtype=torch.uint8, device=device)
+        self.of_keys = zeros(layers, blocks, 2, block // GROUP, 1, heads, n)  # s at 0, m at 1
+        self.of_values = zeros(layers, blocks, 2, block, heads, n // self.channels, 1)
+        self.open: dict[int, Tensor] = {}  # block -> (layers, 2, B, heads, n); the longest unwritten first
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.codes, self.of_keys, self.of_values, *self.open.values())
+        return sum(tensor.nbytes for tensor in held)
+
+    def begin_(self, slots: Tensor) -> None:
+        block = self.geometry.block_size
+        first: dict[int, int] = {}
+        for slot in slots.tolist():
+            first.setdefault(slot // block, slot % block)
+        for index, row in first.items():
+            self.open[index] = self.open.pop(index) if index in self.open else self._opened(index, row)
+        surplus = len(self.open) - self.residuals
+        for index in [index for index in self.open if index not in first][: max(surplus, 0)]:
+            self._close(index)
+
+    def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        block = self.geometry.block_size
+        indices, rows = slots // block, slots % block
+        for index in dict.fromkeys(indices.tolist()):
+            mine = indices == index
+            room = self.open[index]
+            room[layer, 0, rows[mine]], room[layer, 1, rows[mine]] = k[mine].float(), v[mine].float()
+
+    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k = self._keys(layer, blocks).to(dtype)
+        v = self._values(layer, blocks).to(dtype)
+        for place, index in enumerate(blocks.tolist()):
+            if index in self.open:
+                k[place], v[place] = self.open[index][layer].to(dtype)
+        return k.flatten(0, 1), v.flatten(0, 1)
+
+    def settle_(self, blocks: Sequence[int]) -> None:
+        for index in blocks:
+            if index in self.open:
+                self._close(index)
+
+    def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            room = self.open.get(source)
+            self.open.pop(target, None)
+            if room is not None:
+                self.open[target] = room.clone()
+            for plane in (self.of_keys, self.of_values):
+                plane[:, target] = plane[:, source]
+            self.codes[:, :, target] = self.codes[:, :, source]
+
+    def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        raise AssertionError("KIVI's groups are not taken apart: kv/compose.py refuses eviction with it")
+
+    def _opened(self, index: int, row: int) -> Tensor:
+        """Room for a block: empty, or what was quantized of it where it is written from the middle."""
+        layers, _, _, block, heads, n = self.geometry.plane(self.geometry.head_dim)
+        room = torch.zeros(layers, 2, block, heads, n, device=self.device)
+        if row:
+            one = torch.tensor([index], device=self.device)
+            for layer in range(layers):
+                room[layer, 0], room[layer, 1] = self._keys(layer, one)[0], self._values(layer, one)[0]
+        return room
+
+    def _close(self, index: int) -> None:
+        k, v = self.open.pop(index).unbind(1)  # (layers, B, heads, n)
+        q, s, m = quantize(k.unflatten(1, (-1, GROUP)), 2, self.bits)
+        self.codes[:, 0, index] = packed(q.flatten(1, 2), self.bits)
+        self.of_keys[:, index, 0], self.of_keys[:, index, 1] = s, m
+        q, s, m = quantize(v.unflatten(-1, (-1, self.channels)), -1, self.bits)
+        self.codes[:, 1, index] = packed(q.flatten(-2), self.bits)
+        self.of_values[:, index, 0], self.of_values[:, index, 1] = s, m
+
+    def _keys(self, layer: int, blocks: Tensor) -> Tensor:
+        """float32 (blocks, B, heads, n)."""
+        q = unpacked(self.codes[layer, 0].index_select(0, blocks), self.bits).unflatten(1, (-1, GROUP))
+        s, m = self.of_keys[layer].index_select(0, blocks).float().unbind(1)
+        return torch.addcmul(m, q, s).flatten(1, 2)
+
+    def _values(self, layer: int, blocks: Tensor) -> Tensor:
+        """float32 (blocks, B, heads, n)."""
+        q = unpacked(self.codes[layer, 1].index_select(0, blocks), self.bits)
+        s, m = self.of_values[layer].index_select(0, blocks).float().unbind(1)
+        return torch.addcmul(m, q.unflatten(-1, (-1, self.channels)), s).flatten(-2)
+
+
+def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 of x's shape, and s and m (float16, ``dim`` of size 1) of its groups along ``dim``."""
+    low, high = x.aminmax(dim=dim, keepdim=True)
+    top = 2**bits - 1
+    m = low.half()
+    s = ((high - m.float()) / top).half()  # of the m that is kept, so that the group's largest is reached
+    q = ((x - m.float()) / s.float().clamp(min=torch.finfo(torch.float16).tiny)).round_().clamp_(0, top)
+    return q.to(torch.uint8), s, m
+
+
+def packed(q: Tensor, bits: int) -> Tensor:
+    """Codes (..., n) as bytes (..., n * bits / 8), the first in the lowest bits."""
+    each = 8 // bits
+    shifts = torch.arange(each, device=q.device, dtype=torch.uint8) * bits
+    return (q.unflatten(-1, (-1, each)) << shifts).sum(dim=-1, dtype=torch.uint8)
+
+
+def unpacked(codes: Tensor, bits: int) -> Tensor:
+    """float32 (..., n) of bytes (..., n * bits / 8)."""
+    shifts = torch.arange(8 // bits, device=codes.device, dtype=torch.uint8) * bits
+    return ((codes[..., None] >> shifts) & (2**bits - 1)).flatten(-2).float()

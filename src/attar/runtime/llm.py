@@ -1,0 +1,256 @@
+"""``attar.LLM``: a model, its tokenizer and an engine, for programs.
+
+    llm = LLM("attar:tiny")
+    llm.generate(["def ", "class "], SamplingParams(temperature=0.7, n=2))  → one Result per prompt
+    for event in llm.stream("def "): ...                                      → pieces as they come
+    async with llm.streams() as streams: ...                                  → many at a time (stream.py)
+
+One thread uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint import Checkpoint
+from attar.errors import DataError, NumericsError, SettingsError
+from attar.progress import SILENT, Progress
+from attar.runtime.admission import Limits
+from attar.runtime.engine import DEFAULT, Engine
+from attar.runtime.kv.evict import Eviction
+from attar.runtime.loading import Loaded, load
+from attar.runtime.results import Event, Result, gather_result
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.scheduler import Scheduler
+from attar.runtime.stream import Streams
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model that answers prompts.
+
+    Args:
+        model: a folder, a ``.gguf`` file, a hub id, ``attar:tiny``, or an open checkpoint.
+        dtype: float32, bfloat16, float16, or auto: float32 on a CPU, the checkpoint's own elsewhere.
+        device: cpu, cuda or cuda:0.
+        kv_dtype: how keys and values are kept, a name of ``kv.store.STORES``; auto is the model's dtype.
+        kv_tokens: tokens that the pool of keys and values holds; None: what 1 GiB holds, at most 16 contexts.
+        block_size: tokens of a block: the unit of sharing.
+        eviction: bounds the keys and values of each text, an object of ``kv.evict``; None: not at all.
+        prefix_cache: whether prompts that begin alike share the beginning; None: unless the eviction
+            chooses by attention (H2O, SnapKV).
+        limits: how much runs together, and how much may wait.
+
+    Raises:
+        CheckpointError: the folder is missing or damaged.
+        ModelError: not a causal language model, or one the runtime cannot run, by name.
+        SettingsError: a setting out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        kv_dtype: str = "auto",
+        kv_tokens: int | None = None,
+        block_size: int = 16,
+        eviction: Eviction | None = None,
+        prefix_cache: bool | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        loaded = load(
+            model,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            eviction=eviction,
+        )
+        self._assemble(loaded, limits, prefix_cache)
+
+    @classmethod
+    def of(cls, loaded: Loaded, *, limits: Limits | None = None, prefix_cache: bool | None = None) -> LLM:
+        """One made of parts that are loaded already."""
+        made = cls.__new__(cls)
+        made._assemble(loaded, limits, prefix_cache)
+        return made
+
+    def _assemble(self, loaded: Loaded, limits: Limits | None, prefix_cache: bool | None) -> None:
+        runner = loaded.runner
+        limits = limits or Limits()
+        manager = loaded.manager(limits, prefix_cache)
+        scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)
+        self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        self.engine = Engine(
+            runner,
+            scheduler,
+            ends=loaded.ends,
+            decode=None if self.tokenizer is None else self.decode,
+            vocabulary=None if self.tokenizer is None else len(self.tokenizer),
+            eviction=loaded.eviction,
+        )
+        self._inbox: dict[str, list[Event]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = DEFAULT,
+        *,
+        progress: Progress = SILENT,
+    ) -> list[Result]:
+        """Answer prompts, together.
+
+        Args:
+            prompts: text or token ids, one or several.
+            params: for all of them, or one for each.
+
+        Returns:
+            one result for each prompt, in their order.
+
+        Raises:
+            DataError: a prompt is empty.
+            SettingsError: parameters that do not suit the model or the prompt.
+            NumericsError: the model's logits are NaN.
+        """
+        asked = _each(prompts)
+        wished = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
+        if len(wished) != len(asked):
+            raise SettingsError(
+                "params", f"{len(wished)} of them", f"one, or one for each of {len(asked)} prompts"
+            )
+        encoded = [self.encode(prompt) for prompt in asked]
+        names: list[str] = []
+        try:
+            names += self._add(encoded, wished)
+            events = self._finish(names, progress)
+        finally:
+            self._drop(names)
+        return [
+            gather_result(prompt if isinstance(prompt, str) else None, ids, mine, each.logprobs is not None)
+            for prompt, ids, mine, each in zip(asked, encoded, events, wished, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams = DEFAULT,
+    ) -> Result:
+        """Answer a conversation, ``[{"role": "user", "content": "..."}]``, with the model's own template.
+
+        Raises:
+            as :meth:`generate`; DataError where the tokenizer has no chat template, or it refuses.
+        """
+        return self.generate([self.encode_chat(messages)], params)[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT) -> Iterator[Event]:
+        """The answer to one prompt piece by piece; what is left is cancelled when the iterator is closed.
+
+        Raises:
+            as :meth:`generate`.
+        """
+        names: list[str] = []
+        try:
+            names += self._add([self.encode(prompt)], [params])
+            left = params.n
+            while left:
+                self._pump()
+                fresh, self._inbox[names[0]] = self._inbox[names[0]], []
+                for event in fresh:
+                    self._raise(event)
+                    left -= event.finished
+                    yield event
+        finally:
+            self._drop(names)
+
+    def streams(self) -> Streams:
+        """For asyncio: the engine runs in a thread of its own, and nothing else may use this object then."""
+        return Streams(self.engine)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the special ones the tokenizer puts in front; ids stay as they are.
+
+        Raises:
+            DataError: text, but the model has no tokenizer; or there are no tokens.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise DataError("the model has no tokenizer", hint="give token ids")
+        ids = [int(token) for token in self.tokenizer(prompt, verbose=False)["input_ids"]]
+        if not ids:
+            raise DataError("the prompt is empty", hint="give some text to continue")
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the answer begins.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or it refuses the messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError("the tokenizer has no chat template", hint="use generate with plain text")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        skip = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **skip))
+
+    def _add(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[str]:
+        for prompt, each in zip(prompts, params, strict=True):
+            name = self.engine.add(prompt, each)
+            self._inbox[name] = []
+            yield name
+
+    def _finish(self, names: Sequence[str], progress: Progress) -> list[list[Event]]:
+        """All events of some requests."""
+        left = len(names)
+        with progress.task("generate", total=left) as task:
+            while left:
+                for event in self._pump():
+                    self._raise(event)
+                    if event.usage is not None and event.request in names:
+                        left -= 1
+                        task.advance()
+        return [self._inbox[name] for name in names]
+
+    def _pump(self) -> list[Event]:
+        """One step; events are put aside for whoever waits for them."""
+        events = self.engine.step()
+        for event in events:
+            if event.request in self._inbox:
+                self._inbox[event.request].append(event)
+        return events
+
+    def _raise(self, event: Event) -> None:
+        """A failed text is an error of the caller's call."""
+        if event.finish_reason != "error":
+            return
+        failure, self.engine.failure = self.engine.failure, None
+        raise failure or NumericsError(event.error or "the model failed")
+
+    def _drop(self, names: Sequence[str]) -> None:
+        """Cancel what is left of the requests, and forget them."""
+        for name in names:
+            self.engine.cancel(name)
+            del self._inbox[name]
+
+
+def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also where one was given: a text, or its token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed

@@ -1,0 +1,174 @@
+"""What a request gives back: pure data, free of torch.
+
+An :class:`Event` is what one step added to one text; a :class:`Result` is all of it at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "capacity", "error"]
+"""stop: an end token, a stop id or a stop string; length: max_tokens, or the context is full; cancelled: by
+the caller; deadline: its time ran out; capacity: the key-value pool is full with this text alone; error: the
+request failed, the others went on."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """How likely the model itself found a token, before penalties, temperature and cuts.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: (id, log-probability) of the likeliest tokens, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens and times of a request.
+
+    Attributes:
+        prompt_tokens: of the prompt, the cached ones included.
+        completion_tokens: generated, over all samples.
+        cached_tokens: of the prompt, found in the prefix cache.
+        queue_s: seconds until its first step; None where it never had one.
+        first_token_s: seconds until the first token; None where there was none.
+        total_s: seconds until its last text ended.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    queue_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float = 0.0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one text.
+
+    Attributes:
+        request: id of the request.
+        sample: which of its n texts.
+        text: the piece that can be shown now; pieces joined are the text.
+        token_ids: tokens generated since the last event; a text may lag behind them (half a character, a
+            possible stop string).
+        logprobs: one for each of the tokens where asked for.
+        finish_reason: None until the last event of this text.
+        stop_reason: the stop string or token id that ended it.
+        error: what went wrong where the reason is ``error``.
+        prompt_logprobs: with the first event of sample 0 where asked for: one for each token of the
+            prompt, None for the first, which follows nothing.
+        usage: with the last event of a request's last text.
+    """
+
+    request: str
+    sample: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    usage: Usage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the text's last event."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text.
+
+    Attributes:
+        text: cut before a stop string; without special tokens unless asked for.
+        token_ids: all that was generated, an end token and a stop string's tokens included.
+        finish_reason: see :data:`FinishReason`.
+        stop_reason: the stop string or token id that ended it.
+        logprobs: one for each token where asked for, else None.
+        error: what went wrong where the reason is ``error``.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A prompt's answer; the properties are those of its first (often only) sample."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    samples: tuple[Sample, ...]
+    usage: Usage
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.samples[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        return self.samples[0].logprobs
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def gather(events: Sequence[Event], *, logprobs: bool = False) -> Sample:
+    """One text from all its events, in order; the last one is finished.
+
+    Args:
+        logprobs: whether they were asked for: an empty text then has none of them, and not None.
+    """
+    last = events[-1]
+    assert last.finish_reason is not None, "the text has not ended"
+    return Sample(
+        text="".join(event.text for event in events),
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(one for event in events for one in event.logprobs) if logprobs else None,
+        error=last.error,
+    )
+
+
+def gather_result(
+    prompt: str | None, prompt_ids: Sequence[int], events: Sequence[Event], logprobs: bool
+) -> Result:
+    """A prompt's answer from all its events, in order."""
+    by_sample: dict[int, list[Event]] = {}
+    for event in events:
+        by_sample.setdefault(event.sample, []).append(event)
+    samples = tuple(gather(by_sample[index], logprobs=logprobs) for index in sorted(by_sample))
+    usage = next(event.usage for event in events if event.usage is not None)
+    scored = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None)
+    return Result(prompt, tuple(prompt_ids), samples, usage, scored)

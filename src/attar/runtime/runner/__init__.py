@@ -1,0 +1,1 @@
+"""Runners: what turns a step into logits (the protocol ``Runner`` is in ``step.py``)."""

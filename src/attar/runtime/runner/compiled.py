@@ -1,0 +1,138 @@
+"""Runs Llama-shaped models in the compiled library: one call for each step, whatever sequences are in it.
+
+The library owns the pool of keys and values; here a step's numbers are put together for it. What it does not
+do is refused by name, and ``modules.py`` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attar.errors import UsageError
+from attar.kernels.decode import ModelWeights, Program, Tokens
+from attar.kernels.packed import Kind
+from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.step import Span, Step
+
+KV_DTYPES = ("bfloat16", "float32")
+
+
+class Compiled:
+    """A ``Runner`` (see ``step.py``) of packed weights and a pool.
+
+    Args:
+        weights: made by :func:`compiled_weights.model_weights`.
+        blocks: blocks of the pool.
+        block_size: tokens of a block, a multiple of 16.
+        kv_dtype: bfloat16, or float32 for comparisons.
+        threads: None: ``OMP_NUM_THREADS``, or all processors.
+        exact: bf16 weights take activations in float32, else rounded to bfloat16 (faster).
+
+    Raises:
+        UsageError: a setting is not one of these, or there is no compiler.
+        ModelError: the shapes are not ones that the library runs.
+    """
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        kv_dtype: str = "bfloat16",
+        threads: int | None = None,
+        exact: bool = False,
+    ) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise UsageError(
+                f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
+            )
+        wide = kv_dtype == "float32"
+        self._program = Program(weights, blocks, block_size, threads=threads, exact=exact, wide=wide)
+        self._windowed = any(layer.window for layer in weights.layers)
+        table = weights.layers[0].rotary
+        self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
+
+    @property
+    def block_size(self) -> int:
+        """B."""
+        return self._program.block_size
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the pool."""
+        return self._program.blocks
+
+    def run(self, step: Step) -> Tensor:
+        """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
+        for span in step.spans:
+            self._check(span)
+        return self._program.run(
+            Tokens(
+                ids=np.asarray(step.tokens, dtype=np.int64),
+                positions=step.positions,
+                slots=step.slots(self.block_size),
+                counts=[span.count for span in step.spans],
+                places=[span.place for span in step.spans],
+                blocks=[span.blocks for span in step.spans],
+                rows=step.rows,
+                copies=step.copies,
+                trees=[None if tree is None else seen(tree) for _, tree in step.trees()],
+            )
+        )
+
+    def forget(self, sequence: int) -> None:
+        """Nothing is kept per sequence."""
+
+    def close(self) -> None:
+        """End the library's threads."""
+        self._program.close()
+
+    def _check(self, span: Span) -> None:
+        assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
+        assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
+
+
+def compiled(
+    config: Any,
+    tensors: Any,
+    *,
+    weights: Kind = "bf16",
+    head: Kind | None = None,
+    group: int = 32,
+    context: int | None = None,
+    **settings: Any,
+) -> Compiled:
+    """A runner of a checkpoint.
+
+    Args:
+        config: of transformers (``attar.models.configs.load_config``).
+        tensors: a dict of tensors (a ``state_dict``), or a checkpoint: what has ``tensors`` and ``load``.
+        weights: bf16, int8 or int4.
+        head: the head's; None: as ``weights``.
+        group: inputs that share a scale.
+        context: most positions; None: the config's.
+        settings: of :class:`Compiled`.
+
+    Raises:
+        ModelError: the model is not what the compiled step does.
+    """
+    names, load = (
+        (tensors, tensors.__getitem__) if isinstance(tensors, dict) else (tensors.tensors, tensors.load)
+    )
+    made = model_weights(config, names, load, weights=weights, head=head, group=group, context=context)
+    return Compiled(made, **settings)
+
+
+def seen(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Which tokens of a tree each sees: its ancestors and itself; bool (n, n)."""
+    found = np.eye(len(parents), dtype=np.bool_)
+    for index, parent in enumerate(parents):
+        if parent >= 0:
+            found[index] |= found[parent]
+    return found

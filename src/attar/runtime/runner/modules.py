@@ -1,0 +1,146 @@
+"""Runs transformers' own modules: any causal language model whose attention goes through the interface.
+
+The path for every architecture that the compiled one (``compiled.py``) does not know, and the reference
+that the compiled one is tested against. A step runs as one row of tokens with explicit positions and
+``use_cache=False``; attention is :mod:`attar.runtime.runner.attention` on the runner's own pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.runtime.kv.compose import check_together, store_feature
+from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
+from attar.runtime.kv.pool import Pool
+from attar.runtime.kv.store import Geometry
+from attar.runtime.kv.table import Packing
+from attar.runtime.runner.attention import Pass
+from attar.runtime.runner.probe import Found, probe
+from attar.runtime.runner.rotary import Rotary
+from attar.runtime.runner.streamed import StreamedPass
+from attar.runtime.runner.watching import HeavyWatch, TailWatch
+from attar.runtime.step import Step
+
+
+class Modules:
+    """A ``Runner`` (see ``step.py``) that owns a model and a pool.
+
+    Args:
+        model: a causal language model in evaluation mode; it is taken over and runs through the runner only.
+        blocks: blocks of the pool.
+        block_size: tokens of a block.
+        kv_dtype: a name of ``kv.store.STORES``; ``auto`` is the model's dtype.
+        eviction: how a sequence's places are bounded; None: not at all.
+
+    Attributes:
+        features: rows of ``kv/compose.py``; who schedules checks its own together with them.
+
+    Raises:
+        ModelError: the model's attention is not what the runtime does, by name.
+        SettingsError: ``kv_dtype`` is unknown or does not suit the model, or does not go with ``eviction``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        kv_dtype: str = "auto",
+        eviction: Eviction | None = None,
+    ) -> None:
+        assert not model.training, "a model that runs is in evaluation mode"
+        self.model, self.eviction = model, eviction
+        found = probe(model)
+        kept = str(model.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+        self.features = _features(kept, eviction, found)
+        check_together(*self.features)
+        geometry = Geometry(found.layers, blocks, block_size, found.kv_heads, found.head_dim)
+        self.pool = Pool(geometry, kept, dtype=model.dtype, device=model.device)
+        self.vocabulary, self.window = found.vocabulary, found.window
+        self.context = None if isinstance(eviction, Streaming) else found.context
+        self._rotary = Rotary(model, found.layers) if isinstance(eviction, Streaming) else None
+        self._watch = _watch(eviction)
+
+    @property
+    def block_size(self) -> int:
+        """B."""
+        return self.pool.geometry.block_size
+
+    @property
+    def capacity(self) -> int:
+        """Blocks of the pool."""
+        return self.pool.geometry.blocks
+
+    @property
+    def lookback(self) -> tuple[int | None, int]:
+        """``window`` and ``sinks`` for ``kv/manager.py``: places behind are given back."""
+        if isinstance(self.eviction, Streaming):
+            return self.eviction.window, self.eviction.sinks
+        return self.window, 0
+
+    def most(self, chunk: int) -> int | None:
+        """``most`` for ``kv/manager.py``, when a step runs at most ``chunk`` tokens of a sequence."""
+        return None if self.eviction is None else self.eviction.most(chunk, self.block_size)
+
+    def run(self, step: Step) -> Tensor:
+        """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
+        passing, device = self._pass(step), self.pool.device
+        with torch.no_grad():
+            logits = self.model(
+                input_ids=torch.as_tensor(step.tokens, dtype=torch.int64, device=device)[None],
+                position_ids=torch.from_numpy(step.positions).to(device)[None],
+                logits_to_keep=torch.from_numpy(step.rows).to(device),
+                use_cache=False,
+                paged=passing,
+            ).logits[0]
+        assert passing.layers == list(range(self.pool.geometry.layers)), f"layers attended: {passing.layers}"
+        self.pool.end(step)
+        return logits.float()
+
+    def pack(self, packing: Packing) -> None:
+        """Choose which places of a sequence stay, for each layer and head, and move them together."""
+        assert self._watch is not None, "packing without a method that chooses"
+        for layer in range(self.pool.geometry.layers):
+
+            def keys(places: int, layer: int = layer) -> Tensor:
+                return self.pool.gather(layer, packing.old, places)[0]
+
+            keep = self._watch.choose(packing.sequence, layer, keys)
+            assert keep.shape[1] == packing.kept, f"{keep.shape[1]} places chosen, not {packing.kept}"
+            self.pool.pack(layer, packing.old, packing.new, torch.from_numpy(keep))
+
+    def fork(self, sequence: int, child: int) -> None:
+        """A second sequence goes on from the places of the first."""
+        if self._watch is not None:
+            self._watch.fork(sequence, child)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended or was preempted: what eviction knew of it goes."""
+        if self._watch is not None:
+            self._watch.forget(sequence)
+
+    def _pass(self, step: Step) -> Pass:
+        if isinstance(self.eviction, Streaming):
+            assert self._rotary is not None
+            return StreamedPass(step, self.pool, self.eviction, self._rotary)
+        return Pass(step, self.pool, self._watch)
+
+
+def _watch(eviction: Eviction | None) -> HeavyWatch | TailWatch | None:
+    if isinstance(eviction, H2O):
+        return HeavyWatch(eviction)
+    return TailWatch(eviction) if isinstance(eviction, SnapKV) else None
+
+
+def _features(kv_dtype: str, eviction: Eviction | None, found: Found) -> list[str]:
+    """Rows of ``kv/compose.py`` that the runner knows of."""
+    features = [store_feature(kv_dtype)]
+    if eviction is not None:
+        features.append(type(eviction).__name__.lower())
+    if any(window is not None for window in found.windows):
+        features.append("sliding_window")
+    return features

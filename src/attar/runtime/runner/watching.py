@@ -1,0 +1,110 @@
+"""What eviction keeps of each sequence while it runs: H2O's scores, or the last queries for SnapKV.
+
+The choice itself is pure (``kv/evict``); here are the tensors it is made of. Letters: h heads, d head_dim, n
+places, t tokens of a span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.runtime.kv.evict import H2O, SnapKV
+from attar.runtime.kv.evict.h2o import Places, Scores
+from attar.runtime.runner.attention import How, weights
+from attar.runtime.step import Span
+
+Keys = Callable[[int], Tensor]  # places -> keys (places, kv_heads, d) of the layer and sequence in question
+PIECE = 256  # queries whose weights are held at once
+
+
+class HeavyWatch:
+    """Sums of weights, float32 (kv_heads, n) for each sequence and layer."""
+
+    def __init__(self, method: H2O) -> None:
+        self.method = method
+        self.sums: dict[int, dict[int, Scores]] = {}
+
+    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+        """Adds the weights of the span's queries."""
+        mine = self.sums.setdefault(span.sequence, {})
+        before = mine.get(layer, np.zeros((k.shape[1], 0), dtype=np.float32))
+        assert before.shape[1] == span.place, (
+            f"H2O saw {before.shape[1]} of {span.place} places: a prefix hit?"
+        )
+        total = column_sums(q, k, mask, how).cpu().numpy()
+        total[:, : span.place] += before
+        mine[layer] = total
+
+    def choose(self, sequence: int, layer: int, keys: Keys) -> Places:
+        """Places that stay, int64 (kv_heads, kept); their scores stay with them."""
+        mine = self.sums[sequence]
+        keep = self.method.choose(mine[layer])
+        mine[layer] = np.take_along_axis(mine[layer], keep, axis=1)
+        return keep
+
+    def fork(self, sequence: int, child: int) -> None:
+        """The child has the same past."""
+        if sequence in self.sums:
+            self.sums[child] = dict(self.sums[sequence])
+
+    def forget(self, sequence: int) -> None:
+        """The sequence ended or starts anew."""
+        self.sums.pop(sequence, None)
+
+
+class TailWatch:
+    """The last w queries (w, h, d) of each sequence and layer, until it is packed."""
+
+    def __init__(self, method: SnapKV) -> None:
+        self.method = method
+        self.tails: dict[int, dict[int, tuple[Tensor, How, int]]] = {}  # queries, how, places
+
+    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+        """Keeps the span's last queries; those of a packed sequence are not needed."""
+        if span.kept is not None:
+            return
+        mine = self.tails.setdefault(span.sequence, {})
+        before = mine[layer][0] if layer in mine else q[:0]
+        mine[layer] = (torch.cat([before, q])[-self.method.window :].clone(), how, span.end)
+
+    def choose(self, sequence: int, layer: int, keys: Keys) -> Places:
+        """Places that stay, int64 (kv_heads, kept)."""
+        q, how, n = self.tails[sequence].pop(layer)
+        w = len(q)
+        k = keys(n)
+        mask = torch.ones(w, n, dtype=torch.bool, device=q.device).tril(diagonal=n - w)
+        votes = column_sums(q, k, mask, how)[:, : n - w] / (q.shape[1] // k.shape[1])
+        return self.method.choose(votes.cpu().numpy(), w)
+
+    def fork(self, sequence: int, child: int) -> None:
+        """The child has the same past."""
+        if sequence in self.tails:
+            self.tails[child] = dict(self.tails[sequence])
+
+    def forget(self, sequence: int) -> None:
+        """The sequence ended or starts anew."""
+        self.tails.pop(sequence, None)
+
+
+def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> Tensor:
+    """Softmax weights summed over queries and over the group's heads; float32 (kv_heads, n)."""
+    if mask is None and how.causal:
+        mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril()
+    total = torch.zeros(k.shape[1], len(k), device=q.device)
+    for start in range(0, len(q), PIECE):
+        piece = slice(start, start + PIECE)
+        some = None if mask is None else mask[piece]
+        found = weights(
+            q[piece].transpose(0, 1),
+            k.transpose(0, 1),
+            some,
+            scaling=how.scaling,
+            softcap=how.softcap,
+            causal=False,
+        )
+        total += found.sum(dim=1).unflatten(0, (k.shape[1], -1)).sum(dim=1)
+    return total

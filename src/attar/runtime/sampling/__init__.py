@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, penalties, warped distributions, draws, stop strings, text."""

@@ -1,0 +1,174 @@
+"""How the tokens of one request are chosen.
+
+    logits → penalties → bias → masks → temperature → top-k → top-p → min-p → draw
+
+The names are those of OpenAI's interface where it has one, else vLLM's. Everything is checked when the object
+is made; what needs a model (is a token id inside the vocabulary?) is checked by :meth:`SamplingParams.fit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attar.errors import SettingsError
+
+MAX_STOPS = 64
+MAX_STOP_CHARACTERS = 1000
+MAX_N = 128
+MAX_LOGPROBS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """The parameters of one request; the defaults sample from the model's own distribution.
+
+    Args:
+        temperature: the logits are divided by it; 0 takes the likeliest token.
+        top_p: the likeliest tokens are kept until their mass is at least this; 1 keeps all.
+        top_k: this many likeliest tokens are kept; 0 keeps all.
+        min_p: tokens with less than this share of the likeliest one's probability are dropped.
+        max_tokens: tokens generated at most; None goes on until the context is full.
+        min_tokens: before so many are generated nothing ends the text: end tokens cannot be drawn and stop
+            strings are not looked for.
+        n: texts for the prompt, drawn independently.
+        stop: strings that end a text; they are not part of it. One string may be given as it is.
+        stop_ids: tokens that end a text, beside the model's own; their text is not part of it.
+        ignore_eos: the model's own end tokens do not end a text.
+        seed: equal seeds give equal texts, whatever else runs in the batch; None is a new one each time.
+        logprobs: for each token its natural log-probability and those of this many likeliest tokens; 0 gives
+            the token's own alone. They are the model's own, before penalties and temperature.
+        prompt_logprobs: the same for each token of the prompt; such a request reads no prefix cache.
+        repetition_penalty: logits of tokens in prompt or text are divided by it where positive, multiplied
+            where negative; 1 is none.
+        presence_penalty: taken from the logit of each token that is in the text so far.
+        frequency_penalty: taken from it as often as the token is in the text so far.
+        logit_bias: token id to what is added to its logit; -100 or less all but bans it.
+        regex: the text matches this pattern.
+        json_schema: the text is JSON that the schema allows; as text.
+        skip_special_tokens: special tokens are left out of the text.
+
+    Raises:
+        SettingsError: a value that is not allowed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    n: int = 1
+    stop: Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    regex: str | None = None
+    json_schema: str | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._settle()
+        for name, low, high in _NUMBERS:
+            _check_number(name, getattr(self, name), low, high)
+        for name, least, most in _COUNTS:
+            _check_count(name, getattr(self, name), least, most)
+        _check_stops(self.stop)
+        for token in self.stop_ids:
+            _check_count("stop_ids", token, 0, None)
+        for token, bias in self.biases:
+            _check_count("logit_bias", token, 0, None)
+            _check_number("logit_bias", bias, -1e6, 1e6)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SettingsError("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
+        if self.regex is not None and self.json_schema is not None:
+            raise SettingsError("regex", self.regex, "None where json_schema is given")
+
+    def _settle(self) -> None:
+        """Lists become tuples, so that equal parameters are equal and can be hashed."""
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
+        object.__setattr__(self, "logit_bias", tuple(sorted((token, value) for token, value in bias)))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the choice depends on the tokens before, beyond the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The logit biases as pairs."""
+        return tuple(self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias)
+
+    def fit(self, vocabulary: int) -> None:
+        """Check the token ids against a vocabulary.
+
+        Raises:
+            SettingsError: an id outside [0, vocabulary).
+        """
+        ids = [("stop_ids", token) for token in self.stop_ids]
+        ids += [("logit_bias", token) for token, _ in self.biases]
+        for name, token in ids:
+            if token >= vocabulary:
+                raise SettingsError(name, token, f"a token id below {vocabulary:,}")
+
+
+_NUMBERS: tuple[tuple[str, float, float], ...] = (  # inclusive
+    ("temperature", 0.0, 1e6),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+)
+_COUNTS: tuple[tuple[str, int, int | None], ...] = (
+    ("top_k", 0, None),
+    ("max_tokens", 1, None),
+    ("min_tokens", 0, None),
+    ("n", 1, MAX_N),
+    ("seed", 0, 2**64 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+
+
+def _check_number(name: str, value: object, least: float, most: float) -> None:
+    if name in _POSITIVE and value == 0:
+        raise SettingsError(name, value, f"above 0 and at most {most:g}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:  # type: ignore[operator]
+        raise SettingsError(name, value, f"a number from {least:g} to {most:g}")
+
+
+def _check_count(name: str, value: object, least: int, most: int | None) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        allowed = f"at least {least}" if most is None else f"from {least} to {most:,}"
+        raise SettingsError(name, value, f"a whole number {allowed}")
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
+        raise SettingsError("stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise SettingsError("stop", stop, "strings that are not empty")
+        if len(stop) > MAX_STOP_CHARACTERS:
+            raise SettingsError("stop", stop[:20] + "...", f"at most {MAX_STOP_CHARACTERS} characters each")

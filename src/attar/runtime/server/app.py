@@ -1,0 +1,101 @@
+"""The application: routes, error shapes, and what stands before them.
+
+    journal → keys → body limit → routes
+
+``create_app`` has no state outside what it returns. A page for people can be added as a router on ``/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+import attar
+from attar.errors import AttarError
+from attar.runtime.server.backend import Backend, Words
+from attar.runtime.server.failures import RefusedError, invalid, refusal
+from attar.runtime.server.gate import Gate
+from attar.runtime.server.journal import Journal
+from attar.runtime.server.limits import BodyLimit, Keys, answer
+from attar.runtime.server.metrics import Metrics
+from attar.runtime.server.routes import make_routes
+from attar.runtime.server.service import Service
+from attar.runtime.server.settings import ServerSettings
+
+
+def create_app(
+    backend: Backend,
+    settings: ServerSettings | None = None,
+    *,
+    words: Words,
+    model: str | None = None,
+    page: APIRouter | None = None,
+) -> FastAPI:
+    """The server's application, for uvicorn or a test.
+
+    Args:
+        backend: the engine; closed when the application ends.
+        settings: limits and keys.
+        words: the tokenizer.
+        model: the name that clients give, where ``settings.name`` is empty.
+        page: further routes.
+    """
+    settings = settings or ServerSettings()
+    name = settings.name or model or "attar"
+    gate = Gate(backend, settings.max_queue)
+    service = Service(backend, words, settings, name, gate, Metrics(backend, name))
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        gate.draining = True
+        await backend.close()
+
+    app = FastAPI(title="attar", version=attar.__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(make_routes(service))
+    if page is not None:
+        app.include_router(page)
+    _handle_errors(app, service)
+    app.add_middleware(BodyLimit, max_body=settings.max_body)  # type: ignore[arg-type]
+    app.add_middleware(Keys, keys=settings.api_key)  # type: ignore[arg-type]
+    app.add_middleware(Journal, prompts=settings.log_prompts)  # type: ignore[arg-type]
+    return app
+
+
+def _handle_errors(app: FastAPI, service: Service) -> None:
+    """Every error in OpenAI's shape."""
+
+    def told(refused: RefusedError) -> JSONResponse:
+        service.metrics.refused(refused.status)
+        return answer(refused)
+
+    async def refused(request: Request, error: Any) -> JSONResponse:
+        return told(error)
+
+    async def ours(request: Request, error: Any) -> JSONResponse:
+        return told(refusal(error, service.gate.retry_s()))
+
+    async def not_valid(request: Request, error: Any) -> JSONResponse:
+        return told(invalid(error.errors()))
+
+    async def http(request: Request, error: Any) -> JSONResponse:
+        made = told(RefusedError(error.status_code, str(error.detail)))
+        made.headers.update(error.headers or {})
+        return made
+
+    async def bug(request: Request, error: Any) -> JSONResponse:
+        return told(RefusedError(500, "the server failed; its log has the reason"))
+
+    app.add_exception_handler(RefusedError, refused)
+    app.add_exception_handler(AttarError, ours)
+    app.add_exception_handler(RequestValidationError, not_valid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, bug)

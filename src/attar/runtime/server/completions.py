@@ -1,0 +1,125 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from attar.runtime.results import Event, TokenLogprob, gather
+from attar.runtime.server.answers import head, reason, usage, why
+from attar.runtime.server.chosen import completion_params
+from attar.runtime.server.failures import RefusedError
+from attar.runtime.server.flow import Flow
+from attar.runtime.server.logprobs import of_completion
+from attar.runtime.server.protocol import CompletionRequest
+from attar.runtime.server.service import Service
+
+KIND = "text_completion"
+
+
+async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """Continue one or several prompts."""
+    service.check_model(body.model)
+    params = service.params(completion_params, body)
+    prompts = body.prompts
+    if len(prompts) > service.settings.max_prompts:
+        message = f"{len(prompts)} prompts in one request; the limit is {service.settings.max_prompts}"
+        raise RefusedError(400, message, param="prompt", code="too_many_prompts")
+    with service.gate.entering(len(prompts)):
+        ids = [await _tokens(service, prompt) for prompt in prompts]
+        flow = service.start(request, "cmpl", params, ids, body.priority or 0)
+    answer = Completion(service, body, flow, ids)
+    if not body.stream:
+        return await service.whole(flow, answer.whole)
+    return await service.streamed(flow, answer.chunks, answer.end)
+
+
+async def _tokens(service: Service, prompt: str | list[int]) -> list[int]:
+    ids = await service.aside(service.words.encode, prompt) if isinstance(prompt, str) else prompt
+    return service.check_prompt(ids)
+
+
+class Completion:
+    """One answer while it is made."""
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, flow: Flow, prompts: list[list[int]]
+    ) -> None:
+        self._service, self._body, self._flow, self._prompts = service, body, flow, prompts
+        self._offsets: dict[int, int] = {}  # characters shown of a choice; absent: it has not begun
+
+    def whole(self, events: list[list[Event]]) -> dict[str, Any]:
+        """The body."""
+        choices = [self._choice(index, mine, events) for index, mine in enumerate(events)]
+        return self._head() | {"choices": choices, "usage": self._usage()}
+
+    def chunks(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """What an event shows."""
+        text = event.text
+        if index not in self._offsets:
+            self._offsets[index] = 0
+            text = self._echo(index) + text
+        if not text and not event.logprobs and not event.finished:
+            return []
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if event.logprobs:
+            offset = self._offsets[index]
+            choice["logprobs"] = self._scores(event.logprobs, event.token_ids, offset)
+        self._offsets[index] += len(text)
+        choice |= {
+            "finish_reason": reason(event.finish_reason),
+            "stop_reason": why(event.finish_reason, event.stop_reason),
+        }
+        return [self._head() | {"choices": [choice]} | self._no_usage()]
+
+    def end(self) -> list[dict[str, Any]]:
+        """The chunk behind the last text: the usage, where it is asked for."""
+        return [self._head() | {"choices": [], "usage": self._usage()}] if self._no_usage() else []
+
+    def _choice(self, index: int, mine: list[Event], events: list[list[Event]]) -> dict[str, Any]:
+        wanted = self._body.logprobs is not None
+        sample = gather(mine, logprobs=wanted)
+        echo = self._echo(index)
+        scores = None
+        if wanted:
+            ids, scored = list(sample.token_ids), list(sample.logprobs or ())
+            if self._body.echo:
+                place = index // self._flow.params.n
+                ids = self._prompts[place] + ids
+                scored = [*_of_prompt(events[place * self._flow.params.n]), *scored]  # type: ignore[list-item]
+            scores = self._scores(scored, ids, 0)
+        return {
+            "index": index,
+            "text": echo + sample.text,
+            "logprobs": scores,
+            "finish_reason": reason(sample.finish_reason),
+            "stop_reason": why(sample.finish_reason, sample.stop_reason),
+        }
+
+    def _scores(self, scored: Any, ids: Any, offset: int) -> dict[str, Any]:
+        return of_completion(scored, ids, self._service.words, offset)
+
+    def _echo(self, index: int) -> str:
+        """The prompt's text, where the request wants it in front."""
+        if not self._body.echo:
+            return ""
+        place = index // self._flow.params.n
+        prompt = self._body.prompts[place]
+        return prompt if isinstance(prompt, str) else self._service.words.decode(prompt)
+
+    def _head(self) -> dict[str, Any]:
+        return head(self._flow.id, KIND, self._service.model)
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._flow.prompt_tokens, self._flow.completion_tokens, self._flow.cached_tokens)
+
+    def _no_usage(self) -> dict[str, Any]:
+        """``usage: null`` in every chunk but the last, where the last will have it."""
+        options = self._body.stream_options
+        return {"usage": None} if options is not None and options.include_usage else {}
+
+
+def _of_prompt(events: list[Event]) -> tuple[TokenLogprob | None, ...]:
+    return next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), ())

@@ -1,0 +1,108 @@
+"""Errors in OpenAI's shape, and which status belongs to which.
+
+{"error": {"message", "type", "param", "code"}}
+
+400  a wrong value, a prompt that is too long      404  an unknown model or path
+401  a missing or wrong key                        413  a body that is too large
+429  too much is waiting (Retry-After)             503  the server or the engine goes down
+500  a bug, or the model failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from attar.errors import AttarError, DataError, SettingsError
+from attar.runtime.admission import BusyError
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not 2xx."""
+
+    error: ErrorDetail
+
+
+class RefusedError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: one line.
+        param: the field that is wrong.
+        code: OpenAI's short name of the reason.
+        retry_s: seconds after which it is worth trying again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.retry_s = status, message, param, code, retry_s
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorBody(error=detail).model_dump()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+_FIELDS = {"json_schema": "response_format", "stop_ids": "stop_token_ids"}  # of OpenAI's and vLLM's bodies
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def refusal(error: AttarError, retry_s: int) -> RefusedError:
+    """The answer to what the engine or the tokenizer refused."""
+    if isinstance(error, BusyError):
+        return RefusedError(429, error.message, code="queue_full", retry_s=retry_s)
+    if isinstance(error, SettingsError):
+        param = _FIELDS.get(error.field, error.field) if error.field.isidentifier() else None
+        code = None if param else "context_length_exceeded"
+        return RefusedError(400, error.message, param=param, code=code)
+    if isinstance(error, DataError):
+        return RefusedError(400, error.message)
+    return RefusedError(500, error.message)
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
+    """The answer to pydantic's errors: the first one. The value itself is not repeated."""
+    first = errors[0]
+    place = [str(part) for part in first.get("loc", ()) if part != "body"]
+    kind = str(first.get("type", ""))
+    if kind == "json_invalid" or (not place and kind == "missing"):
+        return RefusedError(
+            400, "the body is not valid JSON" if kind == "json_invalid" else "the body is missing"
+        )
+    param = ".".join(place) or None
+    if kind == "extra_forbidden":
+        return RefusedError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        message = f"Missing required parameter: {param!r}."
+        return RefusedError(400, message, param=param, code="missing_required_parameter")
+    said = str(first.get("msg", "not allowed")).removeprefix("Value error, ")
+    return RefusedError(
+        400, f"Invalid value for {param!r}: {said}" if param else said, param=param, code="invalid_value"
+    )

@@ -1,0 +1,154 @@
+"""The events of one HTTP request, from one or several prompts, until they end or the client is gone.
+
+    submit(prompt) ...  →  events(): (choice, Event), None after a silence  →  close(): the rest is cancelled
+
+Choice = place of the prompt x n + sample. One queue takes the events of all prompts and the news that the
+client has gone, so there is one place where a request waits and one where it is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.backend import Backend
+from attar.runtime.server.failures import RefusedError
+from attar.runtime.server.gate import Gate
+from attar.runtime.server.limits import Receive
+from attar.runtime.server.metrics import Metrics, Watch
+
+
+class GoneError(Exception):
+    """The client has hung up: nobody waits for an answer."""
+
+
+class Flow:
+    """What one HTTP request runs.
+
+    Args:
+        backend: the engine.
+        gate: counts the request until it is closed.
+        metrics: are told of every event.
+        receive: of ASGI; tells when the client hangs up.
+        id: the request's name.
+        params: of all its prompts.
+        salt: the tenant.
+        facts: what the log says about the request; written to.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        gate: Gate,
+        metrics: Metrics,
+        receive: Receive,
+        *,
+        id: str,
+        params: SamplingParams,
+        salt: str = "",
+        facts: dict[str, Any],
+    ) -> None:
+        self.id, self.params = id, params
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self._backend, self._gate, self._metrics, self._receive = backend, gate, metrics, receive
+        self._salt, self._facts = salt, facts
+        self._start = time.monotonic()
+        self._queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        self._watches: list[Watch] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stack = ExitStack()
+        self._stack.enter_context(gate.inside())
+
+    @property
+    def choices(self) -> int:
+        """Texts, over all prompts."""
+        return len(self._watches) * self.params.n
+
+    def submit(self, prompt: Sequence[int], *, priority: int = 0, deadline_s: float | None = None) -> None:
+        """Hand a prompt to the engine; what it refuses comes out of ``events``."""
+        place = len(self._watches)
+        name = f"{self.id}-{place}"
+        stream = self._backend.submit(
+            prompt, self.params, id=name, priority=priority, deadline_s=deadline_s, salt=self._salt
+        )
+        self._watches.append(self._metrics.watch(self.params.n, self._start))
+        self._tasks.append(asyncio.create_task(self._pump(place, name, stream)))
+
+    async def events(self, silence_s: float | None = None) -> AsyncGenerator[tuple[int, Event] | None, None]:
+        """(choice, event) as they come; None whenever nothing came for so many seconds.
+
+        Raises:
+            DataError, SettingsError, BusyError: the engine refuses a prompt.
+            GoneError: the client has hung up.
+            RefusedError: the model failed, or the server gave the request up.
+        """
+        left = self.choices
+        self._tasks.append(asyncio.create_task(self._listen()))
+        while left:
+            try:
+                place, event = await asyncio.wait_for(self._queue.get(), silence_s)
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(event, BaseException):
+                self._failed(event)
+                raise event
+            self._note(place, event)
+            left -= event.finished
+            yield place * self.params.n + event.sample, event
+
+    async def close(self) -> None:
+        """Cancel what still runs, and let the gate know. May be called twice."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for watch in self._watches:
+            watch.close()
+        self._facts |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
+        self._gate.took(time.monotonic() - self._start)
+        self._stack.close()
+
+    def _note(self, place: int, event: Event) -> None:
+        self._watches[place].saw(event, time.monotonic())
+        if event.usage is not None:
+            self.prompt_tokens += event.usage.prompt_tokens
+            self.completion_tokens += event.usage.completion_tokens
+            self.cached_tokens += event.usage.cached_tokens
+        if event.finish_reason is not None:
+            self._facts.setdefault("finished", []).append(event.finish_reason)
+        if event.finish_reason == "error":
+            self._facts["error"] = event.error
+            raise RefusedError(500, f"the model failed on request {self.id}; the server's log has the reason")
+        if event.finish_reason == "cancelled":
+            raise RefusedError(503, "the request was given up by the server", code="cancelled", retry_s=1)
+
+    def _failed(self, failure: BaseException) -> None:
+        """What was refused, or broke, is an answer with a status and no text that was given up."""
+        if not isinstance(failure, GoneError):
+            for watch in self._watches:
+                watch.drop()
+
+    async def _pump(self, place: int, name: str, stream: AsyncIterator[Event]) -> None:
+        left = self.params.n
+        try:
+            async for event in stream:
+                left -= event.finished
+                self._queue.put_nowait((place, event))
+            if left:
+                raise RuntimeError(f"the events of request {name} ended before its texts")
+        except Exception as failure:
+            self._queue.put_nowait((place, failure))
+        finally:
+            if left:
+                self._backend.cancel(name)
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._queue.put_nowait((0, GoneError()))

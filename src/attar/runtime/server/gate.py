@@ -1,0 +1,88 @@
+"""Who may come in: not more than the queue holds, and nobody once the server is going down.
+
+A request is *arriving* from its admission until the engine has it; then the engine's own count of waiting
+requests holds it. So the limit is exact for a burst that comes before the engine's next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from attar.runtime.server.backend import Backend
+from attar.runtime.server.failures import RefusedError
+
+LONGEST_RETRY_S = 60
+_WEIGHT = 0.1  # of the newest request in the mean duration
+
+
+class Gate:
+    """Admission and drain.
+
+    Args:
+        backend: tells how much is waiting.
+        max_queue: requests that wait at most.
+    """
+
+    def __init__(self, backend: Backend, max_queue: int) -> None:
+        self._backend, self._max_queue = backend, max_queue
+        self.draining = False
+        self.active = 0  # requests from admission to their last byte
+        self.arriving = 0
+        self._mean_s = 1.0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def admit(self, count: int = 1) -> None:
+        """Raises RefusedError where ``count`` more requests cannot be taken: 503 or 429."""
+        if self.draining:
+            raise RefusedError(503, "the server is shutting down", code="shutting_down", retry_s=1)
+        if not self._backend.alive:
+            raise RefusedError(503, "the engine has stopped", code="engine_stopped")
+        waiting = self._backend.stats().waiting + self.arriving
+        if waiting and waiting + count > self._max_queue:
+            message = f"{waiting:,} requests are waiting, the limit is {self._max_queue:,}"
+            raise RefusedError(429, message, code="queue_full", retry_s=self.retry_s())
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Counts a request until it is answered; the drain waits for it."""
+        self.active += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.active -= 1
+            if not self.active:
+                self._empty.set()
+
+    @contextmanager
+    def entering(self, count: int = 1) -> Iterator[None]:
+        """Counts requests while they are made ready for the engine."""
+        self.admit(count)
+        self.arriving += count
+        try:
+            yield
+        finally:
+            self.arriving -= count
+
+    def took(self, seconds: float) -> None:
+        """A request was served in so many seconds."""
+        self._mean_s += _WEIGHT * (seconds - self._mean_s)
+
+    def retry_s(self) -> int:
+        """Seconds until there is probably room: the time in which as many requests as wait are served."""
+        stats = self._backend.stats()
+        seconds = self._mean_s * (stats.waiting + 1) / max(stats.running, 1)
+        return max(1, min(math.ceil(seconds), LONGEST_RETRY_S))
+
+    async def drain(self, seconds: float) -> bool:
+        """Take nobody in any more and wait for those inside; False where they took longer."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._empty.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True

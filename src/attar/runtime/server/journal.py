@@ -1,0 +1,73 @@
+"""One line of JSON for each request, on the logger ``attar.server``; prompts and texts only where asked for.
+
+{"time", "id", "method", "path", "status", "seconds", "request", "prompt_tokens", "completion_tokens", ...}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from attar.runtime.server.limits import App, Message, Receive, Scope, Send
+
+LOGGER = "attar.server"
+_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
+_LONGEST_ID = 128
+
+
+class Journal:
+    """Writes the line when the answer is complete; gives every answer an ``X-Request-Id``.
+
+    Args:
+        app: what is behind.
+        prompts: write the body of the request as well.
+    """
+
+    def __init__(self, app: App, prompts: bool = False) -> None:
+        self._app, self._prompts = app, prompts
+        self._logger = logging.getLogger(LOGGER)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        start, facts = time.monotonic(), scope.setdefault("state", {}).setdefault("facts", {})
+        line: dict[str, Any] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "id": _id(scope),
+        }
+        line |= {"method": scope["method"], "path": scope["path"][:200], "status": 500}
+        body: list[bytes] = []
+
+        async def noted() -> Message:
+            message = await receive()
+            if self._prompts:
+                body.append(message.get("body", b""))
+            return message
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line["status"] = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = line["id"]
+            await send(message)
+
+        try:
+            await self._app(scope, noted, named)
+        finally:
+            line |= {"seconds": round(time.monotonic() - start, 6), **facts}
+            if self._prompts:
+                line["body"] = b"".join(body).decode("utf-8", "replace")
+            level = logging.DEBUG if scope["path"] in _QUIET and line["status"] < 400 else logging.INFO
+            self._logger.log(level, json.dumps(line, default=str))
+
+
+def _id(scope: Scope) -> str:
+    """The client's own, where it is short and harmless, else a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    fine = given.isascii() and given.isprintable() and 0 < len(given) <= _LONGEST_ID
+    return given if fine else uuid4().hex

@@ -1,0 +1,168 @@
+"""Numbers for Prometheus, under the names that people already scrape, with the prefix ``attar:``.
+
+Times are taken at the server, from a request's arrival; what only the engine knows is read from its ``Stats``
+at each scrape. Every app has a registry of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from attar.runtime.results import Event
+from attar.runtime.server.backend import Backend, Speculation, Stats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
+_LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Metrics:
+    """All the numbers of one server.
+
+    Args:
+        backend: whose state is shown.
+        model: the label ``model_name``.
+    """
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_State(backend, model))
+        self._labels = {"model_name": model}
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        self.first_token = self._histogram("time_to_first_token_seconds", "Until the first token.", _LONG)
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.", _SHORT)
+        self.latency = self._histogram("e2e_request_latency_seconds", "Until a request's end.", _LONG)
+        self.queued = self._histogram("request_queue_time_seconds", "Until a request's first step.", _LONG)
+        self._success = Counter(
+            "attar:request_success",
+            "Finished texts.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "attar:request_refused",
+            "Answers that are errors.",
+            ["model_name", "status"],
+            registry=self._registry,
+        )
+
+    def watch(self, n: int, start: float) -> Watch:
+        """What follows one prompt's n texts; ``start``: when it came, on ``time.monotonic``."""
+        return Watch(self, n, start)
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(finished_reason=reason, **self._labels).inc()
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(status=str(status), **self._labels).inc()
+
+    def text(self) -> bytes:
+        """What a scrape gets."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(f"attar:{name}", help, ["model_name"], registry=self._registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"attar:{name}", help, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(**self._labels)
+
+
+class Watch:
+    """One prompt's texts while they grow."""
+
+    def __init__(self, metrics: Metrics, n: int, start: float) -> None:
+        self._metrics, self._start, self._left = metrics, start, n
+        self._last: dict[int, float] = {}  # sample to the time of its last token
+
+    def saw(self, event: Event, now: float) -> None:
+        """Count an event."""
+        if event.token_ids:
+            self._tokens(event, now)
+        if event.finish_reason is not None:
+            self._left -= 1
+            self._metrics.finished(event.finish_reason)
+        if event.usage is not None:
+            self._metrics.prompt_tokens.inc(event.usage.prompt_tokens)
+            self._metrics.latency.observe(now - self._start)
+            if event.usage.queue_s is not None:
+                self._metrics.queued.observe(event.usage.queue_s)
+
+    def drop(self) -> None:
+        """Texts that are still open are not counted."""
+        self._left = 0
+
+    def close(self) -> None:
+        """Texts that nobody waited for are counted as cancelled."""
+        while self._left > 0:
+            self._left -= 1
+            self._metrics.finished("cancelled")
+
+    def _tokens(self, event: Event, now: float) -> None:
+        count = len(event.token_ids)
+        self._metrics.generation_tokens.inc(count)
+        if not self._last:
+            self._metrics.first_token.observe(now - self._start)
+        elif event.sample in self._last:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now - self._last[event.sample]) / count)
+        self._last[event.sample] = now
+
+
+class _State:
+    """The engine's own numbers, read when they are asked for."""
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self._backend, self._model, self._born = backend, model, time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._backend.stats()
+        for name, help, value in _gauges(stats):
+            gauge = GaugeMetricFamily(f"attar:{name}", help, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, help, value in _counts(stats):
+            counter = CounterMetricFamily(f"attar:{name}", help, labels=["model_name"])
+            counter.add_metric([self._model], value, created=self._born)
+            yield counter
+        if stats.speculation is not None:
+            yield self._positions(stats.speculation)
+
+    def _positions(self, speculation: Speculation) -> Metric:
+        counter = CounterMetricFamily(
+            "attar:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens at each position of a draft.",
+            labels=["model_name", "position"],
+        )
+        for position, count in enumerate(speculation.accepted_at):
+            counter.add_metric([self._model, str(position)], count, created=self._born)
+        return counter
+
+
+def _gauges(stats: Stats) -> list[tuple[str, str, float]]:
+    return [
+        ("num_requests_running", "Requests that run.", stats.running),
+        ("num_requests_waiting", "Requests that wait.", stats.waiting),
+        ("kv_cache_usage_perc", "Share of the key-value blocks in use, 1 is all.", stats.cache_usage),
+    ]
+
+
+def _counts(stats: Stats) -> list[tuple[str, str, float]]:
+    counts: list[tuple[str, str, float]] = [
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+        ("prefix_cache_hits", "Of these, found.", stats.prefix_hits),
+        ("num_preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
+    ]
+    if (made := stats.speculation) is not None:
+        counts += [
+            ("spec_decode_num_drafts", "Drafts that were verified.", made.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens in them.", made.drafted),
+            ("spec_decode_num_accepted_tokens", "Of these, accepted.", made.accepted),
+        ]
+    return counts

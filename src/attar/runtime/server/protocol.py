@@ -1,0 +1,229 @@
+"""Requests, field by field as OpenAI documents them, with a few of vLLM's beside (``top_k``, ``min_p``, ...).
+
+As at OpenAI an unknown field is refused by name. Fields that change nothing here (``user``, ``store``, ...)
+are read and ignored; those that would change the answer and are not built (``tools``, ``suffix``, ...) are
+refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
+
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Token = Annotated[int, Field(ge=0)]
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON has names in quotes only
+Bias = Annotated[float, Field(ge=-100, le=100)]
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
+
+
+class Strict(BaseModel):
+    """Unknown fields, NaN, infinity, numbers in quotes and text that is not Unicode are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _unicode(self) -> Strict:
+        try:
+            self.model_dump_json().encode()
+        except Exception:
+            raise ValueError("a text holds half of a surrogate pair, which is not Unicode") from None
+        return self
+
+
+class JsonSchema(BaseModel):
+    """``response_format.json_schema``."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """Free text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with, and only with, type json_schema")
+        return self
+
+    def schema_text(self) -> str | None:
+        """The schema that the text must follow, as JSON; None: no rule."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else None
+
+
+class StreamOptions(Strict):
+    """``include_usage``: the last chunk has the token counts."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Common(Strict):
+    """What both endpoints take."""
+
+    model: str
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[TokenName, Bias] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    skip_special_tokens: bool | None = None
+    regex: str | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    # ignored
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is allowed only where stream is true")
+        return self
+
+
+class CompletionRequest(Common):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    suffix: str | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _some(cls, prompt: Any) -> Any:
+        if not prompt or (isinstance(prompt, list) and any(part in ("", []) for part in prompt)):
+            raise ValueError("a prompt must not be empty")
+        return prompt
+
+    @model_validator(mode="after")
+    def _built(self) -> CompletionRequest:
+        if self.suffix:
+            raise ValueError("suffix is not supported: the model continues texts")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is not supported beyond n")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported where stream is true")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several, each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class Part(Strict):
+    """A part of a message."""
+
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class Message(Strict):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    # what the answers of some servers have, sent back
+    function_call: None = None
+    annotations: Any = None
+    audio: None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a chat template: the parts joined, ``developer`` as the older ``system``."""
+        parts = self.content if isinstance(self.content, list) else []
+        text = "".join(part.text or part.refusal for part in parts)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": text if isinstance(self.content, list) else self.content or "",
+        }
+        extra = {"name": self.name, "tool_call_id": self.tool_call_id, "tool_calls": self.tool_calls}
+        return message | {key: value for key, value in extra.items() if value is not None}
+
+
+class ChatRequest(Common):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+    @model_validator(mode="after")
+    def _built(self) -> ChatRequest:
+        if self.tools or self.functions or self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tools are not supported")
+        if self.modalities not in (None, [], ["text"]):
+            raise ValueError("modalities must be ['text']")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is allowed only where logprobs is true")
+        return self
+
+
+class TokenizeRequest(Strict):
+    """The body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Token]

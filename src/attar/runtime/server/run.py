@@ -1,0 +1,95 @@
+"""Listen, serve, and go down gracefully.
+
+SIGTERM or SIGINT   /ready turns 503, new requests get 503, those inside have ``drain_s`` seconds
+the second one      everything is cancelled at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from attar.errors import OutputError
+from attar.runtime.server.gate import Gate
+from attar.runtime.server.journal import LOGGER
+from attar.runtime.server.settings import ServerSettings
+
+_BACKLOG = 2048
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which tells the gate before it stops listening, and does not raise the signal again.
+
+    Args:
+        app: made by ``create_app``.
+        settings: ``drain_s``.
+    """
+
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+        drain = max(1, round(settings.drain_s))
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=drain
+        )
+        super().__init__(config)
+        self._gate: Gate = app.state.service.gate
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: once to drain, twice to end."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._gate.draining = True
+
+
+def run(app: FastAPI, settings: ServerSettings, told: Callable[[str], None]) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        told: is given the address once the port is open.
+
+    Raises:
+        OutputError: the port is taken, or the address is not this machine's.
+    """
+    listening = listen(settings)
+    _log_to_stderr()
+    shown = f"[{settings.host}]" if ":" in settings.host else settings.host
+    told(f"http://{shown}:{listening.getsockname()[1]}")
+    try:
+        asyncio.run(Server(app, settings).serve([listening]))
+    finally:
+        listening.close()
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """The open port.
+
+    Raises:
+        OutputError: the port is taken, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    made = socket.socket(family)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((settings.host, settings.port))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"cannot listen on {settings.host}:{settings.port}: {reason}", hint="choose another --port"
+        ) from error
+    return made
+
+
+def _log_to_stderr() -> None:
+    """One line for each request, as it is; uvicorn's own warnings too."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

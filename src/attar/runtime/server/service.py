@@ -1,0 +1,174 @@
+"""What the endpoints share: the server's parts, and the way from a checked body to a running flow."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from attar.errors import AttarError
+from attar.runtime.results import Event
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.backend import Backend, Words
+from attar.runtime.server.failures import RefusedError, refusal
+from attar.runtime.server.flow import Flow, GoneError
+from attar.runtime.server.gate import Gate
+from attar.runtime.server.metrics import Metrics
+from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.streaming import ALIVE, DONE, EventStream, chunk
+
+News = tuple[int, Event] | None
+Show = Callable[[int, Event], list[dict[str, Any]]]
+"""The chunks that a choice's event becomes."""
+
+
+@dataclass
+class Service:
+    """One server's parts.
+
+    Args:
+        backend: the engine.
+        words: the tokenizer.
+        settings: the limits.
+        model: the name that clients give.
+        gate: who may come in.
+        metrics: what is counted.
+        created: seconds since 1970.
+    """
+
+    backend: Backend
+    words: Words
+    settings: ServerSettings
+    model: str
+    gate: Gate
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises RefusedError (404) for a model that is not the one there is."""
+        if name is not None and name != self.model:
+            message = f"The model {name[:200]!r} does not exist; this server has {self.model!r}."
+            raise RefusedError(404, message, param="model", code="model_not_found")
+
+    async def aside(self, act: Callable[..., Any], *values: Any) -> Any:
+        """Run the tokenizer in a thread: a long text must not hold up the streams of others."""
+        return await asyncio.to_thread(act, *values)
+
+    def check_prompt(self, ids: list[int]) -> list[int]:
+        """Raises RefusedError (400) for token ids that the model does not have, or more than it can read."""
+        context = self.backend.context
+        if context is not None and len(ids) >= context:
+            message = f"This model's context is {context:,} tokens, but the prompt has {len(ids):,}."
+            raise RefusedError(400, message, param="prompt", code="context_length_exceeded")
+        if not ids:
+            raise RefusedError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+        if max(ids) >= self.backend.vocabulary:
+            message = f"token {max(ids)} is not of the vocabulary of {self.backend.vocabulary:,}"
+            raise RefusedError(400, message, param="prompt", code="invalid_value")
+        return ids
+
+    def params(self, make: Callable[[Any], SamplingParams], body: Any) -> SamplingParams:
+        """Parameters of a body.
+
+        Raises:
+            SettingsError: fields that do not go together, or tokens that the model does not have.
+        """
+        made = make(body)
+        made.fit(self.backend.vocabulary)
+        return made
+
+    def start(
+        self, request: Request, prefix: str, params: SamplingParams, prompts: list[list[int]], priority: int
+    ) -> Flow:
+        """Hand prompts to the engine."""
+        facts = request.scope.setdefault("state", {}).setdefault("facts", {})
+        identity = f"{prefix}-{uuid4().hex}"
+        facts["request"] = identity
+        flow = Flow(
+            self.backend,
+            self.gate,
+            self.metrics,
+            request.receive,
+            id=identity,
+            params=params,
+            salt=request.scope["state"].get("salt", ""),
+            facts=facts,
+        )
+        for ids in prompts:
+            flow.submit(ids, priority=priority, deadline_s=self.settings.request_s or None)
+        return flow
+
+    async def whole(self, flow: Flow, build: Callable[[list[list[Event]]], dict[str, Any]]) -> Response:
+        """The answer in one piece.
+
+        Args:
+            build: from the events of every choice to the body; runs in a thread.
+        """
+        try:
+            events: list[list[Event]] = [[] for _ in range(flow.choices)]
+            async for news in flow.events():
+                assert news is not None
+                events[news[0]].append(news[1])
+            return JSONResponse(await self.aside(build, events))
+        except GoneError:
+            return Response(status_code=499)  # nobody reads it; the log does
+        except AttarError as error:
+            raise refusal(error, self.gate.retry_s()) from error
+        finally:
+            await flow.close()
+
+    async def streamed(self, flow: Flow, show: Show, end: Callable[[], list[dict[str, Any]]]) -> Response:
+        """The answer in chunks. What is refused before the first event has a status of its own.
+
+        Args:
+            show: from an event to chunks.
+            end: the chunks behind the last event.
+        """
+        events = flow.events(self.settings.alive_s)
+        try:
+            first = await anext(events)
+        except GoneError:
+            await flow.close()
+            return Response(status_code=499)
+        except AttarError as error:
+            await flow.close()
+            raise refusal(error, self.gate.retry_s()) from error
+        except BaseException:
+            await flow.close()
+            raise
+        return EventStream(self._chunks(flow, first, events, show, end))
+
+    async def _chunks(
+        self,
+        flow: Flow,
+        first: News,
+        events: AsyncGenerator[News, None],
+        show: Show,
+        end: Callable[[], list[dict[str, Any]]],
+    ) -> AsyncGenerator[bytes, None]:
+        try:
+            yield _shown(first, show)
+            async for news in events:
+                if part := _shown(news, show):
+                    yield part
+            for data in end():
+                yield chunk(data)
+        except GoneError:
+            return
+        except (AttarError, RefusedError) as error:
+            shown = error if isinstance(error, RefusedError) else refusal(error, self.gate.retry_s())
+            self.metrics.refused(shown.status)
+            yield chunk(shown.body)
+        finally:
+            await flow.close()
+        yield DONE
+
+
+def _shown(news: News, show: Show) -> bytes:
+    return ALIVE if news is None else b"".join(map(chunk, show(*news)))

@@ -1,0 +1,66 @@
+"""Settings of the server; free of torch and of fastapi."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from attar.errors import SettingsError
+
+VERSION = 1
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where the server listens, who may call it, and how much it takes on."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8000, metadata={"help": "port; 0: any that is free"})
+    name: str = field(default="", metadata={"help": "the model's name for clients; empty: as it was given"})
+    api_key: tuple[str, ...] = field(
+        default=(),
+        metadata={"help": "key that clients must send; the variable ATTAR_API_KEY is not seen by ps"},
+    )
+    max_body: int = field(default=4 * MIB, metadata={"help": "bytes of a request at most"})
+    max_queue: int = field(default=256, metadata={"help": "requests that wait at most; more get 429"})
+    max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
+    request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
+    drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
+    alive_s: float = field(
+        default=15.0, metadata={"help": "seconds of silence before a stream says it lives"}
+    )
+    log_prompts: bool = field(default=False, metadata={"help": "write prompts and texts to the log"})
+
+    def __post_init__(self) -> None:
+        for name, least, most in _RANGES:
+            value = getattr(self, name)
+            if not least <= value <= most:
+                allowed = f"from {least:g} to {most:g}" if most < float("inf") else f"at least {least:g}"
+                raise SettingsError(name, value, allowed)
+        for key in self.api_key:
+            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+                raise SettingsError(
+                    "api_key", "(not shown)", "8 or more printable ASCII characters, no blanks"
+                )
+        if not self.host:
+            raise SettingsError("host", self.host, "an address or a name")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive
+    ("port", 0, 65535),
+    ("max_body", 1024, float("inf")),
+    ("max_queue", 1, float("inf")),
+    ("max_prompts", 1, float("inf")),
+    ("request_s", 0, 1e9),
+    ("drain_s", 0, 1e9),
+    ("alive_s", 0.01, 1e9),
+)

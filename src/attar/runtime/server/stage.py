@@ -1,0 +1,82 @@
+"""The verb ``serve``: a model, its engine, and the server in front of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+from attar.errors import MissingExtraError, ModelError, SettingsError
+from attar.progress import SILENT, Progress
+from attar.runtime.server.settings import ServerSettings
+
+KEY_VARIABLE = "ATTAR_API_KEY"
+
+
+def serve(
+    model: str,
+    settings: ServerSettings | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    kv_dtype: str = "auto",
+    progress: Progress = SILENT,
+    told: Callable[[str], None] = print,
+) -> None:
+    """Serve a model until a signal comes.
+
+    Args:
+        model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
+        settings: of the server; the variable ATTAR_API_KEY adds keys, with commas between them.
+        dtype, device, kv_dtype: see :class:`attar.runtime.llm.LLM`.
+        told: is given the address, and warnings.
+
+    Raises:
+        MissingExtraError: fastapi, uvicorn or prometheus-client is not installed.
+        ModelError: the model has no tokenizer.
+        OutputError: the port cannot be opened.
+        AttarError: as :class:`attar.runtime.llm.LLM`.
+    """
+    settings = with_keys(settings or ServerSettings())
+    _check_extra()
+    from attar.runtime.llm import LLM
+    from attar.runtime.server.adapter import EngineBackend
+    from attar.runtime.server.app import create_app
+    from attar.runtime.server.run import run
+    from attar.runtime.server.words import TokenizerWords
+
+    with progress.task("load", total=1) as task:
+        llm = LLM(model, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        task.advance()
+    if llm.tokenizer is None:
+        raise ModelError(f"{model} has no tokenizer, so it cannot be served")
+    words = TokenizerWords(deepcopy(llm.tokenizer))  # the engine's thread uses its own without a lock
+    app = create_app(EngineBackend(llm.streams()), settings, words=words, model=model)
+    if not settings.loopback and not settings.api_key:
+        told(
+            f"warning: {settings.host} can be reached by others, and no key is asked for; set {KEY_VARIABLE}"
+        )
+    run(app, settings, told)
+
+
+def with_keys(settings: ServerSettings) -> ServerSettings:
+    """The settings with the keys of the variable ATTAR_API_KEY added.
+
+    Raises:
+        SettingsError: a key that is not allowed.
+    """
+    written = os.environ.get(KEY_VARIABLE, "")
+    keys = tuple(key.strip() for key in written.split(",") if key.strip())
+    if written and not keys:
+        raise SettingsError(KEY_VARIABLE, "(not shown)", "one or more keys with commas between them")
+    return replace(settings, api_key=(*settings.api_key, *keys))
+
+
+def _check_extra() -> None:
+    """Raises MissingExtraError before a model is loaded."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        try:
+            __import__(package)
+        except ImportError:
+            raise MissingExtraError(package, "serve") from None

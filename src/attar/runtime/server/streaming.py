@@ -1,0 +1,48 @@
+"""Server-sent events: ``data: JSON`` for each chunk, ``data: [DONE]`` at the end, a comment after a silence.
+
+The usage is in the last chunk where ``stream_options.include_usage`` asks for it, with no choices. An error
+after the first chunk is a chunk of its own, ``{"error": ...}``: the status has been sent already.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+
+from attar.runtime.server.limits import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+ALIVE = b": alive\n\n"
+
+
+def chunk(data: Mapping[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends chunks as they are made, and closes their generator whatever happens.
+
+    Args:
+        chunks: it watches for the client's leaving itself.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            async for part in chunks:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

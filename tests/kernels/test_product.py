@@ -1,0 +1,154 @@
+"""Packed weights come back as they were, and products are those of torch."""
+
+import pytest
+import torch
+
+from attar.errors import NumericsError, UsageError
+from attar.kernels.build import load
+from attar.kernels.memory import Arena
+from attar.kernels.packed import GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
+from attar.kernels.product import Team, reference
+
+compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+
+SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
+TOKENS = (1, 2, 3, 5, 8, 15, 16, 21)
+
+
+@pytest.fixture(params=[1, 3], scope="module")
+def team(request):
+    with Team(request.param) as found:
+        yield found
+
+
+def weight(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def codes_of(rows, columns, group, bits):
+    generator = torch.Generator().manual_seed(rows + group)
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(rows, columns // group, generator=generator) * 0.02 + 0.001
+    zeros = torch.randint(0, 1 << bits, (rows, columns // group), generator=generator)
+    return codes, scales.bfloat16(), zeros
+
+
+def rounded(x, group):
+    """Rows as the kernel takes them: int8, a scale for each group."""
+    parts = x.unflatten(1, (-1, group))
+    scale = parts.abs().amax(2, keepdim=True) / 127
+    return ((parts / scale.clamp(min=1e-30)).round() * scale).flatten(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_codes_come_back_exactly(kind, group, shape, zeroed):
+    bits = 4 if kind == "int4" else 8
+    codes, scales, zeros = codes_of(*shape, group, bits)
+    packed = pack_codes(codes, scales, zeros if zeroed else None, kind=kind)
+    middle = zeros if zeroed else torch.full_like(zeros, 1 << (bits - 1))
+    parts = codes.unflatten(1, (-1, group)).float() - middle[..., None]
+    assert torch.equal(unpack(packed), (parts * scales.float()[..., None]).flatten(1))
+    whole = -(-shape[0] // PANEL) * PANEL
+    per_group = group * bits // 8 + (4 if zeroed else 2)
+    assert packed.nbytes == whole * shape[1] // group * per_group
+
+
+def test_bf16_comes_back_exactly():
+    w = weight(97, 130)
+    assert torch.equal(unpack(pack_bf16(w)), w.bfloat16().float())
+
+
+@pytest.mark.parametrize("kind, bound", [("int4", 1 / 8), ("int8", 1 / 250)])
+def test_quantized_is_nearest(kind, bound):
+    w = weight(64, 256)
+    error = (unpack(pack(w, kind, group=64)) - w).unflatten(1, (-1, 64)).abs().amax(2)
+    assert (error <= w.unflatten(1, (-1, 64)).abs().amax(2) * bound).all()
+
+
+def test_quantized_zeros_are_zeros():
+    w = torch.zeros(32, 64)
+    assert torch.equal(unpack(pack(w, "int4")), w)
+
+
+@compiled
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_products_of_codes(kind, tokens, zeroed, team):
+    bits = 4 if kind == "int4" else 8
+    for shape in SHAPES:
+        for group in GROUPS:
+            codes, scales, zeros = codes_of(*shape, group, bits)
+            bias = torch.randn(shape[0])
+            packed = pack_codes(codes, scales, zeros if zeroed else None, kind=kind, bias=bias)
+            x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
+            assert_product(team.multiply(x, packed), rounded(x, group), packed)
+
+
+@compiled
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("exact", [False, True])
+def test_products_of_bf16(tokens, exact, team):
+    for rows, columns in [*SHAPES, (70, 34)]:
+        packed = pack_bf16(weight(rows, columns))
+        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+        taken = x if exact else x.bfloat16()
+        assert_product(team.multiply(x, packed, exact=exact), taken, packed)
+
+
+def assert_product(found, x, packed):
+    """Within float32's rounding of the sum of what was summed."""
+    w, x = unpack(packed).double(), x.double()
+    expected = torch.nn.functional.linear(x, w, None if packed.bias is None else packed.bias.double())
+    assert found.dtype == torch.float32
+    assert ((found - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
+def test_a_row_does_not_depend_on_its_neighbours(kind, team):
+    packed = pack(weight(64, 256), kind)
+    x = torch.randn(15, 256)
+    whole = team.multiply(x, packed)
+    assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in range(15))
+
+
+@compiled
+def test_rows_of_zeros_give_zeros(team):
+    for kind in ("int4", "int8", "bf16"):
+        assert torch.equal(
+            team.multiply(torch.zeros(2, 128), pack(weight(32, 128), kind)), torch.zeros(2, 32)
+        )
+
+
+def test_without_a_compiler_torch_does_it(monkeypatch):
+    monkeypatch.setenv("ATTAR_KERNELS", "off")
+    packed, x = pack(weight(40, 128), "int8"), torch.randn(3, 128)
+    with Team(1) as team:
+        assert torch.equal(team.multiply(x, packed), reference(x, packed))
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(UsageError, match="groups of 96"):
+        quantize(weight(32, 128), "int4", 96)
+    with pytest.raises(UsageError, match="groups of 128 / 8"):
+        pack_codes(torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 8), kind="int4")
+    with pytest.raises(UsageError, match="33 inputs"):
+        pack_bf16(weight(32, 33))
+    with pytest.raises(NumericsError, match="not finite"):
+        pack(torch.full((32, 64), float("nan")), "int4")
+
+
+def test_an_arena_hands_out_lines_of_its_own():
+    arena = Arena(1 << 12)
+    first, second, third = arena.take(100), arena.take(5000), arena.take(1 << 22)
+    assert [len(first), len(second), len(third)] == [100, 5000, 1 << 22]
+    assert all(part.data_ptr() % 64 == 0 and not part.any() for part in (first, second, third))
+    first.fill_(1)
+    second.fill_(2)
+    assert first.eq(1).all() and second.eq(2).all() and not third.any()
+    packed = pack(weight(64, 256), "int4", arena=arena)
+    assert torch.equal(unpack(packed), unpack(pack(weight(64, 256), "int4")))

@@ -1,0 +1,97 @@
+"""Eviction's choices by brute force, and what each method says it needs."""
+
+import numpy as np
+import pytest
+
+from attar.errors import SettingsError
+from attar.runtime.kv.evict import EVICTIONS, H2O, SnapKV, Streaming
+from attar.runtime.kv.evict.snapkv import smoothed
+from attar.runtime.kv.manager import Manager
+
+
+def test_h2o_by_hand():
+    scores = np.array([[5, 1, 4, 2, 0, 0], [0, 3, 3, 3, 9, 9]], dtype=np.float32)
+    assert H2O(heavy=2, recent=2).choose(scores).tolist() == [[0, 2, 4, 5], [1, 2, 4, 5]]
+
+
+def test_h2o_against_brute_force():
+    draw = np.random.default_rng(0)
+    for n, heavy, recent in ((20, 5, 3), (9, 0, 8), (9, 7, 1), (40, 10, 10)):
+        scores = draw.random((3, n)).astype(np.float32)
+        for head, keep in enumerate(H2O(heavy=heavy, recent=recent).choose(scores)):
+            old = sorted(range(n - recent), key=lambda j: -scores[head, j])[:heavy]
+            assert keep.tolist() == sorted(old) + list(range(n - recent, n))
+
+
+def test_h2o_is_due_when_the_budget_is_full():
+    method = H2O(heavy=6, recent=4, slack=3)
+    assert [method.due(places, True) for places in (9, 13, 14)] == [None, None, 10]
+    assert (method.budget, method.most(5, 16)) == (10, 18)
+
+
+def test_snapkv_by_hand():
+    """A lone peak loses to a plateau once neighbours are averaged; the window stays."""
+    votes = np.array([[0, 0, 4, 0, 0, 3, 3, 3, 0, 0]], dtype=np.float32)
+    assert SnapKV(capacity=5, window=2, kernel=3).choose(votes).tolist() == [[5, 6, 7, 10, 11]]
+    assert SnapKV(capacity=3, window=2, kernel=1).choose(votes).tolist() == [[2, 10, 11]]
+    assert SnapKV(capacity=3, window=2, kernel=1).choose(votes, 1).tolist() == [[2, 5, 10]]
+
+
+def test_smoothing_against_a_loop():
+    scores = np.random.default_rng(0).random((2, 12)).astype(np.float32)
+    for kernel in (1, 3, 5):
+        edge = kernel // 2
+        want = [[sum(row[max(0, j - edge) : j + edge + 1]) / kernel for j in range(12)] for row in scores]
+        np.testing.assert_allclose(smoothed(scores, kernel), want, rtol=1e-5)
+
+
+def test_snapkv_is_due_once_the_prompt_is_done():
+    method = SnapKV(capacity=50, window=10)
+    assert [method.due(*case) for case in ((60, False), (50, True), (51, True))] == [None, None, 50]
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(4, 6), (0, 5), (3, 1), (9, 8)])
+def test_streaming_holds_the_blocks_it_says(sinks, window):
+    method, size = Streaming(sinks=sinks, window=window), 4
+    manager = Manager(40, size, window=method.window, sinks=method.sinks)
+    manager.admit(0, [1])
+    for places in range(1, 80):
+        assert manager.reserve(0, 1)
+        manager.commit(0, 1, list(range(places)))
+        held = {block for block in manager.table(0).blocks if block >= 0}
+        assert len(held) == method.most_blocks(places, size)
+        seen = [*range(min(sinks, places)), *range(max(0, places - window + 1), places)]  # by the next token
+        assert all(manager.table(0).blocks[place // size] >= 0 for place in seen)
+        assert len(held) * size <= method.most(1, size)
+
+
+@pytest.mark.parametrize(("sinks", "window", "chunk"), [(4, 6, 1), (0, 5, 9), (3, 1, 4), (9, 8, 5)])
+def test_streaming_bounds_what_is_held(sinks, window, chunk):
+    """Also in the middle of a step, when a chunk has its places and nothing was given back yet."""
+    method, size = Streaming(sinks=sinks, window=window), 4
+    manager = Manager(40, size, window=method.window, sinks=method.sinks)
+    manager.admit(0, [1])
+    most = 0
+    for stop in range(chunk, 90, chunk):
+        assert manager.reserve(0, chunk)
+        most = max(most, sum(block >= 0 for block in manager.table(0).blocks))
+        manager.commit(0, chunk, list(range(stop)))
+    assert most * size <= method.most(chunk, size) <= (most + 2) * size
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("streaming", {"sinks": -1}),
+        ("streaming", {"window": 0}),
+        ("h2o", {"heavy": -1}),
+        ("h2o", {"recent": 0}),
+        ("h2o", {"slack": -1}),
+        ("snapkv", {"window": 0}),
+        ("snapkv", {"capacity": 8}),
+        ("snapkv", {"kernel": 4}),
+    ],
+)
+def test_wrong_settings_are_named(name, wrong):
+    with pytest.raises(SettingsError, match=next(iter(wrong))):
+        EVICTIONS[name](**wrong)

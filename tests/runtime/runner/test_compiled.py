@@ -1,0 +1,223 @@
+"""The compiled runner against transformers in float32: logits and greedy tokens, however the tokens come."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from attar.errors import ModelError, UsageError
+from attar.kernels.build import load
+from attar.runtime.runner.compiled import compiled, seen
+from attar.runtime.step import Span, Step
+from tests import tiny_models
+
+pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
+
+FAMILIES = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+EXACT = {"kv_dtype": "float32", "exact": True}
+LENGTH = 40
+CLOSE = {"rtol": 0, "atol": 2e-4}
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Models by family, weights rounded to bfloat16 (but norms and embeddings' use stay float32)."""
+    made = {}
+
+    def get(family, **changes):
+        key = (family, *sorted(changes.items()))
+        if key not in made:
+            model = tiny_models.build(family, **changes)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter.bfloat16().float())
+            made[key] = model
+        return made[key]
+
+    return get
+
+
+def runner(model, **settings):
+    given = {"blocks": 24, "threads": 2, **EXACT, **settings}
+    return compiled(model.config, model.state_dict(), **given)
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def tokens(length=LENGTH, seed=0):
+    return torch.randint(
+        2, tiny_models.VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+
+
+def step(*parts, copies=(), parents=None):
+    """A step of (sequence, ids, start, stop, blocks, wants)."""
+    ids, spans = [], []
+    for sequence, all_ids, start, stop, blocks, wants in parts:
+        ids += all_ids[start:stop]
+        spans.append(Span(sequence, start, stop, tuple(blocks), wants))
+    return Step(ids, tuple(spans), copies, parents)
+
+
+def run(found, *parts, **more):
+    made = step(*parts, **more)
+    made.check(found.block_size, found.capacity)
+    return found.run(made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_every_family(family, models):
+    model, ids = models(family), tokens()
+    found = run(runner(model), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    torch.testing.assert_close(found, logits_of(model, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_chunks_and_single_tokens(threads, models):
+    for family in ("llama3", "mistral", "gemma2"):
+        model, ids = models(family), tokens()
+        found, blocks = runner(model, threads=threads), [7, 1, 4]
+        cuts = [0, 3, 19, 20, 21, 22, 35, LENGTH]
+        rows = [run(found, (0, ids, a, b, blocks, b - a)) for a, b in itertools.pairwise(cuts)]
+        torch.testing.assert_close(torch.cat(rows), logits_of(model, ids), **CLOSE)
+
+
+def test_sequences_in_one_step(models):
+    model, first, second, third = models("llama3"), tokens(seed=1), tokens(seed=2), tokens(seed=3)
+    found = runner(model)
+    run(found, (1, first, 0, 20, [0, 1], 0), (2, second, 0, 7, [2], 1))
+    rows = run(
+        found,
+        (2, second, 7, 8, [2], 1),
+        (3, third, 0, 30, [10, 3], 2),
+        (1, first, 20, 21, [0, 1], 1),
+    )
+    expected = [logits_of(model, second)[7:8], logits_of(model, third)[28:30], logits_of(model, first)[20:21]]
+    torch.testing.assert_close(rows, torch.cat(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "int4", "kv_dtype": "bfloat16", "exact": False}])
+def test_a_token_does_not_depend_on_its_company(settings, models):
+    """Bit by bit: alone or with others, in one chunk or in several, with any number of threads."""
+    ids, other = tokens(600), tokens(90, seed=7)
+    model = models("llama3", max_position_embeddings=700)
+    alone = runner(model, blocks=50, threads=3, **settings)
+    expected = torch.cat(
+        [run(alone, (0, ids, 0, 599, range(40), 1)), run(alone, (0, ids, 599, 600, range(40), 1))]
+    )
+    busy = runner(model, blocks=50, threads=2, **settings)
+    run(busy, (0, ids, 0, 300, range(40), 0))
+    first = run(busy, (1, other, 0, 90, range(40, 46), 1), (0, ids, 300, 599, range(40), 1))[1]
+    many = [(n, other, 50, 51, [*range(40, 43), 43 + n], 0) for n in range(1, 6)]
+    second = run(busy, *many, (0, ids, 599, 600, range(40), 1))[0]
+    assert torch.equal(torch.stack([first, second]), expected)
+
+
+def test_a_step_that_wants_nothing(models):
+    model = models("llama2")
+    assert run(runner(model), (0, tokens(), 0, 5, [0], 0)).shape == (0, tiny_models.VOCABULARY)
+
+
+def test_blocks_are_copied_first(models):
+    model, ids = models("qwen3"), tokens()
+    found = runner(model)
+    run(found, (0, ids, 0, 20, [0, 1], 0))
+    other = ids[:20] + tokens(seed=9)[20:]
+    rows = run(found, (0, ids, 20, 24, [0, 1], 1), (1, other, 20, 24, [0, 2], 1), copies=((1, 2),))
+    torch.testing.assert_close(rows[0], logits_of(model, ids)[23], **CLOSE)
+    torch.testing.assert_close(rows[1], logits_of(model, other)[23], **CLOSE)
+
+
+def test_a_hole_behind_the_window(models):
+    model, ids = models("mistral"), tokens()
+    found = runner(model)
+    run(found, (0, ids, 0, 30, [4, 5], 0))
+    rows = run(found, (0, ids, 30, 31, [-1, 5], 1))
+    torch.testing.assert_close(rows[0], logits_of(model, ids)[30], **CLOSE)
+
+
+def test_a_tree(models):
+    """Two continuations of a prefix in one pass."""
+    model, ids = models("llama3"), tokens()
+    left, right = tokens(seed=4)[:2], tokens(seed=5)[:2]
+    found = runner(model)
+    run(found, (0, ids, 0, 18, [0, 1], 0))
+    row = [*ids[:19], *left, *right]
+    parents = ((-1, 0, 1, 0, 3),)
+    rows = run(found, (0, row, 18, 23, [0, 1], 5), parents=parents)
+    for ends, path in ((2, left), (4, right)):
+        expected = logits_of(model, ids[:19] + path)
+        torch.testing.assert_close(rows[ends], expected[-1], **CLOSE)
+
+
+def test_seen():
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    assert seen([-1, 0, 0, 2]).astype(int).tolist() == expected
+    assert np.array_equal(seen([-1, -1]), np.eye(2, dtype=bool))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(family, models):
+    model, ids = models(family), tokens(12)
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    found, blocks = runner(model), [3, 0, 2]
+    row, start = list(ids), 0
+    while len(row) < 36:
+        rows = run(found, (0, row, start, len(row), blocks, 1))
+        start = len(row)
+        row.append(int(rows[0].argmax()))
+    assert row == expected[0].tolist()
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 48}, {"head_dim": 128}, {"num_key_value_heads": 1}])
+def test_shapes_of_heads(changes, models):
+    model, ids = models("qwen3", **changes), tokens()
+    found = run(runner(model, block_size=32), (0, ids, 0, LENGTH, [5, 2], LENGTH))
+    torch.testing.assert_close(found, logits_of(model, ids), **CLOSE)
+
+
+def test_long_sequences_are_cut_into_parts(models):
+    model = models("llama3", max_position_embeddings=700)
+    ids = tokens(700)
+    found, blocks = runner(model, blocks=50), list(range(49, 5, -1))
+    run(found, (0, ids, 0, 690, blocks, 0))
+    rows = torch.cat([run(found, (0, ids, at, at + 1, blocks, 1)) for at in range(690, 700)])
+    torch.testing.assert_close(rows, logits_of(model, ids)[690:], **CLOSE)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_bfloat16_keys_and_values(exact, models):
+    model, ids = models("llama3"), tokens()
+    found = run(runner(model, kv_dtype="bfloat16", exact=exact), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    expected = logits_of(model, ids)
+    assert divergence(expected, found) < 1e-3
+
+
+@pytest.mark.parametrize("weights, bound", [("int8", 2e-3), ("int4", 0.3)])
+def test_low_bits_are_near(weights, bound, models):
+    model, ids = models("llama3"), tokens()
+    found = run(runner(model, weights=weights), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    assert divergence(logits_of(model, ids), found) < bound
+
+
+def divergence(expected, found):
+    """Mean over tokens, in nats."""
+    p, q = torch.log_softmax(expected.double(), 1), torch.log_softmax(found.double(), 1)
+    return float((p.exp() * (p - q)).sum(1).mean())
+
+
+def test_what_is_refused(models):
+    with pytest.raises(ModelError, match="gpt2"):
+        runner(models("gpt2"))
+    with pytest.raises(UsageError, match="int8"):
+        runner(models("llama3"), kv_dtype="int8")
+    with pytest.raises(UsageError, match="blocks of 8"):
+        runner(models("llama3"), block_size=8)
+    model = models("llama3")
+    tensors = model.state_dict() | {"model.layers.0.self_attn.sinks": torch.zeros(8)}
+    with pytest.raises(ModelError, match=r"no place for .*self_attn\.sinks"):
+        compiled(model.config, tensors, blocks=4)

@@ -1,0 +1,72 @@
+"""Pieces of text: joined they are the text, and no piece shows half a character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from attar.runtime.sampling.detokenize import HALF, Decode, Detokenizer
+
+TEXT = "naïve café — 日本語 🎉 x\n  indented\tend"
+
+
+def byte_decoder(errors: str = "replace") -> Decode:
+    """Every token is a byte: ids 0 to 255; 256 is a special token without text."""
+    return lambda ids: bytes(i for i in ids if i < 256).decode("utf-8", errors)
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2's: words begin with a mark, rare characters are bytes, a text's first space is dropped."""
+    words = ["<unk>", "▁a", "▁b", "c", "▁", "d"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def pieces(decode: Decode, ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(decode, context)
+    return [*(detokenizer.add(token) for token in ids), detokenizer.rest()]
+
+
+def test_bytes_become_whole_characters() -> None:
+    got = pieces(byte_decoder(), list(TEXT.encode()))
+    assert "".join(got) == TEXT
+    assert not any(HALF in piece for piece in got)
+    assert got[:4] == ["n", "a", "", "ï"]
+
+
+def test_tokens_without_text_do_not_shorten_the_wait() -> None:
+    ids = [256] * 9 + list("é🎉".encode())
+    assert pieces(byte_decoder(), ids) == [""] * 10 + ["é", "", "", "", "🎉", ""]
+
+
+def test_bytes_that_are_no_text_are_shown_and_the_window_stays_small() -> None:
+    detokenizer = Detokenizer(byte_decoder())
+    shown = [detokenizer.add(0x80) for _ in range(400)]
+    assert "".join(shown) + detokenizer.rest() == HALF * 400
+    assert len(detokenizer._ids) <= 12
+
+
+def test_half_a_character_at_the_end_is_shown_by_rest() -> None:
+    got = pieces(byte_decoder(), list("aé".encode())[:-1])
+    assert got == ["a", "", HALF]
+
+
+def test_a_prompt_that_ends_in_half_a_character() -> None:
+    prompt = list("aé".encode())
+    assert pieces(byte_decoder(), [*prompt[2:], ord("b")], prompt[:2]) == ["é", "b", ""]
+
+
+@pytest.mark.parametrize("context", [[], [1], [1, 2, 3]])
+def test_sentencepiece_keeps_the_space_between_prompt_and_text(context: list[int]) -> None:
+    tokenizer = sentencepiece()
+    byte = {value: 6 + value for value in range(256)}
+    ids = [1, 3, 2, 4, 4, 5, *(byte[value] for value in "é日".encode()), 1, 3, 1]
+    got = pieces(lambda some: str(tokenizer.decode(list(some))), ids, context)
+    assert "".join(got) == (" " if context else "") + "ac b  dé日 ac a"
+    assert not any(HALF in piece for piece in got)

@@ -1,0 +1,143 @@
+"""Warped distributions against transformers, and their edges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from attar.errors import NumericsError
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.warp import Row, warp
+
+V = 64
+SETTINGS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=10_000),
+    SamplingParams(top_p=0.6),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(min_p=0.2),
+    SamplingParams(temperature=1.7, top_k=20, top_p=0.8, min_p=0.05),
+    SamplingParams(temperature=0.4, top_p=0.95, min_p=0.3),
+]
+
+
+def random_logits(rows: int, columns: int = V, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def peers(logits: Tensor, params: SamplingParams) -> Tensor:
+    """transformers' warpers, in its order."""
+    if params.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+    chain = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+    if params.top_k:
+        chain.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        chain.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        chain.append(MinPLogitsWarper(params.min_p))
+    return chain(torch.zeros(len(logits), 1, dtype=torch.long), logits.clone()).softmax(-1)
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=str)
+def test_equals_transformers(params: SamplingParams) -> None:
+    logits = random_logits(8)
+    kept = logits.clone()
+    p = warp(logits, [Row(params)] * 8)
+    assert torch.equal(logits, kept), "the input was modified"
+    assert p.dtype == torch.float32
+    torch.testing.assert_close(p, peers(logits, params), rtol=1e-5, atol=1e-7)
+    assert torch.equal(p > 0, peers(logits, params) > 0)
+
+
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    logits = random_logits(len(SETTINGS))
+    together = warp(logits, [Row(params) for params in SETTINGS])
+    for number, params in enumerate(SETTINGS):
+        alone = warp(logits[number : number + 1], [Row(params)])
+        assert torch.equal(together[number], alone[0]), params
+
+
+def test_a_wide_vocabulary() -> None:
+    logits = random_logits(2, 5000) * 0.01
+    params = SamplingParams(top_p=0.9)
+    p = warp(logits, [Row(params), Row(SamplingParams(top_p=0.05))])
+    assert int((p[0] > 0).sum()) > 4000 > int((p[1] > 0).sum()) > 1
+    torch.testing.assert_close(p[0], peers(logits, params)[0], rtol=1e-4, atol=1e-9)
+
+
+def test_ties_at_a_cut_all_stay() -> None:
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
+    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.75)):
+        p = warp(logits, [Row(params)])
+        assert (p > 0).tolist() == [[True, True, True, True, False]]
+        assert p[0, 1] == p[0, 2] == p[0, 3]
+
+
+def test_top_p_keeps_until_the_mass_is_reached() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    kept = {
+        mass: int((warp(logits, [Row(SamplingParams(top_p=mass))]) > 0).sum()) for mass in (0.4, 0.6, 0.8)
+    }
+    assert kept == {0.4: 1, 0.6: 2, 0.8: 4}  # the last two tie
+
+
+def test_penalties_bias_and_bans_come_before_the_temperature() -> None:
+    logits = random_logits(1)
+    params = SamplingParams(temperature=0.5, repetition_penalty=1.5, logit_bias={7: 2.0}, top_k=9)
+    row = Row(params, History([1, 2], [3]), banned=(4,))
+    x = logits[0].clone()
+    for token in (1, 2, 3):
+        x[token] = x[token] / 1.5 if x[token] > 0 else x[token] * 1.5
+    x[7] += 2.0
+    x[4] = -torch.inf
+    expected = peers(x.unsqueeze(0), SamplingParams(temperature=0.5, top_k=9))
+    torch.testing.assert_close(warp(logits, [row]), expected)
+
+
+def test_a_mask_allows_only_what_it_says() -> None:
+    allowed = torch.zeros(V, dtype=torch.bool)
+    allowed[[5, 6]] = True
+    p = warp(random_logits(1), [Row(SamplingParams(), allowed=allowed)])
+    assert p[0].nonzero().squeeze(-1).tolist() == [5, 6]
+
+
+def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
+    logits = random_logits(3) * 1e4
+    p = warp(logits, [Row(SamplingParams(temperature=1e-6))] * 3)
+    assert torch.equal(p, warp(logits, [Row(SamplingParams(temperature=0.0))] * 3))
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    logits = random_logits(1).bfloat16()
+    assert torch.equal(warp(logits, [Row(SamplingParams())]), warp(logits.float(), [Row(SamplingParams())]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_numbers_that_are_none_are_refused(value: float, temperature: float) -> None:
+    logits = random_logits(2)
+    logits[1, 3] = value
+    with pytest.raises(NumericsError):
+        warp(logits, [Row(SamplingParams(temperature=temperature))] * 2)
+
+
+def test_nothing_left_to_draw_is_refused() -> None:
+    row = Row(SamplingParams(), allowed=torch.zeros(V, dtype=torch.bool))
+    with pytest.raises(NumericsError):
+        warp(random_logits(1), [row])

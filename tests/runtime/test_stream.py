@@ -1,0 +1,131 @@
+"""Streams: many readers of one engine, readers that leave, errors, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from attar.errors import AttarError, DataError
+from attar.runtime.results import gather
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.stream import Streams
+from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.test_engine import alone, engine
+
+PARAMS = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
+
+
+async def read(streams: Streams, prompt: list[int], params: SamplingParams = PARAMS) -> list[int]:
+    events = [event async for event in streams.stream(prompt, params)]
+    return list(gather(events).token_ids)
+
+
+def test_many_readers_get_their_own_texts() -> None:
+    async def main() -> None:
+        async with Streams(engine(FakeRunner(40))) as streams:
+            prompts = [[number, number + 1] for number in range(20)]
+            got = await asyncio.gather(*(read(streams, prompt) for prompt in prompts))
+            assert got == [alone(prompt, PARAMS) for prompt in prompts]
+            await streams.ask(streams.engine.check)
+
+    asyncio.run(main())
+
+
+def test_readers_that_leave_cancel_their_requests() -> None:
+    async def leave(streams: Streams, after: int) -> None:
+        events = streams.stream([after], SamplingParams(max_tokens=190, n=2, ignore_eos=True))
+        async for _ in events:
+            after -= 1
+            if after < 0:
+                break
+        await events.aclose()
+
+    async def main() -> None:
+        draws = random.Random(0)
+        async with Streams(engine(FakeRunner(100))) as streams:
+            stay = [read(streams, [number]) for number in range(10)]
+            go = [leave(streams, draws.randint(0, 10)) for _ in range(10)]
+            texts = await asyncio.gather(*stay, *go)
+            assert texts[:10] == [alone([number], PARAMS) for number in range(10)]
+            while not await streams.ask(lambda: streams.engine.idle):
+                await asyncio.sleep(0.001)
+            await streams.ask(streams.engine.check)
+            manager = streams.engine.scheduler.manager
+            assert manager.free + manager.cached == 100
+            assert not streams._readers
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_is_cancelled_before_its_request_has_a_name() -> None:
+    async def main() -> None:
+        async with Streams(engine()) as streams:
+            task = asyncio.create_task(read(streams, [1], SamplingParams(max_tokens=150, ignore_eos=True)))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            while not await streams.ask(lambda: streams.engine.idle):
+                await asyncio.sleep(0.001)
+            assert not streams._readers
+
+    asyncio.run(main())
+
+
+def test_a_wrong_request_raises_where_it_was_made() -> None:
+    async def main() -> None:
+        async with Streams(engine()) as streams:
+            with pytest.raises(DataError, match="empty"):
+                await read(streams, [])
+            assert await read(streams, [2]) == alone([2], PARAMS)
+
+    asyncio.run(main())
+
+
+def test_a_runner_that_breaks_ends_the_step_and_not_the_thread() -> None:
+    async def main() -> None:
+        runner = FakeRunner()
+        async with Streams(engine(runner)) as streams:
+            runner.fails = MemoryError("no room")
+            events = [event async for event in streams.stream([1], PARAMS)]
+            assert [(event.finish_reason, event.error) for event in events] == [
+                ("error", "MemoryError: no room")
+            ]
+            runner.fails = None
+            assert await read(streams, [2]) == alone([2], PARAMS)
+
+    asyncio.run(main())
+
+
+def test_a_bug_ends_the_thread_and_every_reader_hears_of_it() -> None:
+    async def main() -> None:
+        async with Streams(engine()) as streams:
+            wrong = AssertionError("a block leaked")
+
+            def breaks() -> list[object]:
+                raise wrong
+
+            streams.engine.step = breaks  # type: ignore[method-assign,assignment]
+            with pytest.raises(AssertionError, match="leaked"):
+                await read(streams, [1])
+            with pytest.raises(AttarError, match="closed"):
+                await read(streams, [1])
+            assert streams.failure is wrong
+
+    asyncio.run(main())
+
+
+def test_closing_cancels_what_is_left_and_draining_waits_for_it() -> None:
+    async def main(drain_s: float) -> str | None:
+        streams = Streams(engine(FakeRunner(100)))
+        reader = streams.stream([1], SamplingParams(seed=0, max_tokens=190, ignore_eos=True))
+        await anext(reader)
+        await streams.close(drain_s=drain_s)
+        reasons = [event.finish_reason async for event in reader]
+        streams.engine.check()
+        return reasons[-1]
+
+    assert asyncio.run(main(0.0)) == "cancelled"
+    assert asyncio.run(main(30.0)) == "length"
