@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -61,6 +62,18 @@ def test_the_card_tells_parents_method_and_conflicts(merged, family):
     assert whole["part"] == "all" and len(whole["cosine"]) == 3
     assert all(abs(value) < 0.1 for value in whole["cosine"])  # independent noise
     assert (family["base"] / "attar.json").exists() is False
+
+
+def test_the_card_s_command_makes_the_same_bytes_again(family, tmp_path, monkeypatch):
+    text = json.dumps(TIES)
+    for name, place in family.items():
+        text = text.replace(f'"{name}"', json.dumps(str(place)))
+    made = attar.merge(text, tmp_path / "out", compat="paper", seed=3)
+    before = (made.path / "model.safetensors").read_bytes()
+    monkeypatch.chdir(made.path)
+    assert call([*shlex.split(made.card.command)[1:], "-q"]) == 0
+    assert (made.path / "out" / "model.safetensors").read_bytes() == before
+    assert open_checkpoint(made.path / "out").card.settings == made.card.settings
 
 
 def test_the_picture_of_conflicts_stands_beside_the_weights(merged):

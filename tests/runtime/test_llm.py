@@ -15,7 +15,6 @@ from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.results import Event, gather
-from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.test_engine import alone
@@ -112,7 +111,6 @@ def test_a_seeded_text_does_not_depend_on_the_batch(tiny: LLM) -> None:
         assert tiny.generate(prompt, params)[0].samples == result.samples
 
 
-@pytest.mark.skipif(not hasattr(Modules, "fork"), reason="the runner has no fork yet")
 def test_several_texts_of_one_prompt() -> None:
     llm = LLM("attar:tiny", kv_tokens=1024)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20)

@@ -24,7 +24,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.open import Checkpoint, open_checkpoint
-from attar.checkpoint.output import Output, finished, produce
+from attar.checkpoint.output import Output, command_line, finished, produce
 from attar.checkpoint.units import byte_count
 from attar.merging.chat_template import choose_chat_template, write_chat_template
 from attar.merging.config import SEARCHED, MergeConfig
@@ -112,7 +112,13 @@ class _Run:
                         self._fill(prepare(document, self.parents, self.settings), inner)
                 self.parents.made[document.name] = folder
             self._fill(early or prepare(last, self.parents, self.settings), output)
-            output.command = f"attar merge {FILE} -o {out.name} --seed {self.settings.seed}"
+            output.command = self._command(out)
+
+    def _command(self, out: Path) -> str:
+        """The command that does this again, from the configuration beside the weights."""
+        rest = {name: value for name, value in asdict(self.settings).items() if name != "config"}
+        line = command_line("merge", rest, self.settings.seed, (), out)
+        return line.replace("attar merge", f"attar merge {FILE}", 1)
 
     def _produce(self, out: Path, force: bool, key: str | None, early: Prepared | None) -> Any:
         needed = None

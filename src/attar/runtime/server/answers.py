@@ -13,6 +13,8 @@ Reason = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
+    """Prompt tokens that the prefix cache had."""
+
     cached_tokens: int
 
 

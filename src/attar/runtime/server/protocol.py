@@ -11,6 +11,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticSerializationError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 
@@ -30,7 +31,7 @@ class Strict(BaseModel):
     def _unicode(self) -> Strict:
         try:
             self.model_dump_json().encode()
-        except Exception:
+        except (PydanticSerializationError, UnicodeError):
             raise ValueError("a text holds half of a surrogate pair, which is not Unicode") from None
         return self
 
