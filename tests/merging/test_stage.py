@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -359,3 +360,30 @@ def test_every_tensor_of_every_model_has_a_mask_of_its_own(family, merged):
     assert not torch.equal(first, second)
     both = kept(["one", "two"], "both")[0]
     assert 0.65 < both.float().mean() < 0.85  # 1 - 1/4, and not 1/2
+
+
+@pytest.mark.parametrize(("compat", "kept"), [("mergekit", 1), ("paper", 2)])
+def test_an_ingredient_that_changes_nothing_stays_by_the_paper_alone(family, merged, tmp_path, compat, kept):
+    twin = shutil.copytree(family["one"], tmp_path / "twin")
+    models = [{"model": "one"}, {"model": str(twin)}]
+    config = {"merge_method": "greedy_soup", "models": models}
+    rows = merged(config, samples=2, sequence_length=32, compat=compat).card.details["soup"]
+    assert sum(row["kept"] for row in rows) == kept
+
+
+def test_quality_is_measured_on_text_that_no_search_sees(merged, monkeypatch):
+    from attar.merging import chosen, quality
+
+    splits = []
+
+    class Spy(quality.HeldOut):
+        @classmethod
+        def of(cls, *args, **settings):
+            splits.append(settings.get("split", "calibration"))
+            return quality_of(*args, **settings)
+
+    quality_of = quality.HeldOut.of
+    monkeypatch.setattr(chosen, "HeldOut", Spy)
+    monkeypatch.setattr(quality, "HeldOut", Spy)
+    merged(LINEAR, search=2, tokens=64, samples=2, sequence_length=32)
+    assert splits == ["calibration", "evaluation", "evaluation", "evaluation"]
