@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from attar.cli.main import call
 from tests import tiny_models
 
 SMALL = ["--samples", "4", "--sequence-length", "32", "--batch-size", "2"]
+TEXT = ["--data", str(Path(json.__file__).parent)]  # a few files: the whole library takes seconds to read
 
 
 @pytest.fixture
@@ -55,9 +57,9 @@ def rewrite(model, **changes):
 
 
 VERBS = {
-    "quantize": ["--group-size", "32", *SMALL],
-    "prune": ["--method", "neurons", *SMALL],
-    "distill": ["--steps", "2", "--sequence-length", "32"],
+    "quantize": ["--group-size", "32", *SMALL, *TEXT],
+    "prune": ["--method", "neurons", *SMALL, *TEXT],
+    "distill": ["--steps", "2", "--sequence-length", "32", *TEXT],
 }
 
 
@@ -181,12 +183,13 @@ import sys
 import attar.quantization.stage as stage
 from attar.cli.main import call
 stage.write = None
-sys.exit(call(["quantize", sys.argv[1], "-o", sys.argv[2], "--method", "rtn", "--group-size", "32"]))
+small = ["--method", "rtn", "--group-size", "32", *sys.argv[3:]]
+sys.exit(call(["quantize", sys.argv[1], "-o", sys.argv[2], *small]))
 """
 
 
 def test_a_bug_of_ours_is_called_one(model, tmp_path):
-    run = [sys.executable, "-c", BROKEN, str(model), str(tmp_path / "out")]
+    run = [sys.executable, "-c", BROKEN, str(model), str(tmp_path / "out"), *TEXT]
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 1 and "bug" in done.stderr and "--debug" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 compared."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ SMALL = {
     "learning_rate": 3e-3,
     "precision": "fp32",
     "checkpoint_every": 6,
+    "data": str(Path(json.__file__).parent),  # a few files: the whole library takes seconds to read
 }
 
 
@@ -96,6 +98,6 @@ def test_padding_changes_nothing(alpha):
 def test_documents_can_be_kept_apart(tmp_path):
     text = tmp_path / "lines.jsonl"
     text.write_text("".join(json.dumps({"text": f"line number {i} of the text"}) + "\n" for i in range(50)))
-    settings = RecoverSettings(**{**SMALL, "steps": 4}, packing="separate", data=str(text))
+    settings = RecoverSettings(**{**SMALL, "steps": 4, "data": str(text)}, packing="separate")
     made = recover(save("smollm", tmp_path), tmp_path / "out", settings, teacher=tmp_path / "smollm")
     assert made.card.details["steps"] == 4

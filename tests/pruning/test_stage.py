@@ -1,5 +1,8 @@
 """The verb prune, from folder to folder."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,7 +13,12 @@ from attar.pruning.settings import PruneSettings
 from attar.pruning.stage import kept_units, prune
 from tests import tiny_models
 
-SMALL = {"samples": 4, "sequence_length": 32, "batch_size": 2}
+SMALL = {
+    "samples": 4,
+    "sequence_length": 32,
+    "batch_size": 2,
+    "data": str(Path(json.__file__).parent),  # a few files: the whole library takes seconds to read
+}
 
 
 def save(family, tmp_path):
