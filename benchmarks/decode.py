@@ -1,252 +1,171 @@
-"""Decoding and prompts: the compiled runner beside transformers and beside what the memory gives.
+"""Decoding and prompts: the compiled runner beside llama.cpp, transformers and what the memory gives.
 
-    python benchmarks/decode.py [--shapes S M] [--weights bf16 int8 int4] [--rounds 5] [--tokens 64]
-        [--peers transformers] [--threads 2]
+    python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
+        [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv bfloat16]
 
-Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B. Everything is measured in one process,
-case after case, a round of all before the next round, every second round in reverse; medians of the rounds:
+Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B; llama.cpp's are of Q4_0, Q8_0 and BF16,
+transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
+round in reverse; a ratio is the median over rounds of ours by the peer's right beside it.
 
     decode 1, 8    tokens/s in all, one token a step for 1 or 8 sequences, from position 128 on
-    decode 4k      the same for one sequence from position 4000 on
+    decode 4k      the same for one sequence from position 4000 on (llama.cpp and ours)
     prompt 512     tokens/s
-    GB/s           bytes of packed weights times steps a second
+    GB/s           bytes of packed weights, and of keys and values, times steps a second
     memory         GB/s of reading 256 MB in huge pages by the same threads, four streams each, measured
-                   right before and after every case; ``part`` is GB/s as a part of it
+                   right before and after; ``part`` is GB/s as a part of it
 
-The machine's bandwidth changes by the minute: compare what stands in one run. ``--peers transformers`` runs
-its own modules in bf16 with a static cache beside. llama.cpp is measured by ``benchmarks/peers``, when its
-environment is there (to come).
+The machine's bandwidth changes by the minute, and other programs take theirs: compare what stands in one run.
+llama.cpp runs in the environment of ``benchmarks/peers/environments.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
+from decode_cases import CONTEXT, SHAPES, Attar, LlamaCpp, Runner, Transformers, llama_config
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attar.kernels.memory import huge
 from attar.kernels.product import Team
-from attar.runtime.runner.compiled import Compiled
-from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
 
-SHAPES: dict[str, dict[str, int]] = {
-    "S": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "intermediate_size": 2048,
-        "vocab_size": 8192,
-    },
-    "M": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "intermediate_size": 5632,
-        "vocab_size": 32000,
-    },
-}
-CONTEXT = 4352
 PROBE = 1 << 28
-CASES = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000)}  # sequences, first position
-PROMPT = 512
+TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
+KV_BYTES = {"bfloat16": 2.0, "int8": 1.0, "float32": 4.0}
 
 
 @dataclass
-class Case:
-    """Something timed in every round.
+class Timed:
+    """One runner in one task.
 
     Attributes:
-        name: what is printed.
-        run: does it once; returns tokens per second and steps per second.
-        nbytes: weights that a step reads; 0: not told.
-        seen: (tokens/s, part of the memory's bandwidth) of each round.
+        tokens: a second, of each round.
+        part: of the memory's bandwidth, of each round; GB/s beside it.
     """
 
-    name: str
-    run: Callable[[], tuple[float, float]]
-    nbytes: int = 0
-    seen: list[tuple[float, float, float]] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    rate: list[float] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
 
 
 def main() -> None:
     arguments = parse()
-    print(f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads")
+    print(f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}")
     torch.set_num_threads(arguments.threads)
-    with Team(arguments.threads) as team:
-        for shape in arguments.shapes:
-            config = LlamaConfig(**SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=False)
-            cases = list(our_cases(config, arguments))
-            if "transformers" in arguments.peers:
-                cases += transformers_cases(config, arguments)
-            measure(cases, team, arguments.rounds)
-            for case in cases:
-                report(shape, case)
-            del cases
+    for shape in arguments.shapes:
+        for kind in arguments.weights:
+            runners = dict(made(shape, kind, arguments))
+            with Team(arguments.threads) as team:
+                seen = measure(runners, shape, team, arguments)
+            for task in arguments.tasks:
+                report(f"{shape} {kind:<4}", task, {name: seen[name, task] for name in runners})
+            for runner in runners.values():
+                runner.close()
+            del runners
             gc.collect()
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["S", "M"], choices=sorted(SHAPES))
-    parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"])
-    parser.add_argument("--peers", nargs="*", default=[], choices=["transformers"])
+    parser.add_argument("--weights", nargs="+", default=["int4", "int8", "bf16"])
+    parser.add_argument(
+        "--peers", nargs="*", default=["llama.cpp", "transformers"], choices=["llama.cpp", "transformers"]
+    )
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kv", default="bfloat16", choices=sorted(KV_BYTES))
     return parser.parse_args()
 
 
-# ---- ours
+def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
+    """The runners, ours first."""
+    config = llama_config(shape)
+    yield "attar", Attar(config, kind, arguments.kv, arguments.threads)
+    if "llama.cpp" in arguments.peers:
+        yield "llama.cpp", LlamaCpp(shape, kind, arguments.threads)
+    if "transformers" in arguments.peers:
+        yield "transformers", Transformers(config)
 
 
-def our_cases(config: Any, arguments: argparse.Namespace) -> Iterator[Case]:
-    """The compiled runner with each kind of weights."""
-    for kind in arguments.weights:
-        weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
-        blocks = CONTEXT // 16 + 8 * 16
-        runner = Compiled(weights, blocks=blocks, threads=arguments.threads)
-        for name, (count, start) in CASES.items():
-            decode = our_decode(runner, count, start, arguments.tokens)
-            yield Case(f"attar {kind:<5} {name}", decode, weights.nbytes)
-        yield Case(f"attar {kind:<5} prompt {PROMPT}", our_prompt(runner))
-
-
-def our_decode(runner: Compiled, count: int, start: int, tokens: int) -> Callable[[], tuple[float, float]]:
-    """`count` sequences from position `start` on; each has blocks of its own."""
-    each = min(CONTEXT, start + tokens + 16) // 16
-    tables = [tuple(range(n * each, (n + 1) * each)) for n in range(count)]
-
-    def run() -> tuple[float, float]:
-        began = time.perf_counter()
-        for at in range(start, start + tokens):
-            spans = tuple(Span(n, at, at + 1, table, 1) for n, table in enumerate(tables))
-            runner.run(Step([at % 1000] * count, spans)).argmax(1)
-        steps = tokens / (time.perf_counter() - began)
-        return count * steps, steps
-
-    return run
-
-
-def our_prompt(runner: Compiled) -> Callable[[], tuple[float, float]]:
-    """A prompt of PROMPT tokens in one step."""
-    step = Step(list(range(PROMPT)), (Span(0, 0, PROMPT, tuple(range(PROMPT // 16)), 1),))
-
-    def run() -> tuple[float, float]:
-        began = time.perf_counter()
-        runner.run(step)
-        steps = 1 / (time.perf_counter() - began)
-        return PROMPT * steps, steps
-
-    return run
-
-
-def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Of a Llama."""
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def random_tensor(config: Any) -> Callable[[str], Tensor]:
-    """Norms of ones and weights N(0, 0.02^2)."""
-    shapes = tensor_shapes(config)
-
-    def load(name: str) -> Tensor:
-        shape = shapes[name]
-        return torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
-
-    return load
-
-
-# ---- peers
-
-
-def transformers_cases(config: Any, arguments: argparse.Namespace) -> list[Case]:
-    """Its own modules in bf16, a static cache."""
-    torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    cases = []
-    for name, (count, start) in CASES.items():
-        if start > PROMPT:
-            continue  # its prompt takes minutes
-        cases.append(Case(f"transformers {name}", peer_decode(model, count, start, arguments.tokens)))
-    ids = torch.arange(PROMPT)[None]
-
-    def prompt() -> tuple[float, float]:
-        with torch.inference_mode():
-            began = time.perf_counter()
-            model(ids, logits_to_keep=1)
-            steps = 1 / (time.perf_counter() - began)
-        return PROMPT * steps, steps
-
-    return [*cases, Case(f"transformers prompt {PROMPT}", prompt)]
-
-
-def peer_decode(model: Any, count: int, start: int, tokens: int) -> Callable[[], tuple[float, float]]:
-    """One token a step for `count` rows, behind a prompt that is not timed."""
-
-    def run() -> tuple[float, float]:
-        with torch.inference_mode():
-            cache = StaticCache(config=model.config, max_cache_len=start + tokens + 1)
-            ids = torch.zeros(count, start, dtype=torch.int64)
-            model(ids, past_key_values=cache, logits_to_keep=1)
-            began = time.perf_counter()
-            for _ in range(tokens):
-                model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-            steps = tokens / (time.perf_counter() - began)
-        return count * steps, steps
-
-    return run
-
-
-# ---- measuring
-
-
-def measure(cases: list[Case], team: Team, rounds: int) -> None:
-    """Every case once a round, after one that does not count; the memory's bandwidth around each."""
+def measure(
+    runners: dict[str, Runner], shape: str, team: Team, arguments: argparse.Namespace
+) -> dict[tuple[str, str], Timed]:
+    """Every task once a round by every runner, after a round that does not count."""
     room = huge(PROBE).fill_(1)
-    for number in range(rounds + 1):
-        for case in cases if number % 2 else cases[::-1]:
-            before = bandwidth(team, room)
-            tokens, steps = case.run()
-            after = bandwidth(team, room)
-            if number:
-                case.seen.append((tokens, steps * case.nbytes / 1e9, (before + after) / 2))
+    seen = {(name, task): Timed() for name in runners for task in arguments.tasks}
+    for number in range(arguments.rounds + 1):
+        for task in arguments.tasks:
+            for name in list(runners)[:: 1 if number % 2 else -1]:
+                if name == "transformers" and task == "decode 4k":
+                    continue  # its prompt takes minutes
+                before = bandwidth(team, room)
+                tokens, steps = rates(runners[name], task, arguments.tokens)
+                memory = (before + bandwidth(team, room)) / 2
+                if number:
+                    found = seen[name, task]
+                    found.tokens.append(tokens)
+                    found.memory.append(memory)
+                    if isinstance(runner := runners[name], Attar):
+                        found.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
+    return seen
+
+
+def rates(runner: Runner, task: str, tokens: int) -> tuple[float, float]:
+    """Tokens and steps a second."""
+    count, start = TASKS[task]
+    if task.startswith("prompt"):
+        seconds = runner.prompt(count)
+        return count / seconds, 1 / seconds
+    seconds = runner.steps(count, start, tokens)
+    return count * tokens / seconds, tokens / seconds
+
+
+def cache_bytes(shape: str, task: str, arguments: argparse.Namespace) -> float:
+    """Keys and values that a step reads."""
+    count, start = TASKS[task]
+    if task.startswith("prompt"):
+        return 0.0
+    sizes = SHAPES[shape]
+    width = 2 * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
+    places = min(start + arguments.tokens // 2, CONTEXT)
+    return count * places * sizes["num_hidden_layers"] * width * KV_BYTES[arguments.kv]
 
 
 def bandwidth(team: Team, room: Tensor) -> float:
-    """GB/s, the better of two readings."""
+    """GB/s, the best of three readings."""
     best = 0.0
-    for _ in range(2):
+    for _ in range(3):
         began = time.perf_counter()
         team.read(room)
         best = max(best, PROBE / (time.perf_counter() - began) / 1e9)
     return best
 
 
-def report(shape: str, case: Case) -> None:
+def report(label: str, task: str, seen: dict[str, Timed]) -> None:
     """A line."""
-    tokens = statistics.median(tokens for tokens, _, _ in case.seen)
-    line = f"{shape}  {case.name:<24} {tokens:9.1f} tokens/s"
-    if case.nbytes:
-        rate = statistics.median(rate for _, rate, _ in case.seen)
-        memory = statistics.median(memory for _, _, memory in case.seen)
-        part = statistics.median(rate / memory for _, rate, memory in case.seen)
-        line += f"   {rate:5.1f} GB/s   memory {memory:5.1f}   part {part:4.0%}"
-    print(line, flush=True)
+    ours = seen["attar"]
+    rate, memory = statistics.median(ours.rate), statistics.median(ours.memory)
+    line = f"{label} {task:<10} {statistics.median(ours.tokens):8.1f} tokens/s"
+    if task.startswith("decode"):
+        part = statistics.median(a / b for a, b in zip(ours.rate, ours.memory, strict=True))
+        line += f"  {rate:5.1f} of {memory:5.1f} GB/s ({part:4.0%})"
+    for name, peer in seen.items():
+        if name == "attar" or not peer.tokens:
+            continue
+        ratios = [a / b for a, b in zip(ours.tokens, peer.tokens, strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        line += f"  {name} {statistics.median(peer.tokens):7.1f}: {statistics.median(ratios):.2f}x ({spread})"
+    print(f"{line}  load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 if __name__ == "__main__":

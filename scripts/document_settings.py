@@ -11,6 +11,8 @@ from pathlib import Path
 from attar.merging.methods import METHODS, Method, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
+from attar.runtime.server.settings import ServerSettings
+from attar.runtime.settings import BenchSettings, EngineSettings, TextSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"
@@ -26,6 +28,10 @@ def page() -> str:
         parts.append(_section(verb, stage.settings_class()))
     parts.append(_section("extract", load(EXTRACT_SETTINGS)))
     parts.append(_section("evaluate", load(EVALUATE_SETTINGS)))
+    parts.append(_section("generate", TextSettings))
+    parts.append(_section("bench", BenchSettings))
+    parts.append(_section("serve", ServerSettings))
+    parts.append(_section("generate, bench and serve: the engine", EngineSettings))
     return "\n".join(parts)
 
 

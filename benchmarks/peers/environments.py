@@ -15,7 +15,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from llama_server import build as build_server
+
 TORCH = "torch==2.13.0"
+SERVER = "llama-server"  # a program, compiled from what llama-cpp comes with
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,17 @@ def python(name: str) -> Path:
     return interpreter
 
 
+def server() -> Path:
+    """llama.cpp's own server as a program, which is built if it is missing.
+
+    Raises:
+        SystemExit: it cannot be built; says where the log is.
+    """
+    made = folder() / SERVER / SERVER
+    interpreter = python("llama-cpp")
+    return made if made.exists() else build_server(made.parent, interpreter, version("llama-cpp") or "")
+
+
 def version(name: str) -> str | None:
     """The tool's version in its environment, or None where it is not installed."""
     interpreter = folder() / name / "bin" / "python"
@@ -102,9 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=list(PEERS), metavar="NAME")
+    parser.add_argument("names", nargs="*", default=[*PEERS, SERVER], metavar="NAME")
     for name in parser.parse_args().names:
-        print(f"{name:<16}{version(name) if python(name) else ''}")
+        if name == SERVER:
+            print(f"{name:<16}{server()}")
+        else:
+            print(f"{name:<16}{version(name) if python(name) else ''}")
 
 
 if __name__ == "__main__":

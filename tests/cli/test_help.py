@@ -15,10 +15,12 @@ from attar.cli.main import call
 from attar.cli.verbs import VERBS
 from attar.recipe.settings import settings_of, short
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
-from attar.verbs import GenerateSettings
+from attar.runtime.server.settings import ServerSettings
+from attar.runtime.settings import BenchSettings, TextSettings
 
 SETTINGS = {verb: stage.settings_class() for verb, stage in STAGES.items()}
-SETTINGS |= {"evaluate": load(EVALUATE_SETTINGS), "generate": GenerateSettings}
+SETTINGS |= {"evaluate": load(EVALUATE_SETTINGS), "generate": TextSettings}
+SETTINGS |= {"bench": BenchSettings, "serve": ServerSettings}
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

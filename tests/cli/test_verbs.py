@@ -93,17 +93,13 @@ def test_the_flags_that_scripts_rely_on(calls: list[Any]) -> None:
     assert call(line.split()) == 0
     assert call(["prune", "MODEL", "-o", "OUT", "--method", "heads", "--ratio", "0.25"]) == 0
     assert call(["evaluate", "MODEL", "--reference", "BASE", "--data", "FILE"]) == 0
-    options = ["--max-tokens", "5", "--temperature", "0.5", "--seed", "3"]
-    assert call(["generate", "MODEL", "-p", "TEXT", *options]) == 0
-    quantize, prune, evaluate, generate = calls
+    quantize, prune, evaluate = calls
     assert quantize[0] == "attar.quantization.stage:quantize"
     model, out, settings = quantize[1]
     assert (model, out) == ("MODEL", Path("OUT"))
     assert (settings.scheme, settings.group_size, settings.method, settings.seed) == ("W4A16", 128, "gptq", 0)
     assert (prune[1][2].method, prune[1][2].ratio) == ("heads", 0.25)
     assert evaluate[2]["reference"] == "BASE" and evaluate[1][1].data == "FILE"
-    assert generate[1][1] == ["TEXT"]
-    assert (generate[2]["max_tokens"], generate[2]["temperature"], generate[2]["seed"]) == (5, 0.5, 3)
 
 
 def test_only_what_is_given_is_set(calls: list[Any]) -> None:
@@ -147,14 +143,6 @@ def test_evaluate_prints_a_table_or_json(calls: list[Any], capsys: pytest.Captur
     text = capsys.readouterr().out
     assert "7.2500" in text and "2.00 MB" in text and "def f():" in text
     assert calls[1][1][1].speed is False
-
-
-def test_generate_takes_several_prompts(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["generate", "m", "-p", "one", "--prompt", "two", "--stop", "."]) == 0
-    assert capsys.readouterr().out.endswith("one b\n\ntwo b\n")
-    assert calls[0][1][1] == ["one", "two"] and calls[0][2]["stop"] == (".",)
-    assert call(["generate", "m", "-p", "a", "-p", "b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"completions": [COMPLETION] * 2, "usage": USAGE}
 
 
 def test_json_holds_no_nan(calls: list[Any], capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

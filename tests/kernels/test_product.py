@@ -29,7 +29,7 @@ def codes_of(rows, columns, group, bits):
     generator = torch.Generator().manual_seed(rows + group)
     codes = torch.randint(0, 1 << bits, (rows, columns), generator=generator, dtype=torch.uint8)
     scales = torch.rand(rows, columns // group, generator=generator) * 0.02 + 0.001
-    zeros = torch.randint(0, 1 << bits, (rows, columns // group), generator=generator)
+    zeros = torch.randint(0, 8 << bits, (rows, columns // group), generator=generator) / 8
     return codes, scales.bfloat16(), zeros
 
 
@@ -134,10 +134,15 @@ def test_without_a_compiler_torch_does_it(monkeypatch):
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(UsageError, match="groups of 96"):
         quantize(weight(32, 128), "int4", 96)
-    with pytest.raises(UsageError, match="groups of 128 / 8"):
-        pack_codes(torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 8), kind="int4")
+    with pytest.raises(UsageError, match="groups of 8 inputs"):
+        pack_codes(torch.zeros(32, 128, dtype=torch.uint8), torch.ones(32, 16), kind="int4")
     with pytest.raises(UsageError, match="33 inputs"):
         pack_bf16(weight(32, 33))
+    codes = torch.zeros(32, 128, dtype=torch.uint8)
+    with pytest.raises(UsageError, match="3 groups do not divide 128"):
+        pack_codes(codes, torch.ones(32, 3), kind="int4")
+    with pytest.raises(NumericsError, match="zero point"):
+        pack_codes(codes, torch.ones(32, 4), torch.full((32, 4), 1e6), kind="int4")
     with pytest.raises(NumericsError, match="not finite"):
         pack(torch.full((32, 64), float("nan")), "int4")
 
@@ -152,3 +157,21 @@ def test_an_arena_hands_out_lines_of_its_own():
     assert first.eq(1).all() and second.eq(2).all() and not third.any()
     packed = pack(weight(64, 256), "int4", arena=arena)
     assert torch.equal(unpack(packed), unpack(pack(weight(64, 256), "int4")))
+
+
+@compiled
+def test_more_threads_than_processors():
+    """Nobody is waited for who has nothing in hand: ends soon, and with the same numbers."""
+    packed, x = pack(weight(97, 384), "int8"), torch.randn(3, 384)
+    with Team(1) as one, Team(9) as many:
+        expected = one.multiply(x, packed)
+        assert all(torch.equal(many.multiply(x, packed), expected) for _ in range(200))
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
+def test_more_panels_than_are_held(kind, team):
+    """Panels and tokens go by in blocks; nothing is left out and the sums are the same."""
+    packed, x = pack(weight(480, 2048), kind), torch.randn(21, 2048)
+    whole = team.multiply(x, packed)
+    assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 20))

@@ -14,6 +14,7 @@ import torch
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
 from attar.runtime.engine import Engine
+from attar.runtime.kv.compose import REFUSED
 from attar.runtime.kv.manager import Manager
 from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.params import SamplingParams
@@ -282,6 +283,16 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     with pytest.raises(BusyError):
         running.add([1])
     assert len(finish(running)) > 0
+
+
+def test_several_texts_are_refused_where_the_runner_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REFUSED, ("h2o", "fork"), "because")
+    runner = FakeRunner()
+    runner.features = ["dense", "h2o"]  # type: ignore[attr-defined]
+    running = engine(runner)
+    running.add([1])
+    with pytest.raises(SettingsError, match="h2o is 'on', but must be off together with fork: because"):
+        running.add([1], SamplingParams(n=2))
 
 
 def test_the_context_is_never_passed() -> None:

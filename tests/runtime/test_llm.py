@@ -186,6 +186,5 @@ def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
 def test_eviction_and_what_it_does_not_go_with() -> None:
     with pytest.raises(SettingsError, match="h2o is 'on', but must be off together with prefix_reuse"):
         LLM("attar:tiny", kv_tokens=256, eviction=H2O(), prefix_cache=True)
-    llm = LLM("attar:tiny", kv_tokens=256, eviction=H2O(heavy=8, recent=8))
-    with pytest.raises(SettingsError, match="fork"):
-        llm.generate("def ", SamplingParams(n=2))
+    with pytest.raises(SettingsError, match="kivi"):
+        LLM("attar:tiny", kv_tokens=256, block_size=32, kv_dtype="kivi4", eviction=H2O())

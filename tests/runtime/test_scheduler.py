@@ -202,6 +202,116 @@ def test_longest_prefix_first_until_patience_ends():
     engine.finish()
 
 
+def test_who_was_preempted_goes_before_who_came_earlier():
+    engine = Engine(sequences=2)
+    engine.add([1] * 5, 9, arrival=1)
+    second = engine.add([2] * 5, 9, arrival=2)
+    engine.step()
+    early = engine.add([3] * 5, 9, arrival=0)
+    urgent = engine.add([4] * 5, 9, arrival=9, priority=-1)
+    engine.scheduler._preempt(second)
+    assert [s.id for s in engine.scheduler.waiting] == [urgent.id, second.id, early.id]
+    engine.finish()
+
+
+def test_drafts_go_with_the_blocks():
+    engine = Engine()
+    sequence = engine.add([1, 2], 9)
+    engine.step()
+    sequence.drafts, sequence.parents = [7, 8], [0, 0]
+    engine.scheduler._preempt(sequence)
+    assert (sequence.drafts, sequence.parents, sequence.computed) == ([], None, 0)
+    sequence.drafts = [7]
+    with pytest.raises(AssertionError, match="sequence 0 is waiting, but has drafts"):
+        engine.scheduler.check()
+    sequence.drafts = []
+    engine.finish()
+
+
+def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
+    engine = Engine(step_tokens=8)
+    first, second = engine.add([1, 2], 4), engine.add([3], 20)
+    engine.step()
+    first.drafts, first.parents = [7, 8, 9], [0, 0, 1]  # the text has room for two
+    second.drafts, second.parents = list(range(9)), [0] * 9  # the step has room for five beside it
+    step = engine.scheduler.schedule()
+    assert (first.drafts, first.parents) == ([7, 8], [0, 0])
+    assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
+    assert step.parents == ((-1, 0, 0), (-1, 0, 0, 0, 0))
+    engine.scheduler.abandon(step)
+    engine.finish()
+
+
+def test_where_nothing_runs_any_more_the_next_one_starts_in_the_same_step():
+    """The second is preempted for the first, which has no room all the same: then the second goes on."""
+    engine = Engine(capacity=5, manager=Manager(5, B, most=8), step_tokens=32)
+    first, second = engine.add(range(5), 30), engine.add([20, 21], 3)
+    engine.step()
+    first.drafts = [0] * 20
+    step = engine.scheduler.schedule()
+    assert (first.reason, engine.scheduler.preemptions) == ("capacity", 1)
+    assert [span.sequence for span in step.spans] == [second.id]
+    engine.scheduler.abandon(step)
+    engine.finish()
+
+
+class Forgetful(Runner):
+    """A runner that cannot fork for the third time."""
+
+    def fork(self, sequence, child):
+        if len(self.kept) == 3:
+            raise MemoryError("no room for scores")
+        super().fork(sequence, child)
+
+
+def test_a_fork_that_fails_leaves_nothing_behind():
+    engine = Engine()
+    engine.runner = Forgetful(64, B)
+    engine.scheduler = Scheduler(engine.manager, engine.scheduler.limits, memory=engine.runner)
+    sequence = engine.add(range(6), 5, n=4)
+    step = engine.scheduler.schedule()
+    states = engine.runner.run(step)
+    with pytest.raises(MemoryError, match="no room"):
+        engine.scheduler.commit(step)
+    engine.scheduler.check()
+    assert engine.scheduler.running == [sequence] and sequence.width == 4  # all of the texts, or none
+    assert list(engine.runner.kept) == [0] and states
+    engine.scheduler.abandon(step)
+    engine.runner.__class__ = Runner
+    engine.finish()
+    assert sorted(engine.texts["r0"]) == [0, 1, 2, 3]
+
+
+def test_a_deadline_ends_all_texts_of_its_request_and_no_other():
+    engine = Engine()
+    engine.add(range(9), 50, n=2, deadline=4.0)
+    engine.add(range(5), 50, deadline=4.5)
+    engine.add(range(3), 9)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.ended() == []
+    engine.step()  # at 4.0: on the dot
+    assert [(s.request.id, s.reason) for s in engine.scheduler.ended()] == [("r0", "deadline")] * 2
+    engine.step()
+    assert [s.request.id for s in engine.scheduler.ended()] == ["r1"]
+    engine.finish()
+    assert list(engine.texts) == ["r2"]
+
+
+def test_nobody_is_overtaken_for_ever():
+    """Requests with a cached prefix keep coming; one without is served when its patience is over."""
+    engine = Engine(sequences=1, prefix_first=True, patience_s=6)
+    engine.add(range(12), 1, id="warm")
+    engine.finish()
+    start = engine.now
+    cold = engine.add([40] * 5, 1, id="cold", arrival=start)
+    for number in range(12):
+        engine.add(range(12), 1, id=f"hit{number}", arrival=start + number)
+        engine.step()
+        assert cold.finished == (number >= 6)
+    engine.finish()
+
+
 def test_cancel_gives_everything_back():
     engine = Engine(sequences=4)
     engine.add(range(9), 50, n=3)

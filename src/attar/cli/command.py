@@ -31,17 +31,19 @@ class Answer:
     """What a verb says.
 
     Args:
-        data: for ``--json``.
+        data: for ``--json``, or a function that makes it.
         text: for people: the text, or a function that prints it.
     """
 
-    data: dict[str, Any]
+    data: dict[str, Any] | Callable[[], dict[str, Any]]
     text: str | Callable[[], None]
 
     def show(self, *, as_json: bool) -> None:
         """Print it on stdout."""
         if as_json:
-            print(_json(self.data), flush=True)
+            with redirect_stdout(sys.stderr):
+                data = self.data() if callable(self.data) else self.data
+            print(_json(data), flush=True)
         elif callable(self.text):
             self.text()
         else:
@@ -93,6 +95,12 @@ def argument(name: str, help: str, metavar: str | None = None) -> inspect.Parame
     """A required positional argument."""
     info = typer.Argument(..., help=help, metavar=metavar or name.upper(), show_default=False)
     return _parameter(name, str, info)
+
+
+def many_argument(name: str, help: str, metavar: str) -> inspect.Parameter:
+    """Any number of positional arguments at the end."""
+    info = typer.Argument(None, help=help, metavar=metavar, show_default=False)
+    return _parameter(name, list[str], info)
 
 
 def text_option(

@@ -16,10 +16,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.extract:build"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build"),
+    "bench": ("Measure how fast a model answers.", "attar.cli.bench:build"),
     "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build"),
     "inspect": (
         "Show what a checkpoint is and where it comes from.",
         "attar.cli.inspect:build",
     ),
+    "plan-kv": ("Show what a KV cache takes, and what fits a budget.", "attar.cli.plan_kv:build"),
     "report": ("Build the report of a run again.", "attar.cli.report:build"),
 }

@@ -165,7 +165,8 @@ class _Maker:
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> Quantized:
-        found = reader(self.source).codes(self.view.tensors[one.stored].stored)  # type: ignore[attr-defined]
+        found = reader(self.source).codes(self.view.tensors[one.stored].stored)
+        assert found is not None, "what is carried has codes"
         codes, stored = carry(kind, *found)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):

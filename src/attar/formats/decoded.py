@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError
 from attar.formats.readers import reader
+from attar.formats.uniform import Uniform, uniform
 
 
 @dataclass(frozen=True)
@@ -61,3 +62,18 @@ class Decoded:
         if tensor is None:
             raise CheckpointError(f"{self.path}: no tensor {name!r}")
         return tensor
+
+    def coded(self, name: str) -> bool:
+        """Whether a tensor is stored as codes."""
+        return name in self.tensors and self._reader.coded(self.tensors[name].stored)
+
+    def uniform(self, name: str) -> Uniform | None:
+        """A weight on its even grid, out x in (a Conv1D's too); None where it is stored in another way.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its parts do not fit together.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}")
+        return uniform(self._reader, info.stored)

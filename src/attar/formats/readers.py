@@ -9,7 +9,9 @@ from torch import Tensor
 
 from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt
+from attar.formats.coded import Coded
 from attar.formats.gguf import reader as gguf
+from attar.formats.rules import WeightRule
 from attar.formats.stated import stated
 
 METHODS: dict[str, ModuleType] = {
@@ -25,6 +27,12 @@ class Reader(Protocol):
 
     def dense(self, name: str) -> Tensor | None:
         """What a stored tensor stands for; None for scales and the like."""
+
+    def coded(self, name: str) -> bool:
+        """Whether a stored tensor holds the codes of a weight."""
+
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        """The codes of a stored weight as they are, out x in; None for any other tensor."""
 
     def check(self, name: str) -> None:
         """Raise NumericsError where codes or scales cannot be right."""
@@ -44,6 +52,13 @@ class Dense:
         """The tensor itself."""
         tensor: Tensor = self.checkpoint.load(name)
         return tensor
+
+    def coded(self, name: str) -> bool:
+        """Nothing is."""
+        return False
+
+    def codes(self, name: str) -> None:
+        """There are none."""
 
     def check(self, name: str) -> None:
         """Nothing to check."""

@@ -7,7 +7,8 @@ changed source, another compiler or a home shared by unlike machines never meets
 else. The library is written beside and renamed, so that processes may build at the same time.
 
 Where this cannot be done (no compiler, no place to write, ``ATTAR_KERNELS=off``) there is no library, which
-the debug log says in one line, and callers take their pure fallback.
+the debug log says in one line, and callers take their pure fallback. ``ATTAR_KERNELS_TARGET`` names another
+processor to compile for (``x86-64-v3``: with AVX2 alone), as the compiler's ``-march`` does.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def load(name: str) -> ctypes.CDLL | None:
     environment says ``ATTAR_KERNELS=off``. Asked again it answers at once."""
     if os.environ.get("ATTAR_KERNELS", "").lower() == "off":
         return None
-    return _load(name)
+    return _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))
 
 
 def cache_folder() -> Path:
@@ -48,16 +49,16 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _load(name: str) -> ctypes.CDLL | None:
+def _load(name: str, target: str) -> ctypes.CDLL | None:
     """The library, looked for once in a process."""
     try:
-        return ctypes.CDLL(str(_built(name, cache_folder())))
+        return ctypes.CDLL(str(_built(name, cache_folder(), target)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.debug("no compiled %s, the slower fallback is used: %s", name, error)
         return None
 
 
-def _built(name: str, folder: Path) -> Path:
+def _built(name: str, folder: Path, target: str = "") -> Path:
     """The library's file, compiled if it is not there.
 
     Raises:
@@ -67,7 +68,7 @@ def _built(name: str, folder: Path) -> Path:
     """
     compiler = _compiler()
     said = ""
-    for native in NATIVE:
+    for native in (f"-march={target}",) if target else NATIVE:
         flags = (*FLAGS, native)
         path = folder / f"{name}-{_key(compiler, flags)}.so"
         if path.exists():

@@ -9,24 +9,21 @@ does).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import structures
+from attar.kernels.batch import Tokens, structure
 from attar.kernels.memory import huge
 from attar.kernels.packed import Packed
 from attar.kernels.product import default_threads
 
 TILE = 16  # places of a block that a vector of keys holds
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-Integers = NDArray[np.int64]
+KV_BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class ModelWeights:
         embedding: (vocabulary, hidden), bfloat16 or float32.
         norm: float32 (hidden,), before the head.
         head: (vocabulary, hidden).
-        layers: all of the same kinds of weights, product by product.
+        layers: of one shape; their weights may be of different kinds.
         heads: of queries.
         kv_heads: of keys and values; divides heads.
         head_dim: of each, even.
@@ -118,33 +115,6 @@ class ModelWeights:
         return sum(packed.nbytes for packed in (*products, self.head))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The tokens of a step, those of a sequence together; whole numbers throughout.
-
-    Attributes:
-        ids: (T,).
-        positions: (T,), for the rotary embedding.
-        slots: (T,), slot s is row s % B of block s // B.
-        counts: tokens of each sequence.
-        places: places of its block table in use before.
-        blocks: its block table.
-        rows: tokens whose logits are wanted.
-        copies: (from, to) blocks copied first.
-        trees: per sequence None, or bool (count, count): which of its tokens each sees, itself among them.
-    """
-
-    ids: Integers
-    positions: Integers
-    slots: Integers
-    counts: Sequence[int]
-    places: Sequence[int]
-    blocks: Sequence[Sequence[int]]
-    rows: Integers
-    copies: Sequence[tuple[int, int]] = ()
-    trees: Sequence[NDArray[np.bool_] | None] = field(default=())
-
-
 class Program:
     """A model ready to run. Use ``close`` when done; it also closes itself.
 
@@ -154,7 +124,7 @@ class Program:
         block_size: B, a multiple of 16.
         threads: None: as ``default_threads`` says.
         exact: bf16 weights take float32 rows; else rounded to bfloat16.
-        wide: keys and values are kept in float32; else in bfloat16.
+        kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale for each token and head.
 
     Raises:
         ModelError: the shapes are not ones that the library runs.
@@ -169,14 +139,14 @@ class Program:
         *,
         threads: int | None = None,
         exact: bool = False,
-        wide: bool = False,
+        kv_dtype: str = "bfloat16",
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
         self.threads = threads or default_threads()
-        self.pool = huge(pool_bytes(weights, blocks, block_size, wide=wide))
+        self.pool = huge(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.Layer * len(weights.layers))(*map(_layer, weights.layers))
-        self._model = self._structure(exact, wide)
+        self._model = self._structure(exact, kv_dtype)
         self._handle: int | None = None
         self._library = structures.library()
         if self._library is None:
@@ -197,12 +167,12 @@ class Program:
         """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary)."""
         assert self._library is not None and self._handle is not None, "run after close"
         logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
-        batch, kept = _batch(tokens, logits)
+        batch, kept = structure(tokens, logits)
         self._library.attar_run(self._handle, ctypes.byref(batch))
         del kept
         return logits
 
-    def _structure(self, exact: bool, wide: bool) -> structures.Model:
+    def _structure(self, exact: bool, kv_dtype: str) -> structures.Model:
         w, whole = self.weights, self.weights.embedding.dtype == torch.float32
         found = structures.Model(
             layers=len(w.layers),
@@ -210,7 +180,7 @@ class Program:
             blocks=self.blocks,
             activation=ACTIVATIONS[w.activation],
             exact=exact,
-            wide=wide,
+            pool_kind=KV_BYTES[kv_dtype],
             norm=w.norm.data_ptr(),
             head=structures.linear(w.head),
             layer=ctypes.cast(self._layers, ctypes.c_void_p),
@@ -222,10 +192,11 @@ class Program:
         return found
 
 
-def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, wide: bool = False) -> int:
-    """Bytes of a pool: keys and values in bfloat16 or float32, head_dim rounded up to a multiple of 16."""
+def pool_bytes(weights: ModelWeights, blocks: int, block_size: int, *, kv_dtype: str = "bfloat16") -> int:
+    """Bytes of a pool: head_dim rounded up to a multiple of 16, and 4 bytes for each scale of int8."""
     padded = -(-weights.head_dim // TILE) * TILE
-    return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * padded * (4 if wide else 2)
+    each = padded * KV_BYTES[kv_dtype] + (4 if kv_dtype == "int8" else 0)
+    return len(weights.layers) * 2 * blocks * block_size * weights.kv_heads * each
 
 
 def _layer(weights: LayerWeights) -> structures.Layer:
@@ -237,57 +208,15 @@ def _layer(weights: LayerWeights) -> structures.Layer:
     return found
 
 
-def _batch(tokens: Tokens, logits: Tensor) -> tuple[structures.Batch, list[Any]]:
-    """The structure, and what must live as long as it is used."""
-    counts, spans = np.asarray(tokens.counts, dtype=np.int64), len(tokens.counts)
-    ends = np.cumsum(counts)
-    lengths = np.array([len(table) for table in tokens.blocks], dtype=np.int64)
-    starts, mask = _masks(tokens)
-    lists = {
-        "ids": tokens.ids,
-        "positions": tokens.positions,
-        "slots": tokens.slots,
-        "span": np.repeat(np.arange(spans), counts),
-        "first": ends - counts,
-        "place": tokens.places,
-        "table": np.cumsum(lengths) - lengths,
-        "block": [block for table in tokens.blocks for block in table],
-        "tree": starts,
-        "count": counts,
-        "rows": tokens.rows,
-        "copy": [block for pair in tokens.copies for block in pair],
-    }
-    arrays = {name: np.ascontiguousarray(value, dtype=np.int64) for name, value in lists.items()}
-    assert len(arrays["ids"]) == int(counts.sum()), f"{len(arrays['ids'])} tokens for spans of {counts.sum()}"
-    places = {name: array.ctypes.data for name, array in arrays.items()}
-    sizes = (len(arrays["ids"]), spans, len(arrays["rows"]), len(tokens.copies))
-    found = structures.Batch(*sizes, mask=mask.ctypes.data, logits=logits.data_ptr(), **places)
-    return found, [arrays, mask]
-
-
-def _masks(tokens: Tokens) -> tuple[list[int], NDArray[np.uint8]]:
-    """Where each sequence's mask begins (-1: none), and all masks one after the other."""
-    starts, parts, size = [], [np.empty(0, dtype=np.uint8)], 0
-    for tree in tokens.trees or [None] * len(tokens.counts):
-        starts.append(-1 if tree is None else size)
-        if tree is not None:
-            parts.append(np.ascontiguousarray(tree, dtype=np.uint8).ravel())
-            size += len(parts[-1])
-    return starts, np.concatenate(parts)
-
-
 def _check(weights: ModelWeights, block_size: int) -> None:
     """What the library takes for granted."""
     if block_size % TILE or block_size < TILE:
         raise UsageError(f"blocks of {block_size} tokens", hint="the compiled runner takes multiples of 16")
     if weights.head_dim % 2 or weights.heads % weights.kv_heads:
         raise ModelError(f"{weights.heads} / {weights.kv_heads} heads of {weights.head_dim} dimensions")
-    for name in structures.PRODUCTS:
-        kinds = [_kind(getattr(layer, name)) for layer in weights.layers]
-        if any(kind != kinds[0] for kind in kinds):
-            raise ModelError(f"the layers' {name} are quantized differently: {kinds}")
     tensors = [weights.embedding, weights.norm]
     for layer in weights.layers:
+        _check_shapes(weights, layer)
         assert (layer.rotary is None) == (weights.rotary == 0), "some layers have positions, some have none"
         values = [getattr(layer, each.name) for each in fields(layer)]
         tensors += [value for value in values if isinstance(value, Tensor)]
@@ -295,5 +224,16 @@ def _check(weights: ModelWeights, block_size: int) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in tensors[1:]), "a norm is not float32"
 
 
-def _kind(packed: Packed) -> tuple[str, int, int]:
-    return packed.kind, packed.group, packed.columns
+def _check_shapes(weights: ModelWeights, layer: LayerWeights) -> None:
+    """Rows and columns of a layer's products, which the library takes for granted."""
+    hidden, wide, heads = weights.hidden, weights.intermediate, weights.heads * weights.head_dim
+    expected = {
+        "qkv": (heads + 2 * weights.kv_heads * weights.head_dim, hidden),
+        "out": (hidden, heads),
+        "gate_up": (2 * wide, hidden),
+        "down": (hidden, wide),
+    }
+    for name in structures.PRODUCTS:
+        found = getattr(layer, name)
+        if (found.rows, found.columns) != expected[name]:
+            raise ModelError(f"a layer's {name} is {found.rows} x {found.columns}, not {expected[name]}")

@@ -1,8 +1,9 @@
 """Weights as the compiled products read them: a panel of 32 rows after the other, a row in each 32-bit lane.
 
 Letters: W (N, K) weight; s (N, K / G) scales and z (N, K / G) zero points of groups of G inputs; q (N, K)
-codes, unsigned: W = s (q - z). Without zero points z is the middle, 8 or 128. csrc/decode/linear.h tells the
-bytes; this is the same in torch, both ways, and is what stands behind the compiled product.
+codes, unsigned: W = s (q - z). z need not be whole; without zero points it is the middle, 8 or 128.
+csrc/decode/linear.h tells the bytes; this is the same in torch, both ways, and is what stands behind the
+compiled product.
 
 Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 scales
 are kept exactly (while the largest is less than 2^28 times the smallest), float32 ones to 2^-12 of their
@@ -22,7 +23,8 @@ from attar.errors import NumericsError, UsageError
 from attar.kernels.memory import Arena
 
 PANEL = 32  # rows
-GROUPS = (32, 64, 128)
+ROWS = 128 * PANEL  # rows that are packed at a time
+GROUPS = (16, 32, 64, 128)
 BITS = {"int4": 4, "int8": 8}
 
 Kind = Literal["bf16", "int8", "int4"]
@@ -67,9 +69,15 @@ def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None
     rows, columns = weight.shape
     if columns % 2:
         raise UsageError(f"a weight of {columns} inputs cannot be packed", hint="an even number is needed")
-    lanes = _padded(weight.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
-    data = lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
-    return Packed(_kept(data, arena), rows, columns, "bf16", bias=_bias(bias))
+    nbytes = -(-rows // PANEL) * PANEL * columns * 2
+    data = torch.empty(nbytes, dtype=torch.uint8) if arena is None else arena.take(nbytes)
+    at = 0
+    for some in weight.split(ROWS):  # so that a large head needs little memory beside itself
+        lanes = _padded(some.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
+        part = lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
+        data[at : at + len(part)] = part
+        at += len(part)
+    return Packed(data, rows, columns, "bf16", bias=_bias(bias))
 
 
 def pack_codes(
@@ -86,26 +94,21 @@ def pack_codes(
     Args:
         codes: q (N, K), uint8; below 16 for int4.
         scales: s (N, K / G), any float type.
-        zeros: z (N, K / G), whole numbers; None: 8 or 128.
+        zeros: z (N, K / G), kept as float16; None: 8 or 128.
         kind: int4 or int8.
         bias: (N,).
         arena: where the bytes go; None: memory of their own.
 
     Raises:
-        UsageError: G is not 32, 64 or 128.
-        NumericsError: a scale is not finite.
+        UsageError: the groups do not divide K, or are not of 16, 32, 64 or 128 inputs.
+        NumericsError: a scale is not finite, or a zero point is none in float16.
     """
     (rows, columns), bits = codes.shape, BITS[kind]
-    group = columns // scales.shape[1] if columns % scales.shape[1] == 0 else 0
-    if group not in GROUPS:
-        raise UsageError(
-            f"groups of {columns} / {scales.shape[1]} inputs cannot be packed",
-            hint="groups of 32, 64 or 128 inputs can",
-        )
+    group = _group(columns, scales.shape[1])
     unit = _unit(scales)
     parts = [_padded((scales.float() / unit).to(torch.float16))]
     if zeros is not None:
-        parts.append(_padded(zeros.to(torch.int16)))
+        parts.append(_padded(_zeros(zeros)))
     fields = [part.view(-1, PANEL, columns // group).transpose(1, 2).contiguous() for part in parts]
     found = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
     data = torch.cat(found, dim=2).flatten()
@@ -161,7 +164,7 @@ def unpack(packed: Packed) -> Tensor:
     scales = groups[..., :64].contiguous().view(torch.float16).transpose(1, 2).float() * packed.unit
     zeros: Tensor | float = float(1 << (bits - 1))
     if packed.zeros:
-        zeros = groups[..., 64:128].contiguous().view(torch.int16).transpose(1, 2)[..., None]
+        zeros = groups[..., 64:128].contiguous().view(torch.float16).transpose(1, 2)[..., None].float()
     codes = _codes(groups[..., head:], group, bits)
     return ((codes.float() - zeros) * scales[..., None]).reshape(-1, columns)[:rows]
 
@@ -179,6 +182,28 @@ def _codes(data: Tensor, group: int, bits: int) -> Tensor:
     lanes = data.reshape(*data.shape[:2], group * bits // 32, 2, 16, 4)
     parts = torch.stack([lanes] if bits == 8 else [lanes & 15, lanes >> 4], dim=-1)
     return parts.permute(0, 3, 4, 1, 2, 6, 5).reshape(data.shape[0], PANEL, data.shape[1], group)
+
+
+def _group(columns: int, groups: int) -> int:
+    """G."""
+    if columns % groups:
+        raise UsageError(
+            f"{groups} groups do not divide {columns} inputs", hint="such a layer is not run packed"
+        )
+    if columns // groups not in GROUPS:
+        raise UsageError(
+            f"groups of {columns // groups} inputs cannot be packed",
+            hint=f"groups of {', '.join(map(str, GROUPS))} inputs can",
+        )
+    return columns // groups
+
+
+def _zeros(zeros: Tensor) -> Tensor:
+    """As they are kept."""
+    found = zeros.to(torch.float16)
+    if not found.isfinite().all():
+        raise NumericsError("a zero point is beyond float16", hint="its group's scale is too small")
+    return found
 
 
 def _unit(scales: Tensor) -> float:

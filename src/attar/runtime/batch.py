@@ -55,11 +55,11 @@ def make_step(planned: Iterable[tuple[Sequence, int]], manager: Manager) -> Step
     trees: list[tuple[int, ...] | None] = []
     for sequence, count in planned:
         start, stop = sequence.computed, sequence.computed + count
-        del sequence.drafts[max(stop - len(sequence.tokens), 0) :]
+        sequence.cut_drafts(stop - len(sequence.tokens))
         table = manager.table(sequence.id)
         kept = table.length if table.packed else None
-        spans.append(Span(sequence.id, start, stop, tuple(table.blocks), sequence.wants(stop), kept))
+        spans.append(Span(sequence.id, start, stop, table.row, sequence.wants(stop), kept))
         tokens += sequence.tokens[start:stop] + sequence.drafts
         tree = sequence.parents if sequence.drafts else None
-        trees.append(None if tree is None else (-1, *tree[: len(sequence.drafts)]))
+        trees.append(None if tree is None else (-1, *tree))
     return Step(tokens, tuple(spans), manager.copies(), tuple(trees) if any(trees) else None)

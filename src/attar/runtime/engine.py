@@ -10,7 +10,6 @@ wrong in a step ends the requests of that step, whose blocks come back, and no o
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,14 +18,15 @@ from torch import Tensor
 
 from attar.errors import DataError, NumericsError, SettingsError
 from attar.runtime.batch import Output
-from attar.runtime.job import Job
+from attar.runtime.drawing import draw_tokens, score_prompt, wanted
+from attar.runtime.job import Job, make_texts
 from attar.runtime.kv.compose import check_together
-from attar.runtime.kv.evict import H2O, Eviction
+from attar.runtime.kv.evict import Eviction
 from attar.runtime.packing import pack_due
 from attar.runtime.results import Event, FinishReason
+from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.logprobs import token_logprob
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.sample import sample
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request
 from attar.runtime.sequence import Sequence as Running
@@ -48,6 +48,7 @@ class Engine:
         decode: tokens to text; None: events have tokens only, and stop strings are refused.
         vocabulary: columns of the logits that stand for a token; None: all.
         eviction: asked after each step which sequences are packed; a runner that packs goes with it.
+        grammars: of the tokenizer; None: texts that keep to a grammar are refused.
         clock: seconds; arrivals and deadlines are on it.
     """
 
@@ -60,10 +61,11 @@ class Engine:
         decode: Words | None = None,
         vocabulary: int | None = None,
         eviction: Eviction | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner, self.scheduler, self.clock = runner, scheduler, clock
-        self.ends, self.decode, self.eviction = tuple(ends), decode, eviction
+        self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
         self.failure: Exception | None = None  # the last one of the runner, for whoever wants to raise it
         self._jobs: dict[str, Job] = {}
@@ -99,10 +101,12 @@ class Engine:
         Raises:
             DataError: the prompt is empty, or a token is not of the vocabulary.
             SettingsError: the parameters do not suit the model, or the request can never run.
+            MissingExtraError: a grammar is asked for, and llguidance is not installed.
             BusyError: too much is waiting already.
         """
         now = self.clock()
         self._check(prompt, params, id)
+        matcher = None if self.grammars is None else self.grammars.matcher(params)
         name = self._name() if id is None else id
         request = Request(
             id=name,
@@ -116,7 +120,9 @@ class Engine:
             prompt_logits=params.prompt_logprobs is not None,
         )
         sequence = self.scheduler.add(request)
-        texts = self._texts(request, params, sequence.limit - len(request.prompt))
+        left = sequence.limit - len(request.prompt)
+        decode = self.decode and partial(_decoded, self.decode, params.skip_special_tokens)
+        texts = make_texts(request, params, ends=self.ends, limit=left, decode=decode, matcher=matcher)
         self._jobs[name] = Job(name, request.prompt, params, texts, now)
         return name
 
@@ -141,7 +147,10 @@ class Engine:
 
     def cancel(self, id: str) -> list[Event]:
         """End what is left of a request; unknown and finished ones are no error."""
-        return [event for sequence in self.scheduler.cancel(id) for event in self._ended(sequence)]
+        events = [event for sequence in self.scheduler.cancel(id) for event in self._ended(sequence)]
+        if events and self.idle:
+            self.check()
+        return events
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong: blocks that leaked, a request without a sequence."""
@@ -154,11 +163,11 @@ class Engine:
             raise SettingsError("id", id, "one that no running request has")
         if self.decode is None and params.stop:
             raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
-        if params.n > 1 and isinstance(self.eviction, H2O):
-            check_together("h2o", "fork")
-        if params.regex is not None or params.json_schema is not None:
-            name = "regex" if params.regex is not None else "json_schema"
-            raise SettingsError(name, getattr(params, name), "None: grammars are not built in yet")
+        if params.n > 1:
+            check_together(*getattr(self.runner, "features", ()), "fork")
+        if params.guide is not None and self.grammars is None:
+            name, text = params.guide
+            raise SettingsError(name, text[:60], "None, for the model has no tokenizer")
         for place, token in enumerate(prompt):
             if not 0 <= token < self.runner.vocabulary:
                 raise DataError(
@@ -173,14 +182,6 @@ class Engine:
         self._next += 1
         return str(self._next - 1)
 
-    def _texts(self, request: Request, params: SamplingParams, limit: int) -> list[Text]:
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        decode = self.decode and partial(_decoded, self.decode, params.skip_special_tokens)
-        return [
-            Text(request.id, i, request.prompt, params, seed=seed, ends=self.ends, limit=limit, decode=decode)
-            for i in range(params.n)
-        ]
-
     def _text(self, sequence: Running) -> Text:
         return self._jobs[sequence.request.id].texts[sequence.index]
 
@@ -192,14 +193,14 @@ class Engine:
     def _drawn(self, outputs: Sequence[Output], logits: Tensor) -> list[Event]:
         """A token for every sequence that is due one."""
         for output in outputs:
-            self._score(output, logits)
+            score_prompt(self._jobs[output.sequence.request.id], output, logits)
         due = [output for output in outputs if output.draws]
         if not due:
             return []
-        logits = logits[[output.rows[-1] for output in due]]
+        logits = wanted(logits, due)
         texts = [self._text(output.sequence) for output in due]
         events = []
-        for output, text, row, token in zip(due, texts, logits, _tokens(logits, texts), strict=True):
+        for output, text, row, token in zip(due, texts, logits, draw_tokens(logits, texts), strict=True):
             if isinstance(token, NumericsError):
                 self.scheduler.finish(output.sequence, "error")
                 events += self._ended(output.sequence, str(token))
@@ -216,16 +217,6 @@ class Engine:
         else:
             self.scheduler.finish(sequence, event.finish_reason)
         return self._stamped(event)
-
-    def _score(self, output: Output, logits: Tensor) -> None:
-        """Log-probabilities of the prompt's tokens, where they are asked for."""
-        job = self._jobs[output.sequence.request.id]
-        count = job.params.prompt_logprobs
-        if count is None or output.sequence.index:
-            return
-        for place, row in enumerate(output.rows, output.position + 1):
-            if place < len(job.prompt):
-                job.scored.append(token_logprob(logits[row], job.prompt[place], count))
 
     def _failed(self, step: Step, failure: Exception) -> list[Event]:
         """The runner broke: the step's requests end."""
@@ -249,16 +240,6 @@ class Engine:
         if job.finished:
             del self._jobs[event.request]
         return event
-
-
-def _tokens(logits: Tensor, texts: Sequence[Text]) -> list[int | NumericsError]:
-    """A token for each row, or what is wrong with its logits: one bad row does not stop the others."""
-    try:
-        return list(sample(logits, [text.row() for text in texts], [text.key() for text in texts]))
-    except NumericsError as error:
-        if len(texts) == 1:
-            return [error]
-        return [_tokens(row[None], [text])[0] for row, text in zip(logits, texts, strict=True)]
 
 
 def _decoded(decode: Words, skip: bool, ids: Sequence[int]) -> str:

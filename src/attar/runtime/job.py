@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from attar.runtime.results import Event, TokenLogprob, Usage
+from attar.runtime.sampling.detokenize import Decode
+from attar.runtime.sampling.grammar import Matcher
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sequence import Request
 from attar.runtime.text import Text
 
 
@@ -65,3 +69,30 @@ class Job:
             first_token_s=None if self.first is None else self.first - self.arrival,
             total_s=now - self.arrival,
         )
+
+
+def make_texts(
+    request: Request,
+    params: SamplingParams,
+    *,
+    ends: Sequence[int],
+    limit: int,
+    decode: Decode | None,
+    matcher: Matcher | None,
+) -> list[Text]:
+    """The n texts of a request, each at the beginning of the grammar; the arguments are those of Text."""
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    return [
+        Text(
+            request.id,
+            index,
+            request.prompt,
+            params,
+            seed=seed,
+            ends=ends,
+            limit=limit,
+            decode=decode,
+            matcher=matcher and matcher.copy(),
+        )
+        for index in range(params.n)
+    ]

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint import Checkpoint
-from attar.errors import DataError, NumericsError, SettingsError
+from attar.errors import NumericsError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
+from attar.runtime.codec import Codec, Prompt
 from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.loading import Loaded, load
 from attar.runtime.results import Event, Result, gather_result
+from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.stream import Streams
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -43,6 +43,9 @@ class LLM:
         prefix_cache: whether prompts that begin alike share the beginning; None: unless the eviction
             chooses by attention (H2O, SnapKV).
         limits: how much runs together, and how much may wait.
+        runner: compiled, modules, or auto: compiled where it holds the weights as they are stored and does
+            all that is asked for (docs/runtime.md), else modules.
+        weights: int8 or int4: dense weights are rounded while they are loaded, by the compiled runner.
 
     Raises:
         CheckpointError: the folder is missing or damaged.
@@ -62,9 +65,13 @@ class LLM:
         eviction: Eviction | None = None,
         prefix_cache: bool | None = None,
         limits: Limits | None = None,
+        runner: str = "auto",
+        weights: str | None = None,
     ) -> None:
         loaded = load(
             model,
+            runner=runner,
+            weights=weights,
             dtype=dtype,
             device=device,
             kv_dtype=kv_dtype,
@@ -86,14 +93,18 @@ class LLM:
         limits = limits or Limits()
         manager = loaded.manager(limits, prefix_cache)
         scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)
-        self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        self.name, self.tokenizer, self.codec = loaded.name, loaded.tokenizer, Codec(loaded.tokenizer)
+        vocabulary, speaks = runner.vocabulary, loaded.tokenizer is not None
+        if speaks:
+            vocabulary = min(vocabulary, len(loaded.tokenizer))
         self.engine = Engine(
             runner,
             scheduler,
             ends=loaded.ends,
-            decode=None if self.tokenizer is None else self.decode,
-            vocabulary=None if self.tokenizer is None else len(self.tokenizer),
+            decode=self.codec.decode if speaks else None,
+            vocabulary=vocabulary,
             eviction=loaded.eviction,
+            grammars=Grammars(loaded.tokenizer, vocabulary) if speaks else None,
         )
         self._inbox: dict[str, list[Event]] = {}
 
@@ -173,40 +184,16 @@ class LLM:
         return Streams(self.engine)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special ones the tokenizer puts in front; ids stay as they are.
-
-        Raises:
-            DataError: text, but the model has no tokenizer; or there are no tokens.
-        """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise DataError("the model has no tokenizer", hint="give token ids")
-        ids = [int(token) for token in self.tokenizer(prompt, verbose=False)["input_ids"]]
-        if not ids:
-            raise DataError("the prompt is empty", hint="give some text to continue")
-        return ids
+        """See :meth:`Codec.encode`."""
+        return self.codec.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the answer begins.
-
-        Raises:
-            DataError: the tokenizer has no chat template, or it refuses the messages.
-        """
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError("the tokenizer has no chat template", hint="use generate with plain text")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from error
-        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        """See :meth:`Codec.encode_chat`."""
+        return self.codec.encode_chat(messages)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
-        skip = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self.tokenizer.decode(list(ids), **skip))
+        """See :meth:`Codec.decode`."""
+        return self.codec.decode(ids, skip_special_tokens)
 
     def _add(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[str]:
         for prompt, each in zip(prompts, params, strict=True):

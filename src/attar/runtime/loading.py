@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
+from attar.formats import readers
+from attar.formats.decoded import Decoded
+from attar.kernels.decode import pool_bytes
+from attar.models.configs import load_config
 from attar.models.device import pick_device
 from attar.models.load import TOKENIZER_FILES, load_model, load_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.kv.compose import check_together
 from attar.runtime.kv.evict import H2O, Eviction, SnapKV
 from attar.runtime.kv.manager import Manager
+from attar.runtime.runner.choice import Asked, obstacle
+from attar.runtime.runner.codes import Codes, codes_of
+from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.runner.modules import Modules
-from attar.runtime.runner.probe import Found, probe
+from attar.runtime.runner.packed_model import packed_model
+from attar.runtime.runner.probe import probe
 from attar.runtime.step import Runner
 
 POOL_BYTES = 1 << 30  # of keys and values at most, where nobody says how many tokens
 CONTEXTS = 16  # texts of full length that the pool holds at most, where nobody says
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,7 @@ class Loaded:
         eviction: how the runner bounds the places of a sequence.
         lookback: (window, sinks) behind which places are given back; no window: never.
         most: places that a sequence holds at once when a step runs so many of its tokens; None: no bound.
+        why: why the compiled runner does not run it, in a sentence; empty where it does.
     """
 
     runner: Runner
@@ -47,6 +62,7 @@ class Loaded:
     eviction: Eviction | None = None
     lookback: tuple[int | None, int] = (None, 0)
     most: Callable[[int], int | None] = lambda chunk: None
+    why: str = ""
 
     def manager(self, limits: Limits, prefix_cache: bool | None = None) -> Manager:
         """The memory of its sequences.
@@ -71,41 +87,103 @@ class Loaded:
 def load(
     model: str | Path | Checkpoint,
     *,
-    dtype: str = "auto",
-    device: str = "cpu",
-    kv_dtype: str = "auto",
     kv_tokens: int | None = None,
-    block_size: int = 16,
-    eviction: Eviction | None = None,
+    **settings: Any,
 ) -> Loaded:
-    """Load a model; the arguments and errors are those of :class:`attar.runtime.llm.LLM`."""
-    for name, value in (("kv_tokens", kv_tokens), ("block_size", block_size)):
-        if value is not None and value < 1:
-            raise SettingsError(name, value, "at least 1")
+    """Load a model; the arguments and errors are those of :class:`attar.runtime.llm.LLM`, ``settings`` those
+    of :class:`attar.runtime.runner.choice.Asked`."""
+    if kv_tokens is not None and kv_tokens < 1:
+        raise SettingsError("kv_tokens", kv_tokens, "at least 1")
+    asked = Asked(**settings)
     checkpoint = open_checkpoint(model)
-    loaded = load_model(checkpoint, dtype=torch_dtype(dtype, device), device=device)
+    why = obstacle(checkpoint, asked)
+    runner: Compiled | Modules | None = None
+    if not why:
+        try:
+            runner = _compiled(checkpoint, asked, kv_tokens)
+        except ModelError as problem:
+            why = problem.message
+    if runner is None and (asked.runner == "compiled" or asked.weights):
+        raise ModelError(f"{checkpoint.name}: the compiled runner cannot run it: {why}")
+    if runner is None:
+        runner = _modules(checkpoint, asked, kv_tokens)
+    logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
+    has_words = any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES)
+    tokenizer = load_tokenizer(checkpoint) if has_words else None
+    ends = end_tokens(checkpoint, tokenizer)
+    most = runner.most if isinstance(runner, Modules) else _unbounded
+    return Loaded(runner, tokenizer, ends, checkpoint.name, asked.eviction, _lookback(runner), most, why)
+
+
+def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Compiled:
+    """The compiled runner, weights read one at a time."""
+    config = load_config(checkpoint.path, checkpoint.config)
+    packed = readers.method(checkpoint)
+    view = Decoded(checkpoint)
+
+    def load(name: str) -> Tensor:
+        value = view.load(name)
+        check_finite(name, value, checkpoint.path)
+        return value
+
+    def coded(name: str) -> Codes | None:
+        grid = view.uniform(name) if view.coded(name) else None
+        return None if grid is None else codes_of(grid)
+
+    kind: Any = asked.weights or "bf16"
+    whole = torch.bfloat16 if packed or asked.dtype == "bfloat16" else None
+    made = model_weights(config, view.tensors, load, coded, weights=kind, embedding=whole)
+    kept = "bfloat16" if asked.kv_dtype == "auto" else asked.kv_dtype
+    token_bytes = pool_bytes(made, 1, 1, kv_dtype=kept)
+    table = made.layers[0].rotary
+    tokens = kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
+    return Compiled(made, blocks=-(-tokens // asked.block_size), block_size=asked.block_size, kv_dtype=kept)
+
+
+def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Modules:
+    """transformers' modules; Linears keep their codes where the checkpoint has codes and the CPU runs it."""
+    loaded = None
+    if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
+        try:
+            loaded = packed_model(checkpoint)
+        except ModelError as problem:
+            logger.debug("%s is loaded dense: %s", checkpoint.name, problem.message)
+    if loaded is None:
+        loaded = load_model(checkpoint, dtype=torch_dtype(asked.dtype, asked.device), device=asked.device)
     if not loaded.can_generate():
         kind = type(loaded).__name__
         raise ModelError(f"{checkpoint.name} is a {kind}, which does not predict next tokens")
-    blocks = -(-(kv_tokens or pool_tokens(probe(loaded), loaded.dtype.itemsize)) // block_size)
-    runner = Modules(loaded, blocks=blocks, block_size=block_size, kv_dtype=kv_dtype, eviction=eviction)
-    has_words = any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(checkpoint) if has_words else None
-    ends = end_tokens(loaded, tokenizer)
-    return Loaded(runner, tokenizer, ends, checkpoint.name, eviction, runner.lookback, runner.most)
+    found = probe(loaded)
+    token_bytes = 2 * found.layers * found.kv_heads * found.head_dim * loaded.dtype.itemsize
+    blocks = -(-(kv_tokens or pool_tokens(token_bytes, found.context)) // asked.block_size)
+    return Modules(
+        loaded,
+        blocks=blocks,
+        block_size=asked.block_size,
+        kv_dtype=asked.kv_dtype,
+        eviction=asked.eviction,
+    )
 
 
-def pool_tokens(found: Found, itemsize: int) -> int:
+def _lookback(runner: Compiled | Modules) -> tuple[int | None, int]:
+    return runner.lookback if isinstance(runner, Modules) else (runner.window, 0)
+
+
+def _unbounded(chunk: int) -> int | None:
+    return None
+
+
+def pool_tokens(token_bytes: int, context: int | None) -> int:
     """Tokens that a pool holds where nobody says: POOL_BYTES, and no more than CONTEXTS full texts."""
-    token_bytes = 2 * found.layers * found.kv_heads * found.head_dim * itemsize
     most = POOL_BYTES // token_bytes
-    return max(min(most, CONTEXTS * found.context) if found.context else most, 1)
+    return max(min(most, CONTEXTS * context) if context else most, 1)
 
 
-def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation config's, else the config's, else the tokenizer's."""
-    for owner in (model.generation_config, model.config, tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
+def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a text: those of generation_config.json, else of config.json, else the tokenizer's."""
+    beside = checkpoint.path / "generation_config.json"
+    said = read_json(beside).get("eos_token_id") if beside.is_file() else None
+    for ids in (said, checkpoint.config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)):
         if ids is not None:
             return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
     return ()
@@ -113,8 +191,6 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def torch_dtype(name: str, device: str) -> torch.dtype | None:
     """The torch dtype of a setting; None means the checkpoint's own."""
-    if name not in DTYPES:
-        raise SettingsError("dtype", name, ", ".join(DTYPES[:-1]) + f" or {DTYPES[-1]}")
     if name == "auto":
         return torch.float32 if pick_device(device).type == "cpu" else None
     named: torch.dtype = getattr(torch, name)

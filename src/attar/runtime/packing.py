@@ -21,7 +21,7 @@ class Packer(Protocol):
 
 
 def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> None:
-    """Pack every running sequence that holds more places than it may; SnapKV's once, after the prompt.
+    """Pack every running sequence that holds more places than it may; SnapKV's once, after a long prompt.
 
     One for which there is no room stays as it is, and is asked again after the next step.
     """
@@ -29,8 +29,10 @@ def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> None:
         if sequence.state is not State.RUNNING:  # preempted to pack another
             continue
         table = scheduler.manager.table(sequence.id)
-        done = table.packed and isinstance(eviction, SnapKV)
-        kept = None if done else eviction.due(table.length, sequence.computed >= sequence.prompt)
+        once = isinstance(eviction, SnapKV)
+        if once and (table.packed or sequence.prompt <= eviction.budget):
+            continue
+        kept = eviction.due(table.length, sequence.computed >= sequence.prompt)
         packing = None if kept is None else scheduler.pack(sequence, kept)
         if packing is not None:
             runner.pack(packing)

@@ -10,31 +10,23 @@ of its priority.
     schedule → runner.run(step) → commit → the engine draws tokens → append, or finish
 
 Source: vLLM V1 (``v1/core/sched/scheduler.py``). Differs: decoding sequences go before prompts, so a long
-    prompt does
-not hold up texts that are being read; n texts share their prompt's blocks up to the last token
+prompt does not hold up texts that are being read; n texts share their prompt's blocks up to the last token
 (copy-on-write).
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import heapq
 from collections.abc import Sequence as Tokens
-from typing import Protocol
+from contextlib import ExitStack
 
 from attar.runtime.admission import Limits, most_tokens, refuse_if_busy
 from attar.runtime.batch import Output, divide, make_step
 from attar.runtime.kv.manager import Manager
 from attar.runtime.kv.table import Packing
-from attar.runtime.queue import Queue
+from attar.runtime.roster import Memory, Roster
 from attar.runtime.sequence import Request, Sequence, State
 from attar.runtime.step import Span, Step
-
-
-class Memory(Protocol):
-    """What a runner keeps per sequence; a Runner is one."""
-
-    def fork(self, sequence: int, child: int) -> None: ...
-    def forget(self, sequence: int) -> None: ...
 
 
 class Scheduler:
@@ -56,13 +48,12 @@ class Scheduler:
         memory: Memory | None = None,
     ) -> None:
         self.manager, self.limits, self.context = manager, limits or Limits(), context
-        self.running: list[Sequence] = []  # in the order of Sequence.order
-        self.waiting = Queue(manager, self.limits)
+        self._roster = Roster(manager, self.limits, memory)
+        self.running, self.waiting = self._roster.running, self._roster.waiting
         self.preemptions = 0
-        self._memory = memory
-        self._live: dict[int, Sequence] = {}
+        self._live = self._roster.live
+        self._deadlines: list[float] = []  # a heap; those of finished requests stay until their time
         self._ended: list[Sequence] = []
-        self._next = 0
 
     @property
     def idle(self) -> bool:
@@ -79,10 +70,9 @@ class Scheduler:
         """
         limit = most_tokens(request, self.manager, self.limits, self.context)
         refuse_if_busy(request, self.limits, len(self.waiting), self.waiting.prompts)
-        sequence = Sequence(self._id(), request, limit, list(request.prompt), width=request.n)
-        self._live[sequence.id] = sequence
-        self.waiting.add(sequence)
-        return sequence
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, request.deadline)
+        return self._roster.enter(request, limit)
 
     def cancel(self, request: str, reason: str = "cancelled") -> list[Sequence]:
         """Finishes what is left of a request; the sequences it was. An unknown request is none."""
@@ -93,11 +83,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Ends a sequence and gives back what it holds; a finished one stays as it is."""
-        if sequence.finished:
-            return
-        self._leave(sequence)
-        del self._live[sequence.id]
-        sequence.state, sequence.reason = State.FINISHED, reason
+        if not sequence.finished:
+            self._roster.end(sequence, reason)
 
     def ended(self) -> list[Sequence]:
         """Sequences that ``schedule`` finished by itself since the last call: "deadline" or "capacity"."""
@@ -112,7 +99,7 @@ class Scheduler:
         """
         self._expire(now)
         for sequence in self.running:
-            del sequence.drafts[max(sequence.limit - len(sequence.tokens) - 1, 0) :]
+            sequence.cut_drafts(sequence.limit - len(sequence.tokens) - 1)
         before, left = self.preemptions, self.limits.step_tokens
         shares = divide(self.running, left, self.limits.chunk)
         planned = []
@@ -137,10 +124,8 @@ class Scheduler:
         return outputs
 
     def append(self, sequence: Sequence, tokens: Tokens[int]) -> None:
-        """New tokens of a running sequence: accepted drafts, if there were any, and the token drawn behind
-        them.
-
-        Places of rejected drafts are taken back.
+        """New tokens of a running sequence: accepted drafts, and the token drawn behind them; places of
+        rejected drafts are taken back.
         """
         assert sequence.state is State.RUNNING and tokens, f"sequence {sequence.id} cannot grow by {tokens}"
         assert len(sequence.tokens) + len(tokens) <= sequence.limit, f"sequence {sequence.id} is full"
@@ -152,24 +137,11 @@ class Scheduler:
         sequence.drafts, sequence.parents = [], None
 
     def fork(self, sequence: Sequence, index: int | None = None) -> Sequence:
-        """Another running sequence with the same tokens and blocks (n texts, beams)."""
+        """Another running sequence with the same tokens and blocks (n texts, beams); none where the runner's
+        own memory cannot be forked, and that is raised.
+        """
         assert sequence.state is State.RUNNING, f"sequence {sequence.id} does not run, and cannot fork"
-        child = Sequence(
-            self._id(),
-            sequence.request,
-            sequence.limit,
-            list(sequence.tokens),
-            sequence.index if index is None else index,
-            computed=sequence.computed,
-            state=State.RUNNING,
-            scored=sequence.scored,
-        )
-        self.manager.fork(sequence.id, child.id)
-        if self._memory is not None:
-            self._memory.fork(sequence.id, child.id)
-        self._live[child.id] = child
-        insort(self.running, child, key=_order)
-        return child
+        return self._roster.fork(sequence, sequence.index if index is None else index)
 
     def pack(self, sequence: Sequence, kept: int) -> Packing | None:
         """Eviction keeps ``kept`` places of a sequence; None where even preempting others makes no room."""
@@ -187,31 +159,17 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong; where nothing runs, no sequence holds a block."""
-        self.manager.check()
-        assert self.running == sorted(self.running, key=_order), "running sequences are out of order"
-        self.waiting.check()
-        known = sorted(sequence.id for sequence in (*self.running, *self.waiting))
-        assert known == sorted(self._live), f"sequences {known} run or wait, {sorted(self._live)} live"
-        for sequence in self._live.values():
-            sequence.check()
-        tables, ids = self.manager.sequences, [sequence.id for sequence in self.running]
-        assert sorted(tables) == sorted(ids), f"sequences {tables} have tables, {ids} run"
-        for sequence in self.running:
-            table = self.manager.table(sequence.id)
-            assert table.packed or table.length == sequence.computed, (
-                f"table of {sequence.id}: {table.length} places"
-            )
-        assert self.running or self.manager.free + self.manager.cached == self.manager.capacity, (
-            "a block leaked"
-        )
+        self._roster.check()
 
     def _expire(self, now: float) -> None:
-        late = [
-            s for s in self._live.values() if s.request.deadline is not None and s.request.deadline <= now
-        ]
-        for sequence in late:
-            self.finish(sequence, "deadline")
-        self._ended += late
+        due = False
+        while self._deadlines and self._deadlines[0] <= now:
+            heapq.heappop(self._deadlines)
+            due = True
+        for sequence in list(self._live.values()) if due else ():
+            if sequence.request.deadline is not None and sequence.request.deadline <= now:
+                self.finish(sequence, "deadline")
+                self._ended.append(sequence)
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Makes room for a running sequence's next tokens, if need be by preempting the last ones."""
@@ -231,8 +189,10 @@ class Scheduler:
 
         The first one without room stops the rest: nobody overtakes it for being small.
         """
-        planned = []
+        planned: list[tuple[Sequence, int]] = []
         width = sum(sequence.width for sequence in self.running)
+        if not self.waiting or left < 1 or width >= self.limits.sequences:
+            return planned
         for sequence in self.waiting.ordered(now):
             width += sequence.width
             if left < 1 or width > self.limits.sequences:
@@ -258,9 +218,7 @@ class Scheduler:
         if not manager.reserve(sequence.id, share):
             manager.release(sequence.id)
             return 0
-        self.waiting.remove(sequence)
-        sequence.state, sequence.computed = State.RUNNING, found
-        insort(self.running, sequence, key=_order)
+        self._roster.start(sequence, found)
         return share
 
     def _computed(self, sequence: Sequence, span: Span, rows: range) -> list[Output]:
@@ -271,33 +229,21 @@ class Scheduler:
         draws = 1 + len(sequence.drafts) if span.stop >= len(sequence.tokens) else 0
         outputs = [Output(sequence, rows, span.stop - span.wants, draws)] if rows else []
         if sequence.width > 1 and sequence.computed >= sequence.prompt:
-            for index in range(1, sequence.width):
-                outputs.append(Output(self.fork(sequence, index), rows[-1:], span.stop - 1, 1))
-            sequence.width = 1
+            outputs += [Output(child, rows[-1:], span.stop - 1, 1) for child in self._texts(sequence)]
         return outputs
+
+    def _texts(self, sequence: Sequence) -> list[Sequence]:
+        """The request's other texts, forked: all of them, or none where one fails."""
+        children = []
+        with ExitStack() as undo:
+            for index in range(1, sequence.width):
+                children.append(self.fork(sequence, index))
+                undo.callback(self.finish, children[-1], "error")
+            undo.pop_all()
+        sequence.width = 1
+        return children
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's blocks; it begins again, at the front of its priority."""
-        self._leave(sequence)
-        sequence.state, sequence.preempted = State.WAITING, True
-        self.waiting.add(sequence)
+        self._roster.send_back(sequence)
         self.preemptions += 1
-
-    def _leave(self, sequence: Sequence) -> None:
-        """The one place where a sequence gives back what it holds."""
-        if sequence.state is State.RUNNING:
-            self.running.remove(sequence)
-            self.manager.release(sequence.id)
-            if self._memory is not None:
-                self._memory.forget(sequence.id)
-        else:
-            self.waiting.remove(sequence)
-        sequence.computed, sequence.drafts, sequence.parents = 0, [], None
-
-    def _id(self) -> int:
-        self._next += 1
-        return self._next - 1
-
-
-def _order(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.order

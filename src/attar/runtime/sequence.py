@@ -122,6 +122,12 @@ class Sequence:
         """Who goes first: priority, arrival, id."""
         return (self.request.priority, self.request.arrival, self.id)
 
+    def cut_drafts(self, count: int) -> None:
+        """Keeps the first ``count`` drafts, with their parents; below 0 counts as none."""
+        del self.drafts[max(count, 0) :]
+        if self.parents is not None:
+            del self.parents[len(self.drafts) :]
+
     def wants(self, stop: int) -> int:
         """Logits wanted of a span [computed, stop): of its last token where that is the end, of drafts
         before it, and of every prompt token whose logits were promised and not handed out.
@@ -141,5 +147,7 @@ class Sequence:
         assert self.state is State.RUNNING or self.computed == 0, (
             f"{name} is {self.state.value}, but computed"
         )
+        idle = not self.drafts and self.parents is None
+        assert self.state is State.RUNNING or idle, f"{name} is {self.state.value}, but has drafts"
         assert self.finished == (self.reason is not None), f"{name} is {self.state.value} for {self.reason}"
         assert self.width == 1 or not self.generated, f"{name} has tokens before it forked"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from attar.runtime.results import Event, FinishReason, TokenLogprob
 from attar.runtime.sampling.detokenize import Decode, Detokenizer
+from attar.runtime.sampling.grammar import Matcher
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History
 from attar.runtime.sampling.sample import noise_key
@@ -32,6 +33,7 @@ class Text:
         ends: the model's end tokens.
         limit: tokens at most: what max_tokens and the context leave.
         decode: tokens to text; None where there is no tokenizer, and then no text.
+        matcher: of its grammar, for this text alone; None: the text is free.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Text:
         ends: Sequence[int] = (),
         limit: int,
         decode: Decode | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request, self.sample, self.params = request, sample, params
         self.seed, self.limit = seed, limit
@@ -55,12 +58,15 @@ class Text:
         self._history = History(prompt) if params.penalises else None
         self._words = Detokenizer(decode, prompt) if decode else None
         self._stops = StopFinder(params.stop)
+        self._matcher = matcher
 
     def row(self, drafted: Sequence[int] = ()) -> Row:
         """What decides the next token, or the one after tokens that are only drafted."""
         history = self._history.after(drafted) if self._history and drafted else self._history
         early = self.count + len(drafted) < self.params.min_tokens
-        return Row(self.params, history, self.ends if early else ())
+        matcher = self._matcher.after(drafted) if self._matcher and drafted else self._matcher
+        allowed = None if matcher is None else matcher.allowed(self.ends)
+        return Row(self.params, history, self.ends if early else (), allowed)
 
     def key(self, ahead: int = 0) -> int:
         """The noise of the next token, or of the one so many places later."""
@@ -80,12 +86,10 @@ class Text:
             reason, why = self._judged(token)
             if reason:
                 break
-        if reason == "length":
+        if reason and self._stops.found is None:
             shown += self._rest()
-            if self._stops.found is not None:
+            if why is None and self._stops.found is not None:
                 reason, why = "stop", self._stops.found
-        elif why in self.ends:
-            shown += self._rest()
         self.finished = reason is not None
         return Event(
             self.request, self.sample, shown, tuple(tokens[:used]), tuple(logprobs[:used]), reason, why
@@ -102,6 +106,8 @@ class Text:
         self.count += 1
         if self._history:
             self._history.add(token)
+        if self._matcher and token not in self.ends:
+            self._matcher.take(token)
         if self._words is None or token in self.ends:
             return ""
         piece = self._words.add(token)
@@ -113,6 +119,8 @@ class Text:
             return "stop", token
         if self._stops.found is not None:
             return "stop", self._stops.found
+        if self._matcher and self._matcher.complete:
+            return "stop", None
         return ("length", None) if self.count >= self.limit else (None, None)
 
     def _rest(self) -> str:

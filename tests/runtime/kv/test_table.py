@@ -39,10 +39,42 @@ def test_punch_takes_whole_blocks_and_only_once():
     table = Table(4, [5, 6, 7, 8], length=15)
     assert table.punch(1, 13) == [7, 6]  # places [4, 12) are whole blocks inside [1, 13)
     assert table.blocks == [5, HOLE, HOLE, 8]
-    assert table.punch(0, 13) == [5]
-    assert table.punch(0, 99) == []  # the last block is partly filled
-    assert list(table.held()) == [8]
+    assert table.punch(1, 99) == []  # the last block is partly filled
+    assert list(table.held()) == [8, 5]
     table.check()
+
+
+def test_places_that_were_cut_off_are_punched_again_when_they_are_filled_anew():
+    table = Table(4, [5, 6, 7, 8], length=16)
+    assert table.punch(0, 8) == [6, 5]
+    assert table.punch(0, 16) == [8, 7]
+    table.cut(8)
+    table.add([3])
+    table.length = 12
+    assert table.punch(0, 12) == [3]
+    assert table.copy().punch(0, 12) == []
+
+
+def test_the_row_of_a_step_is_made_anew_only_when_a_block_changes():
+    table = Table(4, [5, 6], length=7)
+    row = table.row
+    table.length = 8
+    table.add([])
+    assert table.row is row == (5, 6)
+    changes = (
+        lambda: table.add([7]),
+        lambda: table.put(1, 9),
+        lambda: table.punch(0, 4),
+        lambda: table.cut(5),
+    )
+    for change in changes:
+        change()
+        assert table.row == tuple(table.blocks) != row
+        table.check()
+        row = table.row
+    table.blocks[0] = 3
+    with pytest.raises(AssertionError, match="out of date"):
+        table.check()
 
 
 def test_a_copy_leaves_out_reserved_blocks_and_shares_no_list():

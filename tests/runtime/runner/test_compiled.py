@@ -1,5 +1,6 @@
 """The compiled runner against transformers in float32: logits and greedy tokens, however the tokens come."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 
 from attar.errors import ModelError, UsageError
 from attar.kernels.build import load
-from attar.runtime.runner.compiled import compiled, seen
+from attar.runtime.runner.compiled import Compiled, compiled, seen
+from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
 from tests import tiny_models
 
@@ -213,11 +215,52 @@ def divergence(expected, found):
 def test_what_is_refused(models):
     with pytest.raises(ModelError, match="gpt2"):
         runner(models("gpt2"))
-    with pytest.raises(UsageError, match="int8"):
-        runner(models("llama3"), kv_dtype="int8")
+    with pytest.raises(UsageError, match="fp8"):
+        runner(models("llama3"), kv_dtype="fp8")
     with pytest.raises(UsageError, match="blocks of 8"):
         runner(models("llama3"), block_size=8)
     model = models("llama3")
     tensors = model.state_dict() | {"model.layers.0.self_attn.sinks": torch.zeros(8)}
     with pytest.raises(ModelError, match=r"no place for .*self_attn\.sinks"):
         compiled(model.config, tensors, blocks=4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 48}, {"num_key_value_heads": 1}])
+def test_int8_keys_and_values(changes, models):
+    """A scale for each token and head; chunk by chunk the same."""
+    model, ids = models("qwen3", **changes), tokens()
+    expected, blocks = logits_of(model, ids), [5, 2, 9]
+    found = run(runner(model, kv_dtype="int8"), (0, ids, 0, LENGTH, blocks, LENGTH))
+    assert 0 < divergence(expected, found) < 1e-3
+    again = runner(model, kv_dtype="int8", threads=1)
+    cuts = [0, 3, 19, 20, 33, LENGTH]
+    rows = [run(again, (0, ids, a, b, blocks, b - a)) for a, b in itertools.pairwise(cuts)]
+    assert torch.equal(torch.cat(rows), found)
+
+
+def test_layers_of_different_kinds(models):
+    """int8 beside bf16 is as near as its parts; a layer of another shape is refused."""
+    model, ids = models("llama3"), tokens()
+    tensors = model.state_dict()
+    made = {
+        kind: model_weights(model.config, tensors, tensors.__getitem__, weights=kind, group=16)
+        for kind in ("bf16", "int8")
+    }
+    layers = (made["int8"].layers[0], *made["bf16"].layers[1:])
+    mixed = dataclasses.replace(made["bf16"], layers=layers)
+    found = run(Compiled(mixed, blocks=3, **EXACT), (0, ids, 0, LENGTH, [0, 2, 1], LENGTH))
+    assert 0 < divergence(logits_of(model, ids), found) < 2e-3
+    wrong = dataclasses.replace(layers[0], out=layers[0].down)
+    with pytest.raises(ModelError, match="a layer's out is"):
+        Compiled(dataclasses.replace(mixed, layers=(wrong, *layers[1:])), blocks=3)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float32"])
+def test_what_lies_in_free_places_is_not_seen(kv_dtype, models):
+    model, ids = models("llama3"), tokens()
+    rows = []
+    for found in (runner(model, kv_dtype=kv_dtype), runner(model, kv_dtype=kv_dtype)):
+        found._program.pool.fill_(255 if rows else 0)  # NaN, in floats
+        parts = [run(found, (0, ids, a, b, [5, 2], b - a)) for a, b in ((0, 7), (7, 8), (8, 21))]
+        rows.append(torch.cat(parts))
+    assert torch.equal(*rows)

@@ -12,9 +12,11 @@ from attar.errors import ModelError, SettingsError
 from attar.runtime.kv.compose import reason
 from attar.runtime.kv.evict import H2O, SnapKV, Streaming
 from attar.runtime.kv.manager import Manager
-from attar.runtime.runner.attention import attention
+from attar.runtime.kv.table import Packing
+from attar.runtime.runner.attention import How, attention
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary
+from attar.runtime.runner.watching import TailWatch
 from attar.runtime.step import Span, Step
 from tests import tiny_models
 
@@ -268,6 +270,20 @@ def test_snapkv_against_the_oracle(family, chunks):
         torch.testing.assert_close(managed.run(1)[0], want, atol=3e-5, rtol=1e-4)
     assert managed.manager.table(0).length == 14 + 6
     assert not managed.runner._watch.tails[0]  # nothing more is kept of a packed sequence
+
+
+def test_queries_of_rejected_drafts_have_no_vote():
+    watch, how = TailWatch(SnapKV(capacity=8, window=4)), How(1.0, None, None, True)
+    q, k = torch.arange(20.0).view(20, 1, 1), torch.randn(20, 1, 1)
+    for start, stop, new in ((0, 6, q[:6]), (6, 9, q[6:9]), (7, 10, q[17:])):  # tokens 7 and 8 are rejected
+        watch.see(0, Span(0, start, stop, (0,), 1), new, k[:stop], None, how)
+    assert watch.tails[0][0][0].flatten().tolist() == [6, 17, 18, 19]
+    whole = TailWatch(watch.method)
+    whole.tails = {0: {0: (q[[5, 6, 17]], how, 8)}}
+    watch.tails = {0: {0: (q[[5, 6, 17, 18]], how, 9)}}
+    packing = Packing(0, (0,), (0,), 8, 8)
+    found = [each.choose(packing, 0, lambda n: k[:n]) for each in (watch, whole)]
+    assert np.array_equal(*found)
 
 
 def test_a_fork_is_packed_like_its_parent():

@@ -87,3 +87,17 @@ def test_a_row_s_token_does_not_depend_on_the_batch() -> None:
     assert together == alone
     assert together[1] == int(logits[1].argmax())
     assert together[0] == draw(warp(logits[:1], rows[:1]), keys[:1])[0]
+
+
+def test_only_those_that_can_win_are_looked_at_and_it_changes_nothing() -> None:
+    """The race as it is written, over all tokens: flat, peaked, sparse and tied distributions."""
+    draws = np.random.default_rng(0)
+    for scale in (0.0, 1.0, 4.0, 20.0):
+        logits = torch.from_numpy(draws.standard_normal((40, 500)).astype(np.float32) * scale)
+        p = logits.softmax(-1)
+        p[::2, ::3] = 0.0
+        keys = [noise_key(int(scale), 0, position) for position in range(40)]
+        every = np.arange(500)
+        with np.errstate(divide="ignore"):
+            race = [np.log(uniforms(key, every)) / row for key, row in zip(keys, p.numpy(), strict=True)]
+        assert draw(p, keys) == [int(each.argmax()) for each in race]

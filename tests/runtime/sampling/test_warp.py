@@ -18,7 +18,7 @@ from transformers import (
 from attar.errors import NumericsError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import Row, _truncate_anywhere, truncate, warp
 
 V = 64
 SETTINGS = [
@@ -141,3 +141,15 @@ def test_nothing_left_to_draw_is_refused() -> None:
     row = Row(SamplingParams(), allowed=torch.zeros(V, dtype=torch.bool))
     with pytest.raises(NumericsError):
         warp(random_logits(1), [row])
+
+
+def test_the_cuts_are_those_of_other_devices() -> None:
+    draws = torch.Generator().manual_seed(1)
+    for scale in (0.5, 3.0, 10.0):
+        params = [
+            SamplingParams(top_k=k, top_p=p, min_p=m)
+            for k, p, m in ((0, 0.9, 0.0), (40, 1.0, 0.0), (3, 0.5, 0.1), (0, 0.999, 0.0), (700, 0.99, 0.0))
+        ]
+        x = torch.randn(5, 800, generator=draws) * scale
+        x = (x - x.amax(-1, keepdim=True)).round(decimals=1)  # with ties
+        torch.testing.assert_close(truncate(x.clone(), params), _truncate_anywhere(x.clone(), params))

@@ -38,7 +38,7 @@ class FakeBackend:
     """Answers each prompt with ANSWER, a character at a time."""
 
     def __init__(self, context=100, answer=ANSWER):
-        self.context, self.vocabulary, self.alive = context, 257, True
+        self.context, self.vocabulary, self.alive, self.failure = context, 257, True, None
         self.answer, self.waiting = answer, 0
         self.loop = None
         self.open, self.cancelled, self.asked, self.closed = {}, [], [], False
@@ -91,7 +91,8 @@ class FakeBackend:
 
     def stats(self):
         made = Speculation(5, 20, 12, (5, 4, 2, 1))
-        return Stats(len(self.open), self.waiting, 0.25, 100, 40, 2, made)
+        blocks = {"free": 2, "cached": 1, "used": 1}
+        return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, made)
 
     async def close(self):
         self.closed = True

@@ -153,7 +153,7 @@ def test_chat_logprobs():
     ]
     streamed = chunks(chat(client, logprobs=True, stream=True, max_tokens=2))
     scored = [each["choices"][0]["logprobs"] for each in streamed]
-    assert [len(each["content"]) for each in scored if each] == [1, 1]
+    assert sum(len(each["content"]) for each in scored if each) == 2
 
 
 def test_completion_logprobs_and_echo():
@@ -167,7 +167,7 @@ def test_completion_logprobs_and_echo():
     assert body["logprobs"]["top_logprobs"][0] is None
     assert body["logprobs"]["text_offset"] == [0, 0, 1, 2]
     streamed = chunks(complete(client, logprobs=0, stream=True, max_tokens=3))
-    assert [each["choices"][0]["logprobs"]["text_offset"] for each in streamed] == [[0], [1], [2]]
+    assert [o for each in streamed for o in each["choices"][0]["logprobs"]["text_offset"]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,8 @@ def test_a_model_that_fails():
     client, backend = serve()
     assert "secret" not in error(complete(client, prompt=[FAIL], max_tokens=20), 500)["message"]
     *made, last = chunks(complete(client, prompt=[FAIL], max_tokens=20, stream=True))
-    assert len(made) == 3 and last["error"]["type"] == "server_error"
+    assert "".join(each["choices"][0]["text"] for each in made) == "Hel"
+    assert last["error"]["type"] == "server_error"
     assert not backend.open
     assert complete(client).status_code == 200
 

@@ -23,21 +23,28 @@ from tests.runtime.server.fake import ANSWER, BUSY, SLOW, FakeBackend, FakeWords
 
 
 @contextmanager
-def running(backend=None, **settings):
-    """A server on a free port, in a thread: its address, the backend, the server."""
-    backend = backend or FakeBackend()
-    made = ServerSettings(port=0, **settings)
-    app = create_app(backend, made, words=FakeWords(), model="tiny")
-    listening, server = listen(made), Server(app, made)
+def running_app(app, settings):
+    """A server on a free port, in a thread: its address, and the server."""
+    listening, server = listen(settings), Server(app, settings)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listening]),), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", backend, server
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", server
     finally:
         server.should_exit = True
         thread.join(10)
         listening.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def running(backend=None, **settings):
+    """With an engine that is none: the address, the backend, the server."""
+    backend = backend or FakeBackend()
+    made = ServerSettings(port=0, **settings)
+    app = create_app(backend, made, words=FakeWords(), model="tiny")
+    with running_app(app, made) as (url, server):
+        yield url, backend, server
 
 
 def until(true, seconds=5.0):
@@ -132,11 +139,26 @@ def test_sigterm_lets_those_inside_finish():
             next(lines)
             server.handle_exit(signal.SIGTERM, None)
             assert server.config.app.state.service.gate.draining
-            until(lambda: not server.servers or not any(each.is_serving() for each in server.servers))
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/ready")
+            assert httpx.get(f"{url}/ready").status_code == 503
+            refused = httpx.post(f"{url}/v1/completions", json=body())
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+            assert httpx.get(f"{url}/health").status_code == 200 and not backend.closed
             backend.loop.call_soon_threadsafe(backend.release.set)
             assert list(lines)[-2:] == ["data: [DONE]", ""]
+        until(lambda: backend.closed)
+        assert backend.open == {}
+
+
+def test_a_second_sigterm_ends_at_once():
+    with running(drain_s=60) as (url, backend, server):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body([SLOW], stream=True)) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.handle_exit(signal.SIGTERM, None)
+            assert httpx.get(f"{url}/ready").status_code == 503
+            server.handle_exit(signal.SIGTERM, None)
+            said, done = [line for line in lines if line.startswith("data: ")][-2:]
+            assert '"shutting_down"' in said and done == "data: [DONE]"
         until(lambda: backend.closed)
         assert backend.open == {}
 
@@ -147,8 +169,8 @@ def test_sigterm_cancels_those_that_take_too_long():
             lines = response.iter_lines()
             next(lines)
             server.handle_exit(signal.SIGTERM, None)
-            with pytest.raises(httpx.HTTPError):
-                list(lines)
+            said, done = [line for line in lines if line.startswith("data: ")][-2:]
+            assert '"shutting_down"' in said and done == "data: [DONE]"
         until(lambda: backend.closed)
         assert backend.open == {} and len(backend.cancelled) == 1
 

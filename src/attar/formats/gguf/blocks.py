@@ -177,6 +177,17 @@ def dequantize(kind: str, data: Tensor, columns: int) -> Tensor:
     return weights
 
 
+def scales(kind: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """s and m of what :func:`unpack` gave, float32 (N, tiles); no m where the type has none."""
+    layout = LAYOUTS[kind]
+    rows = len(next(iter(stored.values())))
+    flat = {
+        name: value.reshape(-1, layout.tiles if name in layout.whole else 1) for name, value in stored.items()
+    }
+    scale, minimum = _scales(layout, flat)
+    return scale.reshape(rows, -1), None if minimum is None else minimum.reshape(rows, -1)
+
+
 def check_blocks(kind: str, data: Tensor, name: str) -> None:
     """Raise where weights, or the scales and minimums of blocks, are not finite.
 

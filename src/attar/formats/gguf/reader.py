@@ -25,7 +25,9 @@ from attar.formats.gguf import blocks
 from attar.formats.gguf.coded import coded
 from attar.formats.gguf.hf_config import sources
 from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.uniform import of_blocks
 from attar.formats.rules import WeightRule
+from attar.formats.uniform import Uniform
 
 METHOD = "gguf"
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
@@ -94,15 +96,38 @@ class Reader:
         Raises:
             CheckpointError: the file has changed since it was opened.
         """
-        placement, info = self.placements.get(name), self._info(name)
-        if placement is None or not placement.matrix or placement.plus or len(info.weight_shape) != 2:
+        placement, info = self._matrix(name)
+        if placement is None:
             return None
-        found = coded(info.block, self.checkpoint.load(name), info.weight_shape[1]) if info.block else None
+        found = coded(info.block, self.checkpoint.load(name), info.weight_shape[1])
         if found is None or placement.rows is None:
             return found
         order, (weight, rule) = torch.argsort(placement.rows), found
         zero = None if weight.zero is None else weight.zero[order]
         return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero), rule
+
+    def uniform(self, name: str) -> Uniform | None:
+        """A stored matrix in blocks on its even grid, rows in transformers' order; None for any other tensor.
+
+        Raises:
+            CheckpointError: the file has changed since it was opened.
+        """
+        placement, info = self._matrix(name)
+        if placement is None:
+            return None
+        found = of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        if placement.rows is None:
+            return found
+        order = torch.argsort(placement.rows)
+        zero = None if found.zero is None else found.zero[order]
+        return replace(found, codes=found.codes[order], scale=found.scale[order], zero=zero)
+
+    def _matrix(self, name: str) -> tuple[Placement | None, TensorInfo]:
+        """Where a stored matrix in blocks stands; None for any other tensor."""
+        placement, info = self.placements.get(name), self._info(name)
+        if placement is None or not placement.matrix or placement.plus or len(info.weight_shape) != 2:
+            return None, info
+        return placement if info.block in blocks.LAYOUTS else None, info
 
     def _info(self, name: str) -> TensorInfo:
         info: TensorInfo = self.checkpoint.tensors[name]

@@ -1,6 +1,7 @@
 """Which features of the KV cache work together: a table, and the sentence for each pair that does not.
 
-Everything that is not in :data:`REFUSED` works and is in the matrix of ``tests/runtime/kv/test_compose.py``.
+Everything that is not in :data:`REFUSED` works: ``tests/runtime/kv/test_matrix.py`` walks the table and runs
+every pair. What is refused is refused when the model is loaded, or when a text asks for it.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from attar.errors import SettingsError
 
 STORES = ("dense", "int8", "fp8", "kivi")
 EVICTIONS = ("streaming", "h2o", "snapkv")
-SCHEDULING = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation")
+SCHEDULING = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree")
 MODELS = ("sliding_window", "learned_positions")
-FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS)
+RUNNERS = ("modules", "compiled")
+FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 
 _GROUPS = "KIVI's constants are shared by 32 tokens, so single tokens of a block cannot be taken out"
 _POSITIONS = "a sliding window counts positions, and packed places no longer stand in their positions' order"
 _SCORES = "H2O's scores are sums over every query"
+_DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be taken back"
+_COMPILED = (
+    "the compiled step keeps keys and values in bfloat16, int8 or float32, each in its place; modules run it"
+)
 
 REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "h2o"): _GROUPS,
     ("kivi", "snapkv"): _GROUPS,
     ("h2o", "prefix_reuse"): f"{_SCORES}, and tokens that are found in the prefix tree are not run",
-    ("h2o", "fork"): f"{_SCORES} of one sequence; a fork would have none",
-    ("h2o", "speculation"): f"{_SCORES}, and what rejected drafts added cannot be taken back",
+    ("h2o", "speculation"): _DRAFTS,
+    ("h2o", "tree"): _DRAFTS,
     (
         "streaming",
         "sliding_window",
@@ -33,6 +39,9 @@ REFUSED: dict[tuple[str, str], str] = {
         "streaming",
         "learned_positions",
     ): "positions are reassigned by turning queries, which learned positions are not",
+    **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
+    ("learned_positions", "compiled"): "the compiled step turns queries and keys; modules run such models",
+    ("modules", "compiled"): "one runner owns the pool",
     ("streaming", "h2o"): "one method of eviction at a time",
     ("streaming", "snapkv"): "one method of eviction at a time",
     ("h2o", "snapkv"): "one method of eviction at a time",

@@ -8,30 +8,19 @@
     pack       eviction keeps some places only and moves them together
     release    a table ends; everything a sequence held goes through here
 
-Every block is in one of three places, and ``check`` adds them up: free (nobody holds it), cached (only the
-prefix tree), owned (a table). Idle cached blocks are evicted when there is no free one.
+Every block is in one of three places (``stock.py``), and ``check`` adds them up: free (nobody holds it),
+cached (only the prefix tree), owned (a table). Idle cached blocks are evicted when there is no free one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from attar.runtime.kv.blocks import Blocks
-from attar.runtime.kv.radix import PrefixTree
+from attar.runtime.kv.stock import Counts, Stock
 from attar.runtime.kv.table import Packing, Table, blocks_for
 from attar.runtime.step import HOLE
-
-
-@dataclass
-class Counts:
-    """What happened since the start, in tokens."""
-
-    asked: int = 0  # of sequences that were admitted
-    hit: int = 0  # of these, found in the prefix tree
-    evicted: int = 0  # let go by the prefix tree
 
 
 class Manager:
@@ -57,34 +46,33 @@ class Manager:
         most: int | None = None,
     ) -> None:
         assert block_size > 0 and (window is None or window > 0) and sinks >= 0
-        self.block_size, self.reuse, self.window, self.sinks, self.most = (
-            block_size,
-            reuse,
-            window,
-            sinks,
-            most,
-        )
-        self.counts = Counts()
-        self._blocks = Blocks(capacity)
-        self._tree = PrefixTree(self._blocks, block_size)
+        self.block_size, self.reuse, self.most = block_size, reuse, most
+        self.window, self.sinks = window, sinks
+        self._stock = Stock(capacity, block_size)
+        self._tree = self._stock.tree
+        self._asked = self._hit = 0
         self._tables: dict[int, Table] = {}
         self._copies: dict[int, int] = {}  # to -> from, in the order they were asked for
-        self._cached = 0
 
     @property
     def capacity(self) -> int:
         """Blocks of the pool."""
-        return self._blocks.capacity
+        return self._stock.blocks.capacity
 
     @property
     def free(self) -> int:
         """Blocks that nobody holds."""
-        return self._blocks.free
+        return self._stock.free
 
     @property
     def cached(self) -> int:
         """Blocks that only the prefix tree holds."""
-        return self._cached
+        return self._stock.cached
+
+    @property
+    def counts(self) -> Counts:
+        """What happened since the start."""
+        return Counts(self._asked, self._hit, self._stock.evicted * self.block_size)
 
     @property
     def usage(self) -> float:
@@ -119,30 +107,30 @@ class Manager:
         found = self._tree.match(tokens[: len(tokens) - 1], salt) if self.reuse and reuse else []
         length = len(found) * self.block_size
         self._tables[sequence] = Table(self.block_size, found, length, salt, published=len(found))
-        for block in found:
-            self._hold(block)
+        self._stock.hold(found)
         needed = blocks_for(min(len(tokens), self.most or len(tokens)), self.block_size) - len(found)
         if needed + spare > self.free + self.cached:
             self.release(sequence)
             return None
-        self.counts.asked += len(tokens)
-        self.counts.hit += length
+        self._asked += len(tokens)
+        self._hit += length
         return length
 
     def reserve(self, sequence: int, count: int) -> bool:
         """Makes the next ``count`` places writable. False, and nothing has changed, for want of blocks."""
         table = self._tables[sequence]
         tail = table.tail
-        copied = tail is not None and not self._blocks.writable(table.blocks[tail])
-        new = self._take(table.missing(count) + copied)
+        copied = tail is not None and not self._stock.blocks.writable(table.blocks[tail])
+        new = self._stock.take(table.missing(count) + copied)
         if new is None:
             return False
         if copied:
             assert tail is not None
-            old, table.blocks[tail] = table.blocks[tail], new.pop(0)
-            self._copies[table.blocks[tail]] = old
-            self._release(old)
-        table.blocks += new
+            old, copy = table.blocks[tail], new.pop(0)
+            table.put(tail, copy)
+            self._copies[copy] = old
+            self._give_back((old,))
+        table.add(new)
         return True
 
     def commit(self, sequence: int, count: int, tokens: Sequence[int]) -> None:
@@ -169,8 +157,7 @@ class Manager:
         """A second table of the same places; whoever writes first into the shared tail gets a copy of it."""
         assert child not in self._tables, f"sequence {child} has a table"
         self._tables[child] = self._tables[sequence].copy()
-        for block in self._tables[child].held():
-            self._hold(block)
+        self._stock.hold(self._tables[child].held())
 
     def truncate(self, sequence: int, length: int) -> None:
         """Keeps places [0, length), and frees the blocks behind."""
@@ -185,19 +172,19 @@ class Manager:
         """
         table = self._tables[sequence]
         assert 0 < kept <= table.length, f"{kept} of {table.length} places cannot be kept"
-        old = tuple(table.blocks)
+        old, length = table.row, table.length
         count = blocks_for(kept, self.block_size)
-        closed = [i for i in range(count) if old[i] == HOLE or not self._blocks.writable(old[i])]
-        new = self._take(len(closed))
+        closed = [i for i in range(count) if old[i] == HOLE or not self._stock.blocks.writable(old[i])]
+        new = self._stock.take(len(closed))
         if new is None:
             return None
         replaced = [old[index] for index in reversed(closed) if old[index] != HOLE]
         for index, block in zip(closed, new, strict=True):
-            table.blocks[index] = block
+            table.put(index, block)
         table.sealed = table.packed = True
         table.published = 0
         self._give_back(table.cut(kept) + replaced)
-        return Packing(sequence, old, tuple(table.blocks), kept)
+        return Packing(sequence, old, table.row, kept, length)
 
     def release(self, sequence: int) -> None:
         """A sequence ended or is preempted: its blocks are free, or stay cached where they are published."""
@@ -220,36 +207,17 @@ class Manager:
 
     def clear(self) -> int:
         """Empties the prefix tree of what no sequence holds; how many blocks it was."""
-        return self._evict(len(self._tree))
+        return self._stock.evict(len(self._tree))
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong: free + cached + owned must be all blocks."""
-        self._blocks.check()
-        self._tree.check()
         held = [block for table in self._tables.values() for block in table.held()]
         holders = np.bincount(held, minlength=self.capacity).tolist()
-        for block, owners in enumerate(holders):
-            known, counted = owners + (block in self._tree), self._blocks.count(block)
-            assert known == counted, f"block {block} has {known} holders, but counts {counted}"
-        owned = sum(1 for owners in holders if owners)
-        sizes = f"free {self.free} + cached {self.cached} + owned {owned}"
-        assert self.free + self.cached + owned == self.capacity, f"{sizes} are not {self.capacity} blocks"
+        self._stock.check(holders)
         for new in self._copies:
             assert holders[new], f"block {new} waits for a copy that nobody needs"
         for table in self._tables.values():
             table.check()
-
-    def _take(self, wanted: int) -> list[int] | None:
-        """So many blocks, evicting cached ones where there are no free ones; None: there are too few."""
-        if wanted > self.free:
-            self._evict(wanted - self.free)
-        return [self._blocks.take() for _ in range(wanted)] if wanted <= self.free else None
-
-    def _evict(self, wanted: int) -> int:
-        done = self._tree.evict(wanted)
-        self._cached -= done
-        self.counts.evicted += done * self.block_size
-        return done
 
     def _publish(self, table: Table, tokens: Sequence[int]) -> None:
         """Publishes blocks [published, full); where the tree has the same tokens, its blocks are used."""
@@ -263,24 +231,13 @@ class Manager:
         for index, block in enumerate(found, table.published):
             own = table.blocks[index]
             if block != own:
-                self._hold(block)
-                table.blocks[index] = block
-                self._release(own)
+                self._stock.hold((block,))
+                table.put(index, block)
+                self._give_back((own,))
         table.published = full
 
-    def _hold(self, block: int) -> None:
-        if self._blocks.count(block) == 1 and block in self._tree:
-            self._cached -= 1
-        self._blocks.hold(block)
-
     def _give_back(self, blocks: Iterable[int]) -> None:
+        """The one place where tables let go of blocks; a copy into one that is free now is not made."""
         for block in blocks:
-            self._release(block)
-
-    def _release(self, block: int) -> None:
-        left = self._blocks.release(block)
-        if left == 0:
-            self._copies.pop(block, None)
-        elif left == 1 and block in self._tree:
-            self._cached += 1
-            self._tree.idle(block)
+            if self._stock.release(block):
+                self._copies.pop(block, None)

@@ -13,7 +13,7 @@ Source: vLLM 0.6.1 (``core/block/common.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from attar.runtime.step import HOLE
@@ -30,12 +30,17 @@ class Packing:
 
     Both are block tables; ``new`` covers places [0, kept). A block may stand in both: rows are read before
     any is written. It is done before anything else is scheduled, for ``old`` is no longer held.
+
+    Args:
+        length: places of ``old`` that hold keys and values; a runner may have written more, of drafts that
+            were rejected.
     """
 
     sequence: int
     old: tuple[int, ...]
     new: tuple[int, ...]
     kept: int
+    length: int
 
 
 @dataclass
@@ -50,6 +55,7 @@ class Table:
         published: leading blocks that are in the prefix tree, or were found not to belong there any more.
         sealed: nothing further is published: the chain to the root is broken, or eviction packed the cache.
         packed: places are no longer positions.
+        punched: index of the first block that ``punch`` has not looked at.
     """
 
     block_size: int
@@ -59,6 +65,26 @@ class Table:
     published: int = 0
     sealed: bool = False
     packed: bool = False
+    punched: int = 0
+    _row: tuple[int, ...] | None = field(default=None, repr=False)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The blocks as a step takes them; the same object until one of them changes."""
+        if self._row is None:
+            self._row = tuple(self.blocks)
+        return self._row
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """More blocks at the end."""
+        if blocks:
+            self.blocks += blocks
+            self._row = None
+
+    def put(self, index: int, block: int) -> None:
+        """Another block in a place."""
+        self.blocks[index] = block
+        self._row = None
 
     @property
     def tail(self) -> int | None:
@@ -84,6 +110,7 @@ class Table:
             min(self.published, len(used)),
             self.sealed,
             self.packed,
+            min(self.punched, len(used)),
         )
 
     def cut(self, length: int) -> list[int]:
@@ -92,18 +119,24 @@ class Table:
         keep = blocks_for(length, self.block_size)
         behind = [block for block in reversed(self.blocks[keep:]) if block != HOLE]
         del self.blocks[keep:]
+        self._row = None
         self.length = length
         self.published = min(self.published, length // self.block_size)
+        self.punched = min(self.punched, keep)
         return behind
 
     def punch(self, start: int, stop: int) -> list[int]:
-        """Makes holes of the whole blocks inside [start, stop); the blocks are the caller's to release."""
+        """Makes holes of the whole blocks inside [start, stop); the blocks are the caller's to release.
+
+        ``start`` is the same in every call; what was looked at before is not looked at again.
+        """
         stop = min(stop, self.length)
-        first, last = blocks_for(start, self.block_size), stop // self.block_size
+        first, last = max(blocks_for(start, self.block_size), self.punched), stop // self.block_size
         found = [index for index in range(first, last) if self.blocks[index] != HOLE]
         given = [self.blocks[index] for index in reversed(found)]
         for index in found:
-            self.blocks[index] = HOLE
+            self.put(index, HOLE)
+        self.punched = max(self.punched, last)
         return given
 
     def check(self) -> None:
@@ -114,4 +147,5 @@ class Table:
         assert self.published * self.block_size <= self.length, "a block was published before it was full"
         held = list(self.held())
         assert len(set(held)) == len(held), f"a table holds a block twice: {self.blocks}"
+        assert self._row in (None, tuple(self.blocks)), "the row that steps take is out of date"
         assert self.tail is None or self.blocks[self.tail] != HOLE, "the block that is written next is a hole"

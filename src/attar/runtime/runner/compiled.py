@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import UsageError
-from attar.kernels.decode import ModelWeights, Program, Tokens
+from attar.kernels.batch import Tokens
+from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
 
-KV_DTYPES = ("bfloat16", "float32")
+KV_DTYPES = tuple(KV_BYTES)
 
 
 class Compiled:
@@ -29,7 +30,7 @@ class Compiled:
         weights: made by :func:`compiled_weights.model_weights`.
         blocks: blocks of the pool.
         block_size: tokens of a block, a multiple of 16.
-        kv_dtype: bfloat16, or float32 for comparisons.
+        kv_dtype: bfloat16; int8 with a scale for each token and head; or float32 for comparisons.
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         exact: bf16 weights take activations in float32, else rounded to bfloat16 (faster).
 
@@ -52,9 +53,9 @@ class Compiled:
             raise UsageError(
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
-        wide = kv_dtype == "float32"
-        self._program = Program(weights, blocks, block_size, threads=threads, exact=exact, wide=wide)
-        self._windowed = any(layer.window for layer in weights.layers)
+        self._program = Program(weights, blocks, block_size, threads=threads, exact=exact, kv_dtype=kv_dtype)
+        windows = [layer.window for layer in weights.layers]
+        self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
 
@@ -85,6 +86,9 @@ class Compiled:
                 trees=[None if tree is None else seen(tree) for _, tree in step.trees()],
             )
         )
+
+    def fork(self, sequence: int, child: int) -> None:
+        """Nothing is kept per sequence."""
 
     def forget(self, sequence: int) -> None:
         """Nothing is kept per sequence."""

@@ -1,5 +1,9 @@
 """From a checkpoint's tensors to what the compiled step reads: names, fused rows, norms, rotary tables.
 
+Weights that a quantized checkpoint has as codes stay these codes (codes.py). Where parts of a fused weight
+are stored in ways that no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is held in
+bfloat16. So are embeddings, unless the model is float32.
+
 Every tensor of the checkpoint must have found its place: a layer with something that the compiled step does
 not do (sinks, experts, another norm) is refused by the name of what is left over, and runs through
 ``modules.py``.
@@ -7,8 +11,7 @@ not do (sinks, experts, another norm) is refused by the name of what is left ove
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +22,13 @@ from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, Packed, pack
+from attar.runtime.runner.codes import Codes, fused
+from attar.runtime.runner.rotary_tables import layer_kind, rope, rotary_tables
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence's length
 
 
@@ -33,10 +39,12 @@ class Source:
     Args:
         names: what there is.
         load: reads one.
+        coded: reads the codes of one; None where it has none.
     """
 
     names: frozenset[str]
     load: Callable[[str], Tensor]
+    coded: Callable[[str], Codes | None] = lambda name: None
 
     def __post_init__(self) -> None:
         self.used: list[str] = []
@@ -47,6 +55,18 @@ class Source:
             raise ModelError(f"no tensor {name!r}", hint="the compiled runner needs Llama's names")
         self.used.append(name)
         return self.load(name).detach()
+
+    def codes(self, names: Sequence[str]) -> list[Codes] | None:
+        """Several weights as codes; None where one has none."""
+        parts = [self.coded(name) if name in self.names else None for name in names]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(names):
+            return None
+        for name, part in zip(names, found, strict=True):
+            if part.order is not None:
+                raise ModelError(f"{name} is in act-order, which the compiled runner does not sort")
+        self.used += names
+        return found
 
     def ask(self, name: str) -> Tensor | None:
         """A tensor that may be there."""
@@ -62,11 +82,13 @@ def model_weights(
     config: Any,
     names: Iterable[str],
     load: Callable[[str], Tensor],
+    coded: Callable[[str], Codes | None] = lambda name: None,
     *,
     weights: Kind = "bf16",
     head: Kind | None = None,
     group: int = 32,
     context: int | None = None,
+    embedding: torch.dtype | None = None,
 ) -> ModelWeights:
     """Weights for the compiled step.
 
@@ -74,29 +96,29 @@ def model_weights(
         config: of transformers.
         names: the checkpoint's tensors.
         load: reads one, dense.
-        weights: what Linears become: bf16 (rounded), int8 or int4 (to nearest).
+        coded: reads the codes of one, which stay as they are; None where it has none.
+        weights: what other Linears become: bf16 (rounded), int8 or int4 (to nearest).
         head: the same of the head; None: as ``weights``.
         group: inputs that share a scale.
         context: rows of the rotary tables; None: the config's ``max_position_embeddings``.
+        embedding: bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
 
     Raises:
         ModelError: the family, or something in the checkpoint, is not what the compiled step does.
     """
-    _check(config)
-    source, arena = Source(frozenset(names), load), Arena()
-    tables = _rotary_tables(config, context or config.max_position_embeddings)
+    check_config(config)
+    source, arena = Source(frozenset(names), load, coded), Arena()
+    tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
         parts = _Parts(config, source, f"model.layers.{index}.", arena, weights, group)
-        layers.append(parts.layer(tables[_kind(config, index)], _window(config, index)))
-    embedding = source.take("model.embed_tokens.weight")
-    stored = source.ask("lm_head.weight")
+        layers.append(parts.layer(tables[layer_kind(config, index)], _window(config, index)))
+    table = source.take(EMBEDDING)
+    wide = table.dtype == torch.float32 and embedding is None
     made = ModelWeights(
-        embedding=embedding.to(
-            torch.float32 if embedding.dtype == torch.float32 else torch.bfloat16
-        ).contiguous(),
+        embedding=table.to(torch.float32 if wide else embedding or torch.bfloat16).contiguous(),
         norm=_norm(config, source.take("model.norm.weight")),
-        head=pack(embedding if stored is None else stored, head or weights, group=group, arena=arena),
+        head=_head(source, table, head or weights, group, arena),
         layers=tuple(layers),
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -151,21 +173,40 @@ class _Parts:
         found = self._ask(name)
         return None if found is None else _norm(self.config, found)
 
-    def _product(self, room: str, names: tuple[str, ...], fused: str = "") -> Packed:
+    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> Packed:
         """Several Linears with the same inputs as one."""
-        if fused and f"{self.prefix}{room}{fused}.weight" in self.source.names:
-            names = (fused,)
-        weights = [self.source.take(f"{self.prefix}{room}{name}.weight") for name in names]
-        biases = [self.source.ask(f"{self.prefix}{room}{name}.bias") for name in names]
-        given = [bias for bias in biases if bias is not None]
-        if 0 < len(given) < len(names):
-            rows = zip(weights, biases, strict=True)
-            given = [torch.zeros(len(weight)) if bias is None else bias.float() for weight, bias in rows]
-        bias = torch.cat(given) if given else None
+        if whole and f"{self.prefix}{room}{whole}.weight" in self.source.names:
+            names = (whole,)
+        paths = [f"{self.prefix}{room}{name}" for name in names]
+        biases = [self.source.ask(f"{path}.bias") for path in paths]
+        parts = self.source.codes([f"{path}.weight" for path in paths])
+        joined = fused(parts) if parts else None
+        if parts and joined is not None:
+            bias = _joined(biases, [len(part.codes) for part in parts])
+            return joined.pack(bias, self.arena)
+        weights = [self.source.take(f"{path}.weight") for path in paths]
+        bias = _joined(biases, [len(weight) for weight in weights])
         return pack(torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena)
 
 
-def _check(config: Any) -> None:
+def _head(source: Source, table: Tensor, kind: Kind, group: int, arena: Arena) -> Packed:
+    """The head; tied to the embedding ``table`` where it is not stored."""
+    own = HEAD if HEAD in source.names else EMBEDDING
+    parts = source.codes([own])
+    if parts:
+        return parts[0].pack(arena=arena)
+    return pack(source.take(HEAD) if own == HEAD else table, kind, group=group, arena=arena)
+
+
+def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:
+    """The biases of several Linears as one; zeros where only some have one."""
+    if all(bias is None for bias in biases):
+        return None
+    pairs = zip(biases, rows, strict=True)
+    return torch.cat([torch.zeros(n) if bias is None else bias.float() for bias, n in pairs])
+
+
+def check_config(config: Any) -> None:
     """Raises ModelError where the config asks for what the step does not do."""
     if config.model_type not in FAMILIES:
         raise ModelError(f"the compiled runner does not run {config.model_type}", hint=f"it runs {FAMILIES}")
@@ -173,7 +214,7 @@ def _check(config: Any) -> None:
         raise ModelError(f"the compiled runner has no activation {_activation(config)!r}")
     if config.hidden_size % 16:
         raise ModelError(f"hidden_size is {config.hidden_size}, the compiled runner takes multiples of 16")
-    for kind, told in _rope(config).items():
+    for kind, told in rope(config).items():
         if told.get("rope_type", "default") in MOVING:
             raise ModelError(f"the compiled runner has no rotary embedding {told['rope_type']!r} ({kind})")
 
@@ -191,35 +232,8 @@ def _norm(config: Any, weight: Tensor) -> Tensor:
     return (weight.float() + 1.0 if config.model_type in GEMMA else weight.float()).contiguous()
 
 
-def _kind(config: Any, index: int) -> str:
-    """The layer's type, of which the rotary table depends."""
-    types = getattr(config, "layer_types", None)
-    return types[index] if types else "full_attention"
-
-
 def _window(config: Any, index: int) -> int:
     """Keys that a token sees; 0: all."""
-    if getattr(config, "layer_types", None) and _kind(config, index) != "sliding_attention":
+    if getattr(config, "layer_types", None) and layer_kind(config, index) != "sliding_attention":
         return 0
     return getattr(config, "sliding_window", None) or 0
-
-
-def _rope(config: Any) -> dict[str, dict[str, Any]]:
-    """Rotary parameters by type of layer."""
-    told = config.rope_parameters
-    return told if all(isinstance(value, dict) for value in told.values()) else {"full_attention": told}
-
-
-def _rotary_tables(config: Any, context: int) -> dict[str, Tensor]:
-    """Float32 (context, rotated dimensions) by type of layer, from the family's own module."""
-    modeling = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
-    name = next(name for name in sorted(vars(modeling)) if name.endswith("RotaryEmbedding"))
-    module, tables = getattr(modeling, name)(config), {}
-    kinds = dict.fromkeys(_kind(config, index) for index in range(config.num_hidden_layers))
-    several = "full_attention" not in _rope(config) or len(_rope(config)) > 1
-    for kind in kinds:
-        given = (kind,) if several else ()
-        cosines, sines = module(torch.zeros(1), torch.arange(context)[None], *given)
-        half = cosines.shape[-1] // 2
-        tables[kind] = torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=1).contiguous()
-    return tables

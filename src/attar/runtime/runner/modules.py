@@ -109,7 +109,7 @@ class Modules:
             def keys(places: int, layer: int = layer) -> Tensor:
                 return self.pool.gather(layer, packing.old, places)[0]
 
-            keep = self._watch.choose(packing.sequence, layer, keys)
+            keep = self._watch.choose(packing, layer, keys)
             assert keep.shape[1] == packing.kept, f"{keep.shape[1]} places chosen, not {packing.kept}"
             self.pool.pack(layer, packing.old, packing.new, torch.from_numpy(keep))
 

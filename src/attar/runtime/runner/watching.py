@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attar.runtime.kv.evict import H2O, SnapKV
 from attar.runtime.kv.evict.h2o import Places, Scores
+from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import How, weights
 from attar.runtime.step import Span
 
@@ -39,9 +40,9 @@ class HeavyWatch:
         total[:, : span.place] += before
         mine[layer] = total
 
-    def choose(self, sequence: int, layer: int, keys: Keys) -> Places:
+    def choose(self, packing: Packing, layer: int, keys: Keys) -> Places:
         """Places that stay, int64 (kv_heads, kept); their scores stay with them."""
-        mine = self.sums[sequence]
+        mine = self.sums[packing.sequence]
         keep = self.method.choose(mine[layer])
         mine[layer] = np.take_along_axis(mine[layer], keep, axis=1)
         return keep
@@ -68,12 +69,13 @@ class TailWatch:
         if span.kept is not None:
             return
         mine = self.tails.setdefault(span.sequence, {})
-        before = mine[layer][0] if layer in mine else q[:0]
+        before = kept(*mine[layer], span.place) if layer in mine else q[:0]
         mine[layer] = (torch.cat([before, q])[-self.method.window :].clone(), how, span.end)
 
-    def choose(self, sequence: int, layer: int, keys: Keys) -> Places:
+    def choose(self, packing: Packing, layer: int, keys: Keys) -> Places:
         """Places that stay, int64 (kv_heads, kept)."""
-        q, how, n = self.tails[sequence].pop(layer)
+        tail, n = self.tails[packing.sequence].pop(layer), packing.length
+        q, how = kept(*tail, n), tail[1]
         w = len(q)
         k = keys(n)
         mask = torch.ones(w, n, dtype=torch.bool, device=q.device).tril(diagonal=n - w)
@@ -88,6 +90,11 @@ class TailWatch:
     def forget(self, sequence: int) -> None:
         """The sequence ended or starts anew."""
         self.tails.pop(sequence, None)
+
+
+def kept(q: Tensor, how: How, places: int, length: int) -> Tensor:
+    """The last queries without those of rejected drafts, which were at places [length, places)."""
+    return q[: max(len(q) - (places - length), 0)]
 
 
 def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> Tensor:

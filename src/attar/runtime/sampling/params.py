@@ -8,8 +8,10 @@ is made; what needs a model (is a token id inside the vocabulary?) is checked by
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from attar.errors import SettingsError
 
@@ -17,6 +19,7 @@ MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1000
 MAX_N = 128
 MAX_LOGPROBS = 100
+MAX_GRAMMAR_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,9 @@ class SamplingParams:
         presence_penalty: taken from the logit of each token that is in the text so far.
         frequency_penalty: taken from it as often as the token is in the text so far.
         logit_bias: token id to what is added to its logit; -100 or less all but bans it.
-        regex: the text matches this pattern.
-        json_schema: the text is JSON that the schema allows; as text.
+        regex: the whole text matches this pattern.
+        json_schema: the text is JSON that the schema allows; as text or as a mapping.
+        grammar: the text is of this grammar, in Lark's notation. One of the three may be given.
         skip_special_tokens: special tokens are left out of the text.
 
     Raises:
@@ -70,7 +74,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     regex: str | None = None
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    grammar: str | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -87,8 +92,7 @@ class SamplingParams:
             _check_number("logit_bias", bias, -1e6, 1e6)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SettingsError("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
-        if self.regex is not None and self.json_schema is not None:
-            raise SettingsError("regex", self.regex, "None where json_schema is given")
+        _check_guides([(name, getattr(self, name)) for name in GUIDES])
 
     def _settle(self) -> None:
         """Lists become tuples, so that equal parameters are equal and can be hashed."""
@@ -97,6 +101,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         object.__setattr__(self, "logit_bias", tuple(sorted((token, value) for token, value in bias)))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
 
     @property
     def greedy(self) -> bool:
@@ -107,6 +113,11 @@ class SamplingParams:
     def penalises(self) -> bool:
         """Whether the choice depends on the tokens before, beyond the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def guide(self) -> tuple[str, str] | None:
+        """The name of the grammar's field, and the grammar; None: the text is free."""
+        return next(((name, text) for name in GUIDES if (text := getattr(self, name)) is not None), None)
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
@@ -143,6 +154,7 @@ _COUNTS: tuple[tuple[str, int, int | None], ...] = (
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
+GUIDES = ("regex", "json_schema", "grammar")
 _POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
@@ -162,6 +174,18 @@ def _check_count(name: str, value: object, least: int, most: int | None) -> None
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
         allowed = f"at least {least}" if most is None else f"from {least} to {most:,}"
         raise SettingsError(name, value, f"a whole number {allowed}")
+
+
+def _check_guides(guides: Sequence[tuple[str, object]]) -> None:
+    given = [(name, text) for name, text in guides if text is not None]
+    for name, text in given:
+        if not isinstance(text, str):
+            raise SettingsError(name, text, "text")
+        if len(text) > MAX_GRAMMAR_CHARACTERS:
+            allowed = f"at most {MAX_GRAMMAR_CHARACTERS:,} characters"
+            raise SettingsError(name, f"{text[:20]}...", allowed)
+    if len(given) > 1:
+        raise SettingsError(given[0][0], given[0][1], f"None where {given[1][0]} is given")
 
 
 def _check_stops(stops: Sequence[str]) -> None:

@@ -78,7 +78,7 @@ def ban_(logits: Tensor, tokens: Sequence[int], allowed: Tensor | None = None) -
     if tokens:
         logits[_index(tokens, logits)] = -torch.inf
     if allowed is not None:
-        logits.masked_fill_(~allowed, -torch.inf)
+        logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
 
 def _index(tokens: Iterable[int], logits: Tensor) -> Tensor:

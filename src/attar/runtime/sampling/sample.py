@@ -13,7 +13,9 @@ position is the index of the drawn token in its sequence, the prompt counted; sa
 request. So a seeded text depends neither on its neighbours in the batch, nor on preemption, nor on how many
 tokens a step verifies; a prompt lengthened by what was generated continues with the same noise. Coupled
 speculation draws draft and target with one key: where p and q agree the tokens agree, and the text is that of
-plain decoding. Only tokens with p_v > 0 get noise, which a counter makes possible at no loss.
+plain decoding. Only tokens with p_v > 0 get noise, which a counter makes possible at no loss; and of them
+only those get a logarithm that can still win: with c = e_m / p_m of the likeliest token m, whoever is before
+it has 1 - u_v <= e_v <= c p_v.
 
 Letters: R rows, V vocabulary, p probabilities, u uniform in (0, 1).
 """
@@ -23,12 +25,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attar.runtime.sampling.warp import Row, adjust, check, greedy, warp
+from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
 
 TOKEN, ACCEPT, RESAMPLE = 0, 1, 2
 """Purposes: the token itself; a verifier's coin; its draw from the residual. Streams of their own."""
@@ -52,17 +55,7 @@ def uniforms(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
     z = tokens.astype(np.uint64)
     z += _ONE
     z *= _GAMMA
-    z += np.uint64(key)
-    z ^= z >> np.uint64(30)
-    z *= _MIX_1
-    z ^= z >> np.uint64(27)
-    z *= _MIX_2
-    z ^= z >> np.uint64(31)
-    z >>= np.uint64(11)
-    u = z.astype(np.float64)
-    u += 0.5
-    u *= 2.0**-53
-    return u
+    return _unit(_mixed_(z, key))
 
 
 def draw(p: Tensor, keys: Sequence[int]) -> list[int]:
@@ -86,27 +79,71 @@ def sample(logits: Tensor, rows: Sequence[Row], keys: Sequence[int]) -> list[int
     Raises:
         NumericsError: as :func:`warp`.
     """
+    sure = [number for number, row in enumerate(rows) if row.params.greedy]
+    if len(sure) == len(rows):
+        return likeliest(adjust(logits, rows))
+    tokens: dict[int, int] = {}
+    if sure:
+        found = likeliest(adjust(logits[sure], [rows[number] for number in sure]))
+        tokens |= zip(sure, found, strict=True)
     drawn = [number for number, row in enumerate(rows) if not row.params.greedy]
-    if len(drawn) == len(rows):
-        return draw(warp(logits, rows), keys)
-    adjusted = adjust(logits, rows)
-    check(adjusted)
-    tokens: list[int] = greedy(adjusted).tolist()
-    if drawn:
-        p = warp(logits[drawn], [rows[number] for number in drawn])
-        for number, token in zip(drawn, draw(p, [keys[number] for number in drawn]), strict=True):
-            tokens[number] = token
-    return tokens
+    # on a CPU a row at a time stays in its cache
+    for some in [drawn] if logits.device.type != "cpu" else [[number] for number in drawn]:
+        p = warp(logits[some[0] : some[0] + 1], [rows[number] for number in some])
+        tokens |= zip(some, draw(p, [keys[number] for number in some]), strict=True)
+    return [tokens[number] for number in range(len(rows))]
 
 
 def _draw_one(p: NDArray[np.float32], key: int) -> int:
     """A token from one row (V,)."""
-    tokens = np.flatnonzero(p > 0)
-    race = np.log(uniforms(key, tokens))
+    if 4 * np.count_nonzero(p) < len(p):
+        tokens = np.flatnonzero(p)
+        u = uniforms(key, tokens)
+    else:
+        bits = _mixed_(_counters(len(p)).copy(), key)
+        tokens = _contenders(p, bits)
+        u = _unit(bits[tokens])
+    race = np.log(u)
     race /= p[tokens]  # -e / p: the largest is where p / e is
     return int(tokens[race.argmax()])
 
 
+def _contenders(p: NDArray[np.float32], bits: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Tokens that may win the race: all others are behind the likeliest one."""
+    likely = int(p.argmax())
+    c = -float(np.log(_unit(bits[likely : likely + 1]))[0]) / float(p[likely])
+    below_one = (_WHOLE - bits.view(np.int64)).astype(np.float32)  # 1 - u, in steps of 2^-53
+    return np.flatnonzero(below_one <= p * np.float32(c * 2.0**53 * _SLACK))
+
+
+def _mixed_(z: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """The upper 53 bits of SplitMix64's outputs, from their counters times gamma; in place."""
+    z += np.uint64(key)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z ^= z >> np.uint64(shift)
+        z *= factor
+    z ^= z >> np.uint64(31)
+    z >>= np.uint64(11)
+    return z
+
+
+def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
+    u = bits.astype(np.float64)
+    u += 0.5
+    u *= 2.0**-53
+    return u
+
+
+@lru_cache(maxsize=4)
+def _counters(count: int) -> NDArray[np.uint64]:
+    """(v + 1) gamma of tokens [0, count)."""
+    found = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
+    found.flags.writeable = False
+    return found
+
+
+_WHOLE = np.int64(1 << 53)
+_SLACK = 1.0 + 1e-5  # for the rounding of float32 in the bound
 _ONE = np.uint64(1)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

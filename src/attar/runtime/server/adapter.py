@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -32,6 +34,10 @@ class EngineBackend:
     def alive(self) -> bool:
         return self._open and self._streams.failure is None
 
+    @property
+    def failure(self) -> Exception | None:
+        return self._streams.failure
+
     def submit(
         self,
         prompt: Sequence[int],
@@ -42,9 +48,19 @@ class EngineBackend:
         deadline_s: float | None = None,
         salt: str = "",
     ) -> AsyncIterator[Event]:
-        return self._streams.stream(
+        stream = self._streams.stream(
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
         )
+        return stream if params.guide is None else self._guided(params, stream)
+
+    async def _guided(self, params: SamplingParams, stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """A grammar is compiled in a thread of its own: it may take a second, and others do not wait."""
+        grammars = self._streams.engine.grammars
+        if grammars is not None:
+            await asyncio.to_thread(grammars.matcher, params)
+        async with aclosing(stream) as events:  # type: ignore[type-var]
+            async for event in events:
+                yield event
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)
@@ -53,10 +69,12 @@ class EngineBackend:
         """Read without a lock: each count is one number, and they may be a step apart."""
         scheduler = self._streams.engine.scheduler
         manager = scheduler.manager
+        free, cached = manager.free, manager.cached
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            cache_usage=manager.usage,
+            cache_usage=1 - (free + cached) / manager.capacity,
+            blocks={"free": free, "cached": cached, "used": manager.capacity - free - cached},
             prefix_queries=manager.counts.asked,
             prefix_hits=manager.counts.hit,
             preemptions=scheduler.preemptions,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -112,11 +111,12 @@ class StateBody(BaseModel):
     """The answer of /health and /ready."""
 
     status: str
+    reason: str | None = None
 
 
-def head(id: str, kind: str, model: str) -> dict[str, Any]:
-    """How an answer, or a chunk, begins."""
-    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+def head(id: str, kind: str, model: str, created: int) -> dict[str, Any]:
+    """How an answer, or a chunk, begins; ``created``: seconds since 1970, the same in all chunks."""
+    return {"id": id, "object": kind, "created": created, "model": model}
 
 
 def reason(finished: FinishReason | None) -> Reason | None:

@@ -87,7 +87,8 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
         return told(invalid(error.errors()))
 
     async def http(request: Request, error: Any) -> JSONResponse:
-        made = told(RefusedError(error.status_code, str(error.detail)))
+        code = "body_too_large" if error.status_code == 413 else None
+        made = told(RefusedError(error.status_code, str(error.detail), code=code))
         made.headers.update(error.headers or {})
         return made
 

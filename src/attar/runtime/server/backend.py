@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from attar.runtime.results import Event
@@ -35,6 +35,8 @@ class Stats:
         running: requests that run.
         waiting: requests that wait.
         cache_usage: share of the key-value pool's blocks that requests hold, 0 to 1.
+        blocks: of the pool, by who holds them: free, cached (finished texts; given up when room is
+            needed), used (requests).
         prefix_queries: prompt tokens that were looked up in the prefix cache since the start.
         prefix_hits: of these, found.
         preemptions: since the start.
@@ -44,6 +46,7 @@ class Stats:
     running: int = 0
     waiting: int = 0
     cache_usage: float = 0.0
+    blocks: Mapping[str, int] = field(default_factory=dict)
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
@@ -57,6 +60,7 @@ class Backend(Protocol):
         context: positions of the model; None: no limit.
         vocabulary: token ids are in [0, vocabulary).
         alive: False once the engine can run nothing any more.
+        failure: what ended it where it should not have ended: a block that leaked, a bug; else None.
     """
 
     @property
@@ -65,6 +69,8 @@ class Backend(Protocol):
     def vocabulary(self) -> int: ...
     @property
     def alive(self) -> bool: ...
+    @property
+    def failure(self) -> Exception | None: ...
 
     def submit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -18,12 +19,13 @@ from attar.runtime.server.service import Service
 
 async def chat(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
+    start = monotonic()
     service.check_model(body.model)
     params = service.params(chat_params, body)
     with service.gate.entering():
         messages = [message.plain() for message in body.messages]
         ids = service.check_prompt(await service.aside(service.words.chat, messages))
-        flow = service.start(request, "chatcmpl", params, [ids], body.priority or 0)
+        flow = service.start(request, "chatcmpl", params, [ids], priority=body.priority or 0, start=start)
     answer = Conversation(service, body, flow)
     if not body.stream:
         return await service.whole(flow, answer.whole)
@@ -79,7 +81,7 @@ class Conversation:
         return self._head("chat.completion.chunk") | {"choices": [choice]} | self._no_usage()
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return head(self._flow.id, kind, self._service.model)
+        return head(self._flow.id, kind, self._service.model, self._flow.created)
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._flow.prompt_tokens, self._flow.completion_tokens, self._flow.cached_tokens)

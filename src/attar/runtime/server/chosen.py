@@ -21,6 +21,7 @@ _SAME = (
     "ignore_eos",
     "skip_special_tokens",
     "regex",
+    "grammar",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -21,6 +22,7 @@ KIND = "text_completion"
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
+    start = monotonic()
     service.check_model(body.model)
     params = service.params(completion_params, body)
     prompts = body.prompts
@@ -29,7 +31,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         raise RefusedError(400, message, param="prompt", code="too_many_prompts")
     with service.gate.entering(len(prompts)):
         ids = [await _tokens(service, prompt) for prompt in prompts]
-        flow = service.start(request, "cmpl", params, ids, body.priority or 0)
+        flow = service.start(request, "cmpl", params, ids, priority=body.priority or 0, start=start)
     answer = Completion(service, body, flow, ids)
     if not body.stream:
         return await service.whole(flow, answer.whole)
@@ -110,7 +112,7 @@ class Completion:
         return prompt if isinstance(prompt, str) else self._service.words.decode(prompt)
 
     def _head(self) -> dict[str, Any]:
-        return head(self._flow.id, KIND, self._service.model)
+        return head(self._flow.id, KIND, self._service.model, self._flow.created)
 
     def _usage(self) -> dict[str, Any]:
         return usage(self._flow.prompt_tokens, self._flow.completion_tokens, self._flow.cached_tokens)

@@ -96,6 +96,10 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
         return RefusedError(
             400, "the body is not valid JSON" if kind == "json_invalid" else "the body is missing"
         )
+    if kind in ("model_attributes_type", "model_type", "dict_type") and not place:
+        return RefusedError(
+            400, "the body is not a JSON object; send one with Content-Type: application/json"
+        )
     param = ".".join(place) or None
     if kind == "extra_forbidden":
         return RefusedError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")

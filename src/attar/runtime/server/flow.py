@@ -1,9 +1,10 @@
 """The events of one HTTP request, from one or several prompts, until they end or the client is gone.
 
-    submit(prompt) ...  →  events(): (choice, Event), None after a silence  →  close(): the rest is cancelled
+    submit(prompt) ...  →  events(): what came, nothing after a silence  →  close(): the rest is cancelled
 
-Choice = place of the prompt x n + sample. One queue takes the events of all prompts and the news that the
-client has gone, so there is one place where a request waits and one where it is given up.
+Choice = place of the prompt x n + sample. One mailbox takes the events of all prompts and the news that the
+client has gone, so there is one place where a request waits and one where it is given up. Events are counted
+and timed when they come, not when a slow client reads them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from attar.runtime.server.backend import Backend
 from attar.runtime.server.failures import RefusedError
 from attar.runtime.server.gate import Gate
 from attar.runtime.server.limits import Receive
+from attar.runtime.server.mailbox import Mailbox
 from attar.runtime.server.metrics import Metrics, Watch
 
 
@@ -38,6 +40,7 @@ class Flow:
         id: the request's name.
         params: of all its prompts.
         salt: the tenant.
+        start: when it came, on ``time.monotonic``.
         facts: what the log says about the request; written to.
     """
 
@@ -51,18 +54,19 @@ class Flow:
         id: str,
         params: SamplingParams,
         salt: str = "",
+        start: float,
         facts: dict[str, Any],
     ) -> None:
         self.id, self.params = id, params
+        self.created = int(time.time())  # the same in every chunk
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self._backend, self._gate, self._metrics, self._receive = backend, gate, metrics, receive
-        self._salt, self._facts = salt, facts
-        self._start = time.monotonic()
-        self._queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
+        self._salt, self._start, self._facts = salt, start, facts
+        self._mail = Mailbox()
         self._watches: list[Watch] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
-        self._stack.enter_context(gate.inside())
+        self._stack.enter_context(gate.inside(self._given_up))
 
     @property
     def choices(self) -> int:
@@ -79,8 +83,8 @@ class Flow:
         self._watches.append(self._metrics.watch(self.params.n, self._start))
         self._tasks.append(asyncio.create_task(self._pump(place, name, stream)))
 
-    async def events(self, silence_s: float | None = None) -> AsyncGenerator[tuple[int, Event] | None, None]:
-        """(choice, event) as they come; None whenever nothing came for so many seconds.
+    async def events(self, silence_s: float | None = None) -> AsyncGenerator[list[tuple[int, Event]], None]:
+        """Lists of (choice, event) as they come; an empty one whenever nothing came for so many seconds.
 
         Raises:
             DataError, SettingsError, BusyError: the engine refuses a prompt.
@@ -90,17 +94,9 @@ class Flow:
         left = self.choices
         self._tasks.append(asyncio.create_task(self._listen()))
         while left:
-            try:
-                place, event = await asyncio.wait_for(self._queue.get(), silence_s)
-            except TimeoutError:
-                yield None
-                continue
-            if isinstance(event, BaseException):
-                self._failed(event)
-                raise event
-            self._note(place, event)
-            left -= event.finished
-            yield place * self.params.n + event.sample, event
+            news = await self._mail.take(silence_s)
+            left -= sum(event.finished for _, event in news)
+            yield news
 
     async def close(self) -> None:
         """Cancel what still runs, and let the gate know. May be called twice."""
@@ -115,6 +111,11 @@ class Flow:
         self._stack.close()
 
     def _note(self, place: int, event: Event) -> None:
+        """An event came: count it, and pass it on.
+
+        Raises:
+            RefusedError: a text ended as none should.
+        """
         self._watches[place].saw(event, time.monotonic())
         if event.usage is not None:
             self.prompt_tokens += event.usage.prompt_tokens
@@ -127,23 +128,30 @@ class Flow:
             raise RefusedError(500, f"the model failed on request {self.id}; the server's log has the reason")
         if event.finish_reason == "cancelled":
             raise RefusedError(503, "the request was given up by the server", code="cancelled", retry_s=1)
+        self._mail.put(place * self.params.n + event.sample, event)
+
+    def _given_up(self) -> None:
+        """The server goes down and waits no longer."""
+        self._mail.fail(RefusedError(503, "the server is shutting down", code="shutting_down", retry_s=1))
 
     def _failed(self, failure: BaseException) -> None:
         """What was refused, or broke, is an answer with a status and no text that was given up."""
-        if not isinstance(failure, GoneError):
-            for watch in self._watches:
-                watch.drop()
+        for watch in self._watches:
+            watch.drop()
+        self._mail.fail(failure)
 
     async def _pump(self, place: int, name: str, stream: AsyncIterator[Event]) -> None:
         left = self.params.n
         try:
             async for event in stream:
                 left -= event.finished
-                self._queue.put_nowait((place, event))
+                self._note(place, event)
             if left:
                 raise RuntimeError(f"the events of request {name} ended before its texts")
+        except RefusedError as failure:
+            self._mail.fail(failure)
         except Exception as failure:
-            self._queue.put_nowait((place, failure))
+            self._failed(failure)
         finally:
             if left:
                 self._backend.cancel(name)
@@ -151,4 +159,4 @@ class Flow:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._queue.put_nowait((0, GoneError()))
+        self._mail.fail(GoneError())

@@ -6,9 +6,8 @@ requests holds it. So the limit is exact for a burst that comes before the engin
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from attar.runtime.server.backend import Backend
@@ -29,11 +28,15 @@ class Gate:
     def __init__(self, backend: Backend, max_queue: int) -> None:
         self._backend, self._max_queue = backend, max_queue
         self.draining = False
-        self.active = 0  # requests from admission to their last byte
         self.arriving = 0
         self._mean_s = 1.0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._inside: dict[int, Callable[[], None]] = {}
+        self._next = 0
+
+    @property
+    def active(self) -> int:
+        """Requests from admission to their last byte."""
+        return len(self._inside)
 
     def admit(self, count: int = 1) -> None:
         """Raises RefusedError where ``count`` more requests cannot be taken: 503 or 429."""
@@ -47,16 +50,23 @@ class Gate:
             raise RefusedError(429, message, code="queue_full", retry_s=self.retry_s())
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Counts a request until it is answered; the drain waits for it."""
-        self.active += 1
-        self._empty.clear()
+    def inside(self, give_up: Callable[[], None]) -> Iterator[None]:
+        """Counts a request until it is answered; the drain waits for it.
+
+        Args:
+            give_up: called where it takes too long.
+        """
+        number, self._next = self._next, self._next + 1
+        self._inside[number] = give_up
         try:
             yield
         finally:
-            self.active -= 1
-            if not self.active:
-                self._empty.set()
+            del self._inside[number]
+
+    def give_up(self) -> None:
+        """Nobody waits any more for those inside: they are told so."""
+        for give_up in list(self._inside.values()):
+            give_up()
 
     @contextmanager
     def entering(self, count: int = 1) -> Iterator[None]:
@@ -77,12 +87,3 @@ class Gate:
         stats = self._backend.stats()
         seconds = self._mean_s * (stats.waiting + 1) / max(stats.running, 1)
         return max(1, min(math.ceil(seconds), LONGEST_RETRY_S))
-
-    async def drain(self, seconds: float) -> bool:
-        """Take nobody in any more and wait for those inside; False where they took longer."""
-        self.draining = True
-        try:
-            await asyncio.wait_for(self._empty.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True

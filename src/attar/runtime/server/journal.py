@@ -19,6 +19,7 @@ from attar.runtime.server.limits import App, Message, Receive, Scope, Send
 LOGGER = "attar.server"
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
 _LONGEST_ID = 128
+_LONGEST_BODY = 1 << 20  # bytes of it that are written
 
 
 class Journal:
@@ -47,7 +48,7 @@ class Journal:
         async def noted() -> Message:
             message = await receive()
             if self._prompts:
-                body.append(message.get("body", b""))
+                body.append(message.get("body", b"")[: max(_LONGEST_BODY - sum(map(len, body)), 0)])
             return message
 
         async def named(message: Message) -> None:

@@ -1,14 +1,17 @@
 """What is checked before a body is read: keys and sizes. Plain ASGI, so that streams pass through untouched.
 
-A body is counted as it comes in, whatever its header says; one that is too large is answered with 413 and not
-read to its end. ``/health`` and ``/ready`` need no key.
+A body is counted as it comes in, whatever its header says; one that is too large is answered with 413. What
+is left of it is read and dropped for a while, for a client that is cut off while it sends does not see the
+answer. ``/health`` and ``/ready`` need no key.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -23,6 +26,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 OPEN = ("/health", "/ready")
+DROPPED = 64 << 20  # bytes of a body that is too large, read at most
+DROPPED_S = 10.0  # seconds at most
 
 
 class Keys:
@@ -68,6 +73,8 @@ class BodyLimit:
         declared = Headers(scope=scope).get("content-length", "0")
         refusal = RefusedError(413, f"the body is larger than {self._max:,} bytes", code="body_too_large")
         if declared.isdecimal() and int(declared[:20]) > self._max:
+            if "expect" not in Headers(scope=scope):  # else it waits for a word before it sends
+                await _drop(receive)
             return await answer(refusal)(scope, receive, send)
         seen = 0
 
@@ -76,10 +83,24 @@ class BodyLimit:
             message = await receive()
             seen += len(message.get("body", b""))
             if seen > self._max:
+                if message.get("more_body"):
+                    await _drop(receive)
                 raise HTTPException(refusal.status, refusal.message)  # the one kind that FastAPI lets through
             return message
 
         return await self._app(scope, counted, send)
+
+
+async def _drop(receive: Receive) -> None:
+    """Read what is left of a body, within bounds."""
+    left = DROPPED
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DROPPED_S):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
 
 
 def answer(refusal: RefusedError) -> JSONResponse:

@@ -17,7 +17,7 @@ from attar.runtime.server.backend import Backend, Speculation, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
-_LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LONG = (*_SHORT, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
@@ -127,12 +127,21 @@ class _State:
             gauge = GaugeMetricFamily(f"attar:{name}", help, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        yield self._blocks(stats)
         for name, help, value in _counts(stats):
             counter = CounterMetricFamily(f"attar:{name}", help, labels=["model_name"])
             counter.add_metric([self._model], value, created=self._born)
             yield counter
         if stats.speculation is not None:
             yield self._positions(stats.speculation)
+
+    def _blocks(self, stats: Stats) -> Metric:
+        gauge = GaugeMetricFamily(
+            "attar:kv_cache_blocks", "Blocks of the key-value pool.", labels=["model_name", "state"]
+        )
+        for state, count in stats.blocks.items():
+            gauge.add_metric([self._model, state], count)
+        return gauge
 
     def _positions(self, speculation: Speculation) -> Metric:
         counter = CounterMetricFamily(

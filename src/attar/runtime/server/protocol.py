@@ -96,6 +96,7 @@ class Common(Strict):
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
+    grammar: str | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     # ignored
     user: str | None = None

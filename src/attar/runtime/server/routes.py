@@ -85,8 +85,9 @@ def _add_state(router: APIRouter, service: Service) -> None:
     @router.get("/health", response_model=answers.StateBody)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
-        alive = service.backend.alive
-        return JSONResponse({"status": "ok" if alive else "stopped"}, status_code=200 if alive else 503)
+        if service.backend.alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "stopped", "reason": service.why_stopped()}, status_code=503)
 
     @router.get("/ready", response_model=answers.StateBody)
     async def ready() -> JSONResponse:

@@ -1,7 +1,10 @@
 """Listen, serve, and go down gracefully.
 
 SIGTERM or SIGINT   /ready turns 503, new requests get 503, those inside have ``drain_s`` seconds
-the second one      everything is cancelled at once
+the second one      those inside are given up at once, as they are when the seconds are over
+the third one       nobody is told anything any more
+
+The port stays open while the server drains, so whoever still comes is told to go elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -21,10 +25,11 @@ from attar.runtime.server.journal import LOGGER
 from attar.runtime.server.settings import ServerSettings
 
 _BACKLOG = 2048
+_LAST_S = 1  # for those that were given up to be told
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells the gate before it stops listening, and does not raise the signal again.
+    """uvicorn's, which stops listening when all are out, and does not raise the signal again.
 
     Args:
         app: made by ``create_app``.
@@ -32,17 +37,34 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
-        drain = max(1, round(settings.drain_s))
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=drain
+            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_LAST_S
         )
         super().__init__(config)
         self._gate: Gate = app.state.service.gate
+        self._drain_s, self._until = settings.drain_s, 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: once to drain, twice to end."""
-        self.force_exit = self.should_exit
-        self.should_exit = self._gate.draining = True
+        """A signal: once to drain, twice to give up, three times to end."""
+        if self.should_exit:
+            self.force_exit = True
+        elif self._gate.draining:
+            self._until = 0.0
+        else:
+            self._gate.draining, self._until = True, time.monotonic() + self._drain_s
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to go down now."""
+        if self._gate.draining and (not self._gate.active or time.monotonic() >= self._until):
+            self._gate.give_up()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """The application ends also where uvicorn would leave it for want of time."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
 
 def run(app: FastAPI, settings: ServerSettings, told: Callable[[str], None]) -> None:

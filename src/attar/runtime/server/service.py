@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ from attar.runtime.server.backend import Backend, Words
 from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.flow import Flow, GoneError
 from attar.runtime.server.gate import Gate
+from attar.runtime.server.journal import LOGGER
 from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.streaming import ALIVE, DONE, EventStream, chunk
 
-News = tuple[int, Event] | None
+News = list[tuple[int, Event]]
 Show = Callable[[int, Event], list[dict[str, Any]]]
 """The chunks that a choice's event becomes."""
 
@@ -49,6 +51,7 @@ class Service:
     gate: Gate
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    _mourned: bool = field(default=False, init=False)
 
     def check_model(self, name: str | None) -> None:
         """Raises RefusedError (404) for a model that is not the one there is."""
@@ -59,6 +62,19 @@ class Service:
     async def aside(self, act: Callable[..., Any], *values: Any) -> Any:
         """Run the tokenizer in a thread: a long text must not hold up the streams of others."""
         return await asyncio.to_thread(act, *values)
+
+    def why_stopped(self) -> str | None:
+        """What ended the engine, for whoever asks; the log has it with its place, once.
+
+        Only the engine's own checks are quoted: another error's message may hold what nobody should read.
+        """
+        failure = self.backend.failure
+        if failure is None:
+            return None
+        if not self._mourned:
+            self._mourned = True
+            logging.getLogger(LOGGER).critical("the engine has stopped", exc_info=failure)
+        return str(failure) if isinstance(failure, AssertionError) else type(failure).__name__
 
     def check_prompt(self, ids: list[int]) -> list[int]:
         """Raises RefusedError (400) for token ids that the model does not have, or more than it can read."""
@@ -84,9 +100,21 @@ class Service:
         return made
 
     def start(
-        self, request: Request, prefix: str, params: SamplingParams, prompts: list[list[int]], priority: int
+        self,
+        request: Request,
+        prefix: str,
+        params: SamplingParams,
+        prompts: list[list[int]],
+        *,
+        priority: int,
+        start: float,
     ) -> Flow:
-        """Hand prompts to the engine."""
+        """Hand prompts to the engine.
+
+        Args:
+            prefix: of the answer's name.
+            start: when the request came, on ``time.monotonic``.
+        """
         facts = request.scope.setdefault("state", {}).setdefault("facts", {})
         identity = f"{prefix}-{uuid4().hex}"
         facts["request"] = identity
@@ -98,6 +126,7 @@ class Service:
             id=identity,
             params=params,
             salt=request.scope["state"].get("salt", ""),
+            start=start,
             facts=facts,
         )
         for ids in prompts:
@@ -113,8 +142,8 @@ class Service:
         try:
             events: list[list[Event]] = [[] for _ in range(flow.choices)]
             async for news in flow.events():
-                assert news is not None
-                events[news[0]].append(news[1])
+                for choice, event in news:
+                    events[choice].append(event)
             return JSONResponse(await self.aside(build, events))
         except GoneError:
             return Response(status_code=499)  # nobody reads it; the log does
@@ -171,4 +200,4 @@ class Service:
 
 
 def _shown(news: News, show: Show) -> bytes:
-    return ALIVE if news is None else b"".join(map(chunk, show(*news)))
+    return b"".join(chunk(data) for choice, event in news for data in show(choice, event)) if news else ALIVE

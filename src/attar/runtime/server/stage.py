@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
@@ -18,19 +19,17 @@ def serve(
     model: str,
     settings: ServerSettings | None = None,
     *,
-    dtype: str = "auto",
-    device: str = "cpu",
-    kv_dtype: str = "auto",
     progress: Progress = SILENT,
     told: Callable[[str], None] = print,
+    **options: Any,
 ) -> None:
     """Serve a model until a signal comes.
 
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, with commas between them.
-        dtype, device, kv_dtype: see :class:`attar.runtime.llm.LLM`.
         told: is given the address, and warnings.
+        options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
     Raises:
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed.
@@ -47,7 +46,7 @@ def serve(
     from attar.runtime.server.words import TokenizerWords
 
     with progress.task("load", total=1) as task:
-        llm = LLM(model, dtype=dtype, device=device, kv_dtype=kv_dtype)
+        llm = LLM(model, **options)
         task.advance()
     if llm.tokenizer is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot be served")

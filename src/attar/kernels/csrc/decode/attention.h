@@ -4,8 +4,8 @@
 //     peak = max s,   total = sum e^(s - peak),   mixed = sum e^(s - peak) v
 // per head, and parts are put together in their order (`joined`): by whoever worked them off, or, where they
 // were shared out, when the next product takes them, with the same result. Inside a part, chunks of CHUNK
-// places are worked off with a running peak (Milakov and Gimelshein, arXiv 1805.02867). Keys and values are
-// bfloat16 or float32, all else is float32.
+// places are worked off with a running peak (Milakov and Gimelshein, arXiv 1805.02867). tiles.h tells
+// of their numbers.
 
 #pragma once
 
@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "model.h"
+#include "tiles.h"
 
 namespace attar {
 
-constexpr int CHUNK = 128;
 constexpr int PART = 256;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
@@ -32,57 +32,6 @@ struct Look {
     std::int64_t place;          // where the span begins
     const std::uint8_t* tree;    // the token's row of the span's mask, or null
 };
-
-// Scores of Q heads with the 16 keys of a tile.
-template <int Q, bool WIDE>
-static inline void scores(const std::uint8_t* keys, const float* queries, std::int64_t dim, float* to) {
-    F even[Q] = {}, odd[Q] = {};
-    for (std::int64_t d = 0; d < dim; d += 2, keys += WIDE ? 128 : 64) {
-        const I pair = load_ints(keys);
-        const F first = WIDE ? (F)pair : (F)(pair << 16);
-        const F second = WIDE ? (F)load_ints(keys + 64) : (F)(pair & ~0xffff);
-        for (int q = 0; q < Q; q++) {
-            even[q] = fma(first, all(queries[q * dim + d]), even[q]);
-            odd[q] = fma(second, all(queries[q * dim + d + 1]), odd[q]);
-        }
-    }
-    for (int q = 0; q < Q; q++) store(to + q * CHUNK, even[q] + odd[q]);
-}
-
-// mixed (Q, stride) += weights (Q, CHUNK) of `count` values, for V vectors of their dimensions.
-template <int Q, int V, bool WIDE>
-static inline void mix(const std::uint8_t* values, std::int64_t stride, int count, const float* weights,
-                       float* mixed) {
-    F sums[Q][V];
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) sums[q][v] = load(mixed + q * stride + v * WIDTH);
-    constexpr int ITEM = WIDE ? 4 : 2;
-    for (int i = 0; i < count; i++, values += stride * ITEM) {
-        F row[V];
-        for (int v = 0; v < V; v++) {
-            const std::uint8_t* from = values + v * WIDTH * ITEM;
-            row[v] = WIDE ? load((const float*)from) : from_bf16(from);
-        }
-        for (int q = 0; q < Q; q++) {
-            const F weight = all(weights[q * CHUNK + i]);
-            for (int v = 0; v < V; v++) sums[q][v] = fma(row[v], weight, sums[q][v]);
-        }
-    }
-    for (int q = 0; q < Q; q++)
-        for (int v = 0; v < V; v++) store(mixed + q * stride + v * WIDTH, sums[q][v]);
-}
-
-template <int Q, bool WIDE>
-static inline void mix_all(const std::uint8_t* values, std::int64_t stride, int count, const float* weights,
-                           float* mixed) {
-    constexpr int ITEM = WIDE ? 4 : 2;
-    std::int64_t d = 0;
-    for (; d + 4 * WIDTH <= stride; d += 4 * WIDTH)
-        mix<Q, 4, WIDE>(values + d * ITEM, stride, count, weights, mixed + d);
-    for (; d + 2 * WIDTH <= stride; d += 2 * WIDTH)
-        mix<Q, 2, WIDE>(values + d * ITEM, stride, count, weights, mixed + d);
-    for (; d < stride; d += WIDTH) mix<Q, 1, WIDE>(values + d * ITEM, stride, count, weights, mixed + d);
-}
 
 // Dimensions [first, last) of a head's parts put together, each sum over parts in their order.
 static inline Part joined(const Part* parts, const float* mixed, std::int64_t count, std::int64_t stride,
@@ -104,7 +53,12 @@ static inline Part joined(const Part* parts, const float* mixed, std::int64_t co
 class Attention {
 public:
     Attention(const Model& model, std::int64_t layer)
-        : model_(model), layer_(layer), group_(model.heads / model.kv_heads), room_(group_ * CHUNK) {}
+        : model_(model), layer_(layer), group_(model.heads / model.kv_heads), room_(group_ * CHUNK), scales_(group_, 1.0f) {
+        if (model.pool_kind == WIDE) return;
+        halves_.resize(group_ * CHUNK);
+        queries_.resize(group_ * model.head_dim + WIDTH);
+        query_scales_.resize(group_);
+    }
 
     // Part `index` of the places; queries (group, head_dim), scaled; into parts (group,) and mixed (group,
     // padded), head after head `apart` of them.
@@ -113,6 +67,7 @@ public:
         const std::int64_t stride = model_.padded();
         const std::int64_t from = std::max(look.from / WIDTH * WIDTH, index * PART);
         const std::int64_t until = std::min(look.until, (index + 1) * PART);
+        round_queries(queries);
         own_.assign(group_ * stride, 0.0f);
         state_.assign(group_, Part{NEVER, 0.0f});
         for (std::int64_t start = from; start < until; start += CHUNK)
@@ -139,30 +94,78 @@ public:
 
 private:
     void chunk(const Look& look, std::int64_t head, const float* queries, std::int64_t start, std::int64_t stop) {
-        const std::int64_t size = model_.block_size;
-        for (std::int64_t tile = start; tile < stop; tile += WIDTH) {
-            const std::int64_t block = look.blocks[tile / size];
-            const std::uint8_t* keys = model_.keys(layer_, block, head) + tile % size * model_.row_bytes();
-            model_.wide ? tile_scores<true>(keys, queries, tile - start) : tile_scores<false>(keys, queries, tile - start);
-            hide(look, tile, tile - start);
+        const int count = int(stop - start), tiles = (count + WIDTH - 1) / WIDTH;
+        for (int i = 0; i < tiles; i++) find(look, head, start + i * WIDTH, i);
+        for (int i = 0; i < tiles; i++) {
+            fetch(values_[i]);
+            if (i + 1 < tiles) fetch(keys_[i + 1]);
+            tile_scores(i, queries, room_.data() + i * WIDTH);
+            hide(look, start + i * WIDTH, i * WIDTH);
         }
-        for (std::int64_t q = 0; q < group_; q++) weigh(q, (stop - start + WIDTH - 1) / WIDTH * WIDTH);
-        for (std::int64_t tile = start; tile < stop; tile += WIDTH) {
-            const std::int64_t block = look.blocks[tile / size];
-            const std::uint8_t* values = model_.values(layer_, block, head) + tile % size * model_.row_bytes();
-            const int count = int(std::min<std::int64_t>(WIDTH, stop - tile));
-            model_.wide ? tile_values<true>(values, count, tile - start) : tile_values<false>(values, count, tile - start);
+        for (std::int64_t q = 0; q < group_; q++) weigh(q, tiles * WIDTH);
+        if (model_.pool_kind == WIDE) each_mix<Halves>(count, room_.data());
+        if (model_.pool_kind == HALVES) each_mix<Halves>(count, halves_.data());
+        if (model_.pool_kind == CODES) each_mix<Codes>(count, halves_.data());
+    }
+
+    // As keys take them.
+    void round_queries(const float* queries) {
+        const std::int64_t dim = model_.head_dim;
+        if (model_.pool_kind == HALVES)
+            for (std::int64_t i = 0; i < group_ * dim; i++) queries_[i] = to_bf16(queries[i]);
+        if (model_.pool_kind != CODES) return;
+        padded_.assign(model_.padded(), 0.0f);
+        for (std::int64_t q = 0; q < group_; q++) {
+            std::copy_n(queries + q * dim, dim, padded_.data());
+            query_scales_[q] = to_shorts(padded_.data(), model_.padded(), queries_.data() + q * dim);
         }
     }
 
-    template <bool WIDE>
-    void tile_scores(const std::uint8_t* keys, const float* queries, std::int64_t column) {
+    // Where tile `index` of a chunk is.
+    void find(const Look& look, std::int64_t head, std::int64_t place, int index) {
+        const std::int64_t size = model_.block_size, block = look.blocks[place / size], row = place % size;
+        const std::uint8_t *keys = model_.keys(layer_, block, head), *values = model_.values(layer_, block, head);
+        keys_[index] = keys + row * model_.row_bytes();
+        values_[index] = values + row * model_.row_bytes();
+        key_scales_[index] = model_.scales(keys) + row;
+        value_scales_[index] = model_.scales(values) + row;
+        if (index == 0) fetch(keys_[index]);
+    }
+
+    void fetch(const std::uint8_t* tile) const {
+        for (std::int64_t i = 0; i < WIDTH * model_.row_bytes(); i += 64) prefetch(tile + i);
+    }
+
+    void tile_scores(int index, const float* queries, float* to) {
+        if (model_.pool_kind == WIDE) return each_scores<Halves>(keys_[index], queries, to);
+        if (model_.pool_kind == HALVES) return each_scores<Halves>(keys_[index], queries_.data(), to);
+        each_scores<Codes>(keys_[index], queries_.data(), to);
+        const F scale = load(key_scales_[index]);
+        for (std::int64_t q = 0; q < group_; q++, to += CHUNK) store(to, load(to) * (scale * query_scales_[q]));
+    }
+
+    template <class Kind, class Number>
+    void each_scores(const std::uint8_t* keys, const Number* queries, float* to) {
         const std::int64_t dim = model_.head_dim;
-        float* to = room_.data() + column;
         std::int64_t q = 0;
-        for (; q + 4 <= group_; q += 4) scores<4, WIDE>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q + 2 <= group_; q += 2) scores<2, WIDE>(keys, queries + q * dim, dim, to + q * CHUNK);
-        for (; q < group_; q++) scores<1, WIDE>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 8 <= group_; q += 8) scores<Kind, 8>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 4 <= group_; q += 4) scores<Kind, 4>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q + 2 <= group_; q += 2) scores<Kind, 2>(keys, queries + q * dim, dim, to + q * CHUNK);
+        for (; q < group_; q++) scores<Kind, 1>(keys, queries + q * dim, dim, to + q * CHUNK);
+    }
+
+    template <class Kind, class Number>
+    void each_mix(int count, const Number* weights) {
+        std::int64_t q = 0;
+        for (; q + 4 <= group_; q += 4) mix_some<Kind, 4>(count, weights, q);
+        for (; q + 2 <= group_; q += 2) mix_some<Kind, 2>(count, weights, q);
+        for (; q < group_; q++) mix_some<Kind, 1>(count, weights, q);
+    }
+
+    template <class Kind, int Q, class Number>
+    void mix_some(int count, const Number* weights, std::int64_t q) {
+        const std::int64_t stride = model_.padded();
+        mix_all<Kind, Q>(values_, stride, count, weights + q * CHUNK, scales_.data() + q, own_.data() + q * stride);
     }
 
     // Soft cap, and no score for what the token does not see.
@@ -194,7 +197,7 @@ private:
         const float peak = std::max(state.peak, largest(top));
         if (peak == NEVER) {
             std::fill_n(row, count, 0.0f);
-            return;
+            return round_weights(q, count);
         }
         F total{};
         for (std::int64_t i = 0; i < count; i += WIDTH) {
@@ -210,41 +213,30 @@ private:
             state.peak = peak;
         }
         state.total += sum(total);
+        round_weights(q, count);
     }
 
-    template <bool WIDE>
-    void tile_values(const std::uint8_t* values, int count, std::int64_t column) {
-        const std::int64_t stride = model_.padded();
-        const float* weights = room_.data() + column;
-        std::int64_t q = 0;
-        for (; q + 4 <= group_; q += 4)
-            mix_all<4, WIDE>(values, stride, count, weights + q * CHUNK, own_.data() + q * stride);
-        for (; q + 2 <= group_; q += 2)
-            mix_all<2, WIDE>(values, stride, count, weights + q * CHUNK, own_.data() + q * stride);
-        for (; q < group_; q++) mix_all<1, WIDE>(values, stride, count, weights + q * CHUNK, own_.data() + q * stride);
+    // As values take them; where these are codes, with their scales.
+    void round_weights(std::int64_t q, std::int64_t count) {
+        float* row = room_.data() + q * CHUNK;
+        std::uint16_t* to = halves_.data() + q * CHUNK;
+        if (model_.pool_kind == HALVES)
+            for (std::int64_t i = 0; i < count; i += WIDTH) store_bf16(to + i, load(row + i));
+        if (model_.pool_kind != CODES) return;
+        for (std::int64_t i = 0; i < count; i += WIDTH) {
+            const F weight = load(row + i);
+            store(row + i, weight == 0.0f ? F{} : weight * load(value_scales_[i / WIDTH]));
+        }
+        scales_[q] = to_shorts(row, count, to);
     }
 
     const Model& model_;
     const std::int64_t layer_, group_;
-    std::vector<float> room_, own_, several_mixed_;
+    std::vector<float> room_, scales_, own_, several_mixed_, query_scales_, padded_;
     std::vector<Part> state_, several_;
+    std::vector<std::uint16_t> halves_, queries_;
+    const std::uint8_t *keys_[TILES] = {}, *values_[TILES] = {};
+    const float *key_scales_[TILES] = {}, *value_scales_[TILES] = {};
 };
-
-// A token's key and value of a head to their slot.
-static inline void remember(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t slot,
-                            const float* key, const float* value) {
-    const std::int64_t block = slot / model.block_size, row = slot % model.block_size, dim = model.head_dim;
-    std::uint8_t* tile = model.keys(layer, block, head) + row / WIDTH * WIDTH * model.row_bytes();
-    std::uint8_t* values = model.values(layer, block, head) + row * model.row_bytes();
-    for (std::int64_t d = 0; d < dim; d++) {
-        if (model.wide) {
-            ((float*)tile)[d * WIDTH + row % WIDTH] = key[d];
-            ((float*)values)[d] = value[d];
-        } else {
-            ((std::uint16_t*)tile)[(d / 2 * WIDTH + row % WIDTH) * 2 + d % 2] = to_bf16(key[d]);
-            ((std::uint16_t*)values)[d] = to_bf16(value[d]);
-        }
-    }
-}
 
 }  // namespace attar

@@ -16,6 +16,7 @@ struct Layer {
     Linear qkv, out, gate_up, down;
 };
 
+enum Pool : std::int32_t { CODES = 1, HALVES = 2, WIDE = 4 };  // bytes of a number
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
 
 struct Model {
@@ -23,7 +24,7 @@ struct Model {
     std::int64_t block_size, blocks;
     float eps, scale, soft_cap, final_soft_cap, embedding_scale;
     std::int32_t activation, exact;
-    std::int32_t wide, unused;  // wide: keys and values are float32
+    std::int32_t pool_kind, unused;
     const std::uint16_t* embedding;  // (vocabulary, hidden) bfloat16
     const float* embedding_exact;    // the same in float32, or null
     const float* norm;
@@ -31,12 +32,12 @@ struct Model {
     const Layer* layer;
     std::uint8_t* pool;
 
-    // Keys and values of a block and a head lie together: keys (block / 16, head_dim / 2, 16, 2), a lane for
-    // each token; values (block, head_dim). bfloat16, head_dim rounded up to whole vectors. float32 the same,
-    // but keys (block / 16, head_dim, 16).
+    // Keys and values of a block and a head lie together, as tiles.h says; behind each half its scales, where
+    // they are codes. head_dim is rounded up to whole vectors.
     std::int64_t padded() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
-    std::int64_t row_bytes() const { return padded() * (wide ? 4 : 2); }
-    std::int64_t half_bytes() const { return block_size * row_bytes(); }
+    std::int64_t row_bytes() const { return padded() * (pool_kind == WIDE ? 4 : pool_kind == CODES ? 1 : 2); }
+    std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == CODES ? 4 : 0)); }
+    float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
     std::uint8_t* keys(std::int64_t at, std::int64_t block, std::int64_t head) const {
         return pool + ((at * blocks + block) * kv_heads + head) * 2 * half_bytes();
     }

@@ -1,35 +1,35 @@
-// Threads that do one thing together, phase by phase: every member runs the same function, and `meet` waits
-// for all. Between calls they sleep; inside one they spin, for phases last microseconds.
+// Threads that do one thing together, phase by phase: every member runs the same function, and in it `share`
+// hands out the parts of a phase to whoever comes for them.
+//
+// A phase ends when its parts are done, not when all members have come: a thread that the system has put
+// aside is waited for only while it holds a part, and goes through what was done without it in no time. So
+// a crowded machine costs what it takes, not a standstill at each phase.
 
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
-#include <cstdint>
+#include <algorithm>
+#include <cassert>
 #include <functional>
-#include <mutex>
-#include <thread>
+#include <memory>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "gate.h"
 
 namespace attar {
+
+// How a phase is handed out. EVEN: as many parts as members. GUIDED: large parts first, small ones at the end.
+enum class Parts { EVEN, GUIDED };
 
 class Team {
 public:
     explicit Team(int size) : size_(size < 1 ? 1 : size) {
-        for (int i = 1; i < size_; i++) threads_.emplace_back([this, i] { serve(i); });
+        for (int i = 1; i < size_; i++) threads_.emplace_back([this] { serve(); });
     }
 
     ~Team() {
-        {
-            std::lock_guard<std::mutex> held(mutex_);
-            ended_ = true;
-            calls_++;
-        }
-        wake_.notify_all();
+        ended_.store(true);
+        calls_.fetch_add(1);
+        idle_.wake();
         for (std::thread& thread : threads_) thread.join();
     }
 
@@ -38,75 +38,102 @@ public:
 
     int size() const { return size_; }
 
-    // `work(member)` on every member; returns when all have returned. One caller at a time.
-    void run(const std::function<void(int)>& work) {
-        if (size_ > 1) {
-            {
-                std::lock_guard<std::mutex> held(mutex_);
-                work_ = &work;
-                calls_++;
-            }
-            wake_.notify_all();
-        }
-        work(0);
-        meet();
-    }
+    // A member's way through the phases.
+    class Member {
+    public:
+        explicit Member(Team& team) : team_(team) {}
 
-    // Returns when all members have come here.
-    void meet() {
-        if (size_ == 1) return;
-        const std::uint32_t round = round_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
-            arrived_.store(0, std::memory_order_relaxed);
-            round_.store(round + 1, std::memory_order_release);
-            return;
+        int size() const { return team_.size_; }
+
+        // f(first, last) for parts of [0, count), by all members; returns when all of it is done.
+        template <class Function>
+        void share(std::int64_t count, Parts parts, Function f) {
+            if (count <= 0) return;
+            if (team_.size_ == 1) return f(std::int64_t(0), count);
+            assert(at_ < team_.room_);
+            Phase& phase = team_.phases_[at_++];
+            for (std::int64_t first = phase.next.load(std::memory_order_relaxed); first < count;) {
+                const std::int64_t last = first + part(count, first, parts);
+                if (!phase.next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+                f(first, last);
+                if (phase.done.fetch_add(last - first) + last - first == count) team_.busy_.wake();
+                first = phase.next.load(std::memory_order_relaxed);
+            }
+            team_.busy_.wait(LOOKS, [&] { return phase.done.load() >= count; });
         }
-        for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-            pause();
-            if (spins > PATIENCE) std::this_thread::yield();
+
+    private:
+        std::int64_t part(std::int64_t count, std::int64_t first, Parts parts) const {
+            const std::int64_t left = count - first, size = team_.size_;
+            if (parts == Parts::EVEN) return std::min(left, (count + size - 1) / size);
+            return std::max<std::int64_t>(1, left / (2 * size));
         }
+
+        Team& team_;
+        std::int64_t at_ = 0;
+    };
+
+    // `work(member)` on all members, with at most `phases` phases; returns when all have returned. One caller
+    // at a time.
+    void run(std::int64_t phases, const std::function<void(Member&)>& work) {
+        if (size_ > 1) open(phases, work);
+        Member own(*this);
+        work(own);
+        if (size_ > 1) close();
     }
 
 private:
-    static constexpr int PATIENCE = 2000;  // spins before the processor is offered to others
+    static constexpr int LOOKS = 2000;        // some 30 to 60 microseconds
+    static constexpr int IDLE_LOOKS = 20000;  // what lies between two steps, sampling among it
 
-    static void pause() {
-#if defined(__x86_64__)
-        _mm_pause();
-#endif
+    struct alignas(64) Phase {
+        std::atomic<std::int64_t> next{0}, done{0};
+    };
+
+    void open(std::int64_t phases, const std::function<void(Member&)>& work) {
+        if (phases > room_) {
+            phases_ = std::make_unique<Phase[]>(phases);
+            room_ = phases;
+        }
+        for (std::int64_t i = 0; i < phases; i++) {
+            phases_[i].next.store(0, std::memory_order_relaxed);
+            phases_[i].done.store(0, std::memory_order_relaxed);
+        }
+        work_ = &work;
+        open_.store(true);
+        calls_.fetch_add(1);
+        idle_.wake();
     }
 
-    void serve(int member) {
-        for (std::uint64_t seen = 0;;) {
-            const std::function<void(int)>* work;
-            {
-                std::unique_lock<std::mutex> held(mutex_);
-                wake_.wait(held, [&] { return calls_ != seen; });
-                if (ended_) return;
-                seen = calls_;
-                work = work_;
+    // Nobody comes in any more; who is in goes out.
+    void close() {
+        open_.store(false);
+        busy_.wait(LOOKS, [&] { return inside_.load() == 0; });
+    }
+
+    void serve() {
+        for (std::uint64_t seen = 0; !ended_.load();) {
+            idle_.wait(IDLE_LOOKS, [&] { return calls_.load() != seen; });
+            seen = calls_.load();
+            inside_.fetch_add(1);
+            if (open_.load()) {
+                Member own(*this);
+                (*work_)(own);
             }
-            (*work)(member);
-            meet();
+            inside_.fetch_sub(1);
+            busy_.wake();
         }
     }
 
     const int size_;
     std::vector<std::thread> threads_;
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::uint64_t calls_ = 0;
-    bool ended_ = false;
-    const std::function<void(int)>* work_ = nullptr;
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<std::uint32_t> round_{0};
-};
-
-// [first, last) of `count` things that are member `member`'s of `size`.
-struct Share {
-    std::int64_t first, last;
-    Share(std::int64_t count, int member, int size)
-        : first(count * member / size), last(count * (member + 1) / size) {}
+    std::unique_ptr<Phase[]> phases_;
+    std::int64_t room_ = 0;
+    const std::function<void(Member&)>* work_ = nullptr;
+    Gate idle_, busy_;
+    alignas(64) std::atomic<std::uint64_t> calls_{0};
+    std::atomic<bool> open_{false}, ended_{false};
+    alignas(64) std::atomic<int> inside_{0};
 };
 
 }  // namespace attar

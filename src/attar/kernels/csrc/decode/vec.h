@@ -19,12 +19,12 @@ constexpr int WIDTH = 16;
 using F = float __attribute__((vector_size(64)));
 using I = std::int32_t __attribute__((vector_size(64)));
 using H = std::uint16_t __attribute__((vector_size(32)));
-using S = std::int16_t __attribute__((vector_size(32)));
 using B = std::int8_t __attribute__((vector_size(16)));
+using Shorts = std::int16_t __attribute__((vector_size(64)));
+using LooseBytes = std::int8_t __attribute__((vector_size(32), aligned(1), may_alias));
 using LooseF = float __attribute__((vector_size(64), aligned(1), may_alias));
 using LooseI = std::int32_t __attribute__((vector_size(64), aligned(1), may_alias));
 using LooseH = std::uint16_t __attribute__((vector_size(32), aligned(1), may_alias));
-using LooseS = std::int16_t __attribute__((vector_size(32), aligned(1), may_alias));
 using LooseB = std::int8_t __attribute__((vector_size(16), aligned(1), may_alias));
 
 static inline F load(const float* from) { return *(const LooseF*)from; }
@@ -33,6 +33,7 @@ static inline I load_ints(const void* from) { return *(const LooseI*)from; }
 static inline F all(float value) { return F{} + value; }
 static inline I all_ints(std::int32_t value) { return I{} + value; }
 static inline F floats(I value) { return __builtin_convertvector(value, F); }
+static inline F floats(F value) { return value; }
 static inline std::int32_t word(const void* from) {
     std::int32_t value;
     std::memcpy(&value, from, 4);
@@ -90,18 +91,16 @@ static inline void store_bf16(void* to, F value) {
     *(LooseH*)to = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, H);
 }
 
-// Sixteen float16, which are normal numbers or zero, as floats.
+// Sixteen float16, which are finite, as floats.
 static inline F from_half(const void* from) {
 #if defined(__AVX512F__)
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #else
     const I bits = __builtin_convertvector(*(const LooseH*)from, I);
-    const I wide = ((bits & 0x7fff) << 13) + ((127 - 15) << 23);
-    return (F)(((bits & 0x7fff) == 0 ? I{} : wide) | (bits & 0x8000) << 16);
+    const F size = (F)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (F)((I)size | (bits & 0x8000) << 16);
 #endif
 }
-
-static inline I from_shorts(const void* from) { return __builtin_convertvector(*(const LooseS*)from, I); }
 
 // Lane by lane, the sum of four unsigned bytes of w times the four signed bytes x, added to total. SMALL: no
 // byte of w is above 15.
@@ -128,6 +127,29 @@ static inline I dot4(I total, I w, std::int32_t x) {
 #else
     for (int i = 0; i < 4; i++) total += ((w >> 8 * i) & 255) * std::int32_t(std::int8_t(x >> 8 * i));
     return total;
+#endif
+}
+
+// 32 signed bytes as int16, two in each lane.
+static inline I widened(const void* from) {
+#if defined(__AVX512BW__)
+    return (I)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+#else
+    return (I)__builtin_convertvector(*(const LooseBytes*)from, Shorts);
+#endif
+}
+
+// Lane by lane, the two int16 of w times the two of x, added to total.
+static inline I dot_shorts(I total, I w, std::int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (I)_mm512_dpwssd_epi32((__m512i)total, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+    union { I all; __m256i half[2]; } in, out;
+    in.all = w;
+    for (int i = 0; i < 2; i++) out.half[i] = _mm256_madd_epi16(in.half[i], _mm256_set1_epi32(x));
+    return total + out.all;
+#else
+    return total + (w << 16 >> 16) * std::int32_t(std::int16_t(x)) + (w >> 16) * (x >> 16);
 #endif
 }
 

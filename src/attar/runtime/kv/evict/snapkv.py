@@ -48,7 +48,9 @@ class SnapKV:
         return self.capacity
 
     def due(self, places: int, prompt_done: bool) -> int | None:
-        """Places to keep now: once, when the prompt is done; nobody asks for a packed sequence again."""
+        """Places to keep now, when a prompt that is longer than C is done; nobody asks for a shorter one, nor
+        for a packed sequence again.
+        """
         return self.capacity if prompt_done and places > self.capacity else None
 
     def most(self, chunk: int, block_size: int) -> int | None:

@@ -1,0 +1,182 @@
+"""What ``decode.py`` times: the compiled runner, transformers, and llama.cpp in a process of its own.
+
+A runner answers how long something takes: ``steps(count, start, tokens)`` seconds of so many steps of one
+token for each of `count` sequences, from position `start` on; ``prompt(tokens)`` seconds of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peers import environments
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.step import Span, Step
+
+CONTEXT = 4352
+LLAMA_CPP = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16"}  # the same bits per weight
+SHAPES: dict[str, dict[str, int]] = {
+    "S": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "vocab_size": 8192,
+    },
+    "M": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "intermediate_size": 5632,
+        "vocab_size": 32000,
+    },
+}
+
+
+class Runner(Protocol):
+    """Something that decodes."""
+
+    def steps(self, count: int, start: int, tokens: int) -> float: ...
+
+    def prompt(self, tokens: int) -> float: ...
+
+    def close(self) -> None: ...
+
+
+def llama_config(shape: str) -> Any:
+    """Of a shape."""
+    return LlamaConfig(**SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=False)
+
+
+class Attar:
+    """The compiled runner, one call a step."""
+
+    def __init__(self, config: Any, kind: Any, kv_dtype: str, threads: int) -> None:
+        weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
+        self.nbytes = weights.nbytes
+        self._runner = Compiled(weights, blocks=CONTEXT // 16, kv_dtype=kv_dtype, threads=threads)
+
+    def steps(self, count: int, start: int, tokens: int) -> float:
+        """Each sequence has blocks of its own."""
+        each = min(CONTEXT, start + tokens + 16) // 16
+        tables = [tuple(range(n * each, (n + 1) * each)) for n in range(count)]
+        began = time.perf_counter()
+        for at in range(start, start + tokens):
+            spans = tuple(Span(n, at, at + 1, table, 1) for n, table in enumerate(tables))
+            self._runner.run(Step([at % 1000] * count, spans)).argmax(1)
+        return time.perf_counter() - began
+
+    def prompt(self, tokens: int) -> float:
+        """In one step."""
+        step = Step(list(range(tokens)), (Span(0, 0, tokens, tuple(range(tokens // 16)), 1),))
+        began = time.perf_counter()
+        self._runner.run(step)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._runner.close()
+
+
+def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Of a Llama."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def random_tensor(config: Any) -> Callable[[str], Tensor]:
+    """Norms of ones and weights N(0, 0.02^2), the same for all of a shape: time does not depend on them."""
+    shapes = tensor_shapes(config)
+    made: dict[tuple[int, ...], Tensor] = {}
+
+    def load(name: str) -> Tensor:
+        shape = shapes[name]
+        if shape not in made:
+            made[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
+        return made[shape]
+
+    return load
+
+
+class Transformers:
+    """Its own modules in bf16, a static cache."""
+
+    def __init__(self, config: Any) -> None:
+        torch.set_default_dtype(torch.bfloat16)
+        self._model: Any = LlamaForCausalLM(config).eval()
+        torch.set_default_dtype(torch.float32)
+
+    @torch.inference_mode()
+    def steps(self, count: int, start: int, tokens: int) -> float:
+        """Behind a prompt that is not timed."""
+        cache = StaticCache(config=self._model.config, max_cache_len=start + tokens + 1)
+        ids = torch.zeros(count, start, dtype=torch.int64)
+        self._model(ids, past_key_values=cache, logits_to_keep=1)
+        began = time.perf_counter()
+        for _ in range(tokens):
+            self._model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def prompt(self, tokens: int) -> float:
+        """In one pass."""
+        began = time.perf_counter()
+        self._model(torch.arange(tokens)[None], logits_to_keep=1)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Its memory goes."""
+        self._model = None
+
+
+class LlamaCpp:
+    """``peers/llamacpp_decode_run.py`` in its environment."""
+
+    def __init__(self, shape: str, kind: str, threads: int) -> None:
+        script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
+        job = {"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "threads": threads, "context": CONTEXT}
+        command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer()
+
+    def steps(self, count: int, start: int, tokens: int) -> float:
+        """Behind what is there already."""
+        return self._ask({"count": count, "start": start, "tokens": tokens})
+
+    def prompt(self, tokens: int) -> float:
+        """In batches of 512."""
+        return self._ask({"prompt": tokens})
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _ask(self, request: dict[str, int]) -> float:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("llama.cpp ended without an answer")
+        found: dict[str, Any] = json.loads(line)
+        return found

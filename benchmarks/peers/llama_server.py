@@ -1,0 +1,87 @@
+"""llama.cpp's own server, built from the sources that come with llama-cpp-python.
+
+    python benchmarks/peers/environments.py llama-server
+
+The libraries of the environment ``llama-cpp`` are used as they are; what is compiled here is ``tools/server``
+and its HTTP library (three minutes on one core), without the page for people.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+_LIBRARIES = ("llama-common", "mtmd", "llama", "ggml", "ggml-base", "ggml-cpu")
+_FLAGS = (
+    *("-O2", "-DNDEBUG", "-std=c++17", "-w", "-DLLAMA_SUBPROCESS", "-DLLAMA_SHARED", "-DGGML_SHARED"),
+    *("-DGGML_BACKEND_SHARED", "-DCPPHTTPLIB_LISTEN_BACKLOG=512", "-DCPPHTTPLIB_TCP_NODELAY=1"),
+    *(
+        "-DCPPHTTPLIB_FORM_URL_ENCODED_PAYLOAD_MAX_LENGTH=1048576",
+        "-DCPPHTTPLIB_REQUEST_URI_MAX_LENGTH=32768",
+    ),
+)
+_INCLUDED = ("", "include", "common", "ggml/include", "tools/mtmd", "vendor", "tools/server")
+
+
+def build(place: Path, python: Path, version: str) -> Path:
+    """Compile the server.
+
+    Args:
+        place: folder of its own.
+        python: interpreter of the environment ``llama-cpp``.
+        version: of llama-cpp-python there.
+
+    Returns:
+        the program.
+
+    Raises:
+        SystemExit: pip or the compiler failed; says where the log is.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    print(f"building {place}", file=sys.stderr)
+    with place.with_name(f"{place.name}.log").open("w") as log:
+        source = _sources(place, python, version, log)
+        libraries = next(python.parent.parent.glob("lib/python*/site-packages/lib"))
+        _page(source, place)
+        parts = []
+        for file in _files(source, place):
+            parts.append(str(place / f"{file.stem}.o"))
+            included = (f"-I{source / name}" for name in _INCLUDED)
+            _run(["g++", *_FLAGS, f"-I{place}", *included, "-c", file, "-o", parts[-1]], log)
+        linked = [f"-L{libraries}", *(f"-l{name}" for name in _LIBRARIES), "-lpthread"]
+        made = place / "llama-server"
+        _run(["g++", "-o", f"{made}.part", *parts, *linked, f"-Wl,-rpath,{libraries}"], log)
+    Path(f"{made}.part").replace(made)
+    return made
+
+
+def _sources(place: Path, python: Path, version: str, log: object) -> Path:
+    """The unpacked folder of llama.cpp."""
+    name = "llama-cpp-python"
+    wanted = ["--no-deps", "--no-binary", name, f"{name}=={version}", "-d", place]
+    _run([python, "-m", "pip", "download", "--quiet", *wanted], log)
+    with tarfile.open(next(place.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(place, filter="data")
+    return next(place.glob("llama_cpp_python-*/vendor/llama.cpp"))
+
+
+def _page(source: Path, place: Path) -> None:
+    """The two files that would hold the page, with none in it."""
+    for name in ("ui.h", "ui.cpp"):
+        text = (source / "tools/ui" / f"{name}.in").read_text().replace("@USE_GZIP@", "false")
+        text = re.sub(r"#cmakedefine.*|@ASSET_\w+@", "", text.replace("@N_ASSETS@", "0"))
+        (place / name).write_text(text)
+
+
+def _files(source: Path, place: Path) -> list[Path]:
+    server = sorted((source / "tools/server").glob("*.cpp"))
+    return [place / "ui.cpp", source / "vendor/cpp-httplib/httplib.cpp", *server]
+
+
+def _run(command: list[object], log: object) -> None:
+    words = [str(word) for word in command]
+    if subprocess.run(words, stdout=log, stderr=subprocess.STDOUT).returncode:  # type: ignore[call-overload]
+        raise SystemExit(f"llama-server: {' '.join(words)} failed; see {log.name}")  # type: ignore[attr-defined]

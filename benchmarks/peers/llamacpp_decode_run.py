@@ -1,0 +1,182 @@
+"""Times llama.cpp's decoding, inside the environment of llama-cpp-python: one process that answers requests.
+
+    python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
+
+The model is a Llama of random weights, every matrix of one type, written to a temporary file that is gone
+once it is loaded. Then every line of the standard input is a request, and is answered by a line {"seconds"}:
+
+    {"count", "start", "tokens"}    so many steps of one token for each of `count` sequences, from position
+                                    `start` on, behind a prompt that is not timed
+    {"prompt"}                      a prompt of so many tokens
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp as api
+import numpy as np
+
+BATCH = 512  # tokens of a prompt at a time, llama.cpp's own default
+
+
+def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> None:
+    """A Llama; matrices of the same shape share their numbers, for time does not depend on them."""
+    hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
+    kv_heads, inner, vocabulary = (
+        shape["num_key_value_heads"],
+        shape["intermediate_size"],
+        shape["vocab_size"],
+    )
+    kv = hidden // heads * kv_heads
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(context)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("no_vocab")
+    matrix = matrices(kind)
+    ones = np.ones(hidden, dtype=np.float32)
+
+    def put(name: str, rows: int, columns: int) -> None:
+        data, found = matrix(rows, columns)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=found)
+
+    put("token_embd", vocabulary, hidden)
+    put("output", vocabulary, hidden)
+    writer.add_tensor("output_norm.weight", ones)
+    for layer in range(layers):
+        names = {
+            "attn_q": hidden,
+            "attn_k": kv,
+            "attn_v": kv,
+            "attn_output": hidden,
+            "ffn_gate": inner,
+            "ffn_up": inner,
+        }
+        for name, rows in names.items():
+            put(f"blk.{layer}.{name}", rows, hidden)
+        put(f"blk.{layer}.ffn_down", hidden, inner)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", ones)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def matrices(kind: str) -> Any:
+    """A function (rows, columns) -> (data, type) of N(0, 0.02^2) in a type, each shape made once."""
+    made: dict[tuple[int, int], tuple[Any, Any]] = {}
+    found = gguf.GGMLQuantizationType[kind]
+
+    def matrix(rows: int, columns: int) -> tuple[Any, Any]:
+        if (rows, columns) not in made:
+            numbers = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32) * 0.02
+            made[rows, columns] = gguf.quants.quantize(numbers, found), found
+        return made[rows, columns]
+
+    return matrix
+
+
+class Sequences:
+    """A context of `count` sequences, filled up to a position once and cut back to it before every timing."""
+
+    def __init__(self, model: Any, count: int, room: int, threads: int) -> None:
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = count * room, count
+        params.n_batch = params.n_ubatch = BATCH
+        params.n_threads = params.n_threads_batch = threads
+        self.count, self.filled = count, 0
+        self.context = api.llama_init_from_model(model, params)
+        self.batch = api.llama_batch_init(BATCH, 0, 1)
+        if not self.context:
+            raise SystemExit("llama_init_from_model failed")
+
+    def decode(self, tokens: list[tuple[int, int]], wants: bool = True) -> None:
+        """Runs (sequence, position) pairs; the last token's logits, or with several sequences all of them."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for index, (sequence, position) in enumerate(tokens):
+            batch.token[index] = position % 1000
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = wants and (len(tokens) <= self.count or index + 1 == len(tokens))
+        if api.llama_decode(self.context, batch):
+            raise SystemExit("llama_decode failed")
+        if wants:
+            api.llama_get_logits_ith(self.context, -1)
+
+    def cut(self, length: int) -> None:
+        """Forgets what is behind, or fills what is missing."""
+        memory = api.llama_get_memory(self.context)
+        for sequence in range(self.count):
+            api.llama_memory_seq_rm(memory, sequence, length, -1)
+            for start in range(self.filled, length, BATCH):
+                self.decode([(sequence, at) for at in range(start, min(start + BATCH, length))], wants=False)
+        self.filled = length
+
+    def steps(self, start: int, tokens: int) -> float:
+        """Seconds of so many steps."""
+        self.cut(start)
+        began = time.perf_counter()
+        for at in range(start, start + tokens):
+            self.decode([(sequence, at) for sequence in range(self.count)])
+        return time.perf_counter() - began
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds of a prompt."""
+        self.cut(0)
+        began = time.perf_counter()
+        for start in range(0, tokens, BATCH):
+            self.decode([(0, at) for at in range(start, min(start + BATCH, tokens))])
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    """Load, then answer."""
+    job = json.loads(sys.argv[1])
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    silent = api.llama_log_callback(lambda level, text, data: None)
+    api.llama_log_set(silent, ctypes.c_void_p(0))
+    api.llama_backend_init()
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "model.gguf"
+        write_model(job["shape"], job["type"], job["context"], file)
+        params = api.llama_model_default_params()
+        params.use_mmap = False
+        model = api.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise SystemExit("llama_model_load_from_file failed")
+    contexts: dict[tuple[int, int], Sequences] = {}
+    os.write(answer, b'{"ready": true}\n')
+    for line in sys.stdin:
+        request = json.loads(line)
+        count, start = request.get("count", 1), request.get("start", 0)
+        room = -(-(start + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
+        if (count, room) not in contexts:
+            contexts[count, room] = Sequences(model, count, room, job["threads"])
+        found = contexts[count, room]
+        seconds = (
+            found.prompt(request["prompt"]) if "prompt" in request else found.steps(start, request["tokens"])
+        )
+        os.write(answer, (json.dumps({"seconds": seconds}) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

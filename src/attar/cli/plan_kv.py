@@ -1,0 +1,89 @@
+"""``attar plan-kv MODEL``: bytes of the KV cache, before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from attar.cli.command import Answer, argument, many_option, text_option
+from attar.cli.command import build as build_command
+from attar.errors import SettingsError
+from attar.progress import Progress
+
+if TYPE_CHECKING:
+    from attar.runtime.kv.plan import KVPlan
+
+
+def build(verb: str) -> Any:
+    """The command."""
+    parameters = [
+        argument("model", "a folder, a config.json, a .gguf file, a hub id or attar:tiny"),
+        many_option("context", "--context", help="tokens  [default: 1024, 4096, the model's own]"),
+        many_option("batch", "--batch", help="sequences at a time  [default: 1, 8]"),
+        many_option("kv_dtype", "--kv-dtype", "--dtype", help="formats of keys and values  [default: all]"),
+        text_option("budget", "--budget", help="memory, such as 2GiB: what fits", metavar="SIZE"),
+        text_option("block_size", "--block-size", help="tokens of a block  [default: 32]"),
+    ]
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        from attar.checkpoint.geometry import geometry
+        from attar.checkpoint.units import byte_count
+        from attar.runtime.kv.layout import layer_shapes
+        from attar.runtime.kv.plan import FORMATS_SHOWN, config_of, plan_kv
+
+        config = config_of(values["model"])
+        own = geometry(config, "bfloat16").context
+        usual = [size for size in (1024, 4096) if own is None or size < own] + ([own] if own else [])
+        made = plan_kv(
+            layer_shapes(config),
+            contexts=_numbers("context", values["context"]) or usual,
+            batches=_numbers("batch", values["batch"]) or [1, 8],
+            kv_dtypes=values["kv_dtype"] or FORMATS_SHOWN,
+            budget=byte_count("budget", values["budget"] or "") or None,
+            block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],
+        )
+        return Answer(asdict(made), lambda: _print(made))
+
+    help = (
+        "Show how many bytes keys and values take, by context, batch and format, and what fits a budget. "
+        "Reads the model's config only."
+    )
+    return build_command(
+        verb, help, "attar plan-kv attar:tiny --context 2048 --budget 64MiB", parameters, act
+    )
+
+
+def _numbers(name: str, texts: list[str] | None) -> list[int]:
+    for text in texts or []:
+        if not text.isdecimal():
+            raise SettingsError(name, text, "a whole number, at least 1")
+    return [int(text) for text in texts or []]
+
+
+def _print(made: KVPlan) -> None:
+    from attar.runtime.kv.plan import shown
+
+    head, rows = shown(made)
+    print(made.model)
+    if sys.stdout.isatty():
+        _rich(head, rows)
+    else:
+        from attar.recipe.table import table
+
+        print(table(head, rows))
+    if any(cell.fits is False for cell in made.cells):
+        print("! more than the budget")
+
+
+def _rich(head: list[str], rows: list[list[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=SIMPLE_HEAD)
+    for column, name in enumerate(head):
+        drawn.add_column(name, justify="right" if column else "left")
+    for row in rows:
+        drawn.add_row(*(f"[red]{cell}[/red]" if cell.endswith("!") else cell for cell in row))
+    Console().print(drawn)

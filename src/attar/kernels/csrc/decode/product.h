@@ -1,0 +1,141 @@
+// y = W x for packed weights and a few tokens x: see linear.h for the bytes, taken.h for the tokens.
+//
+// A row of y does not depend on how many tokens come with it: it is summed in the same order always.
+
+#pragma once
+
+#include <algorithm>
+
+#include "taken.h"
+
+namespace attar {
+
+// A panel times M tokens from `token` on, added to `out`.
+template <int M, int BITS>
+static inline void product_codes(const Linear& linear, const std::uint8_t* panel, const Taken& in,
+                                 std::int64_t token, F (*out)[2]) {
+    constexpr int STEP = 32 / BITS;  // inputs in 128 bytes
+    const std::int64_t groups = linear.groups(), columns = in.columns;
+    const int group = linear.group;
+    const std::int8_t* codes = in.codes + token * columns;
+    const float* scales = in.scales + token * groups;
+    const std::int32_t* sums = in.sums + token * groups;
+    for (std::int64_t g = 0; g < groups; g++, codes += group, scales++, sums++) {
+        const F low_scale = from_half(panel), high_scale = from_half(panel + 32);
+        prefetch(panel + AHEAD);
+        panel += 64;
+        I total[M][2] = {};
+        F low_zero{}, high_zero{};
+        if (linear.zeros) {
+            low_zero = from_half(panel), high_zero = from_half(panel + 32);
+            panel += 64;
+        } else {
+            for (int m = 0; m < M; m++) total[m][0] = total[m][1] = all_ints(sums[m * groups]);
+        }
+        for (int k = 0; k < group; k += STEP, panel += 128) {
+            const I low = load_ints(panel), high = load_ints(panel + 64);
+            prefetch(panel + AHEAD);
+            prefetch(panel + AHEAD + 64);
+            if (BITS == 8) {
+                for (int m = 0; m < M; m++) {
+                    const std::int32_t x = word(codes + m * columns + k);
+                    total[m][0] = dot4<false>(total[m][0], low, x);
+                    total[m][1] = dot4<false>(total[m][1], high, x);
+                }
+            } else {
+                const I low_a = low & 0x0f0f0f0f, low_b = (low >> 4) & 0x0f0f0f0f;
+                const I high_a = high & 0x0f0f0f0f, high_b = (high >> 4) & 0x0f0f0f0f;
+                for (int m = 0; m < M; m++) {
+                    const std::int32_t a = word(codes + m * columns + k), b = word(codes + m * columns + k + 4);
+                    total[m][0] = dot4<true>(dot4<true>(total[m][0], low_a, a), low_b, b);
+                    total[m][1] = dot4<true>(dot4<true>(total[m][1], high_a, a), high_b, b);
+                }
+            }
+        }
+        for (int m = 0; m < M; m++) {
+            const F t = all(scales[m * groups]);
+            F low = floats(total[m][0]), high = floats(total[m][1]);
+            if (linear.zeros) {
+                const F less = all(float(sums[m * groups]));
+                low = fma(low_zero, less, low);
+                high = fma(high_zero, less, high);
+            }
+            out[m][0] = fma(low, low_scale * t, out[m][0]);
+            out[m][1] = fma(high, high_scale * t, out[m][1]);
+        }
+    }
+}
+
+template <int M, bool ROUNDED>
+static inline void product_bf16(const std::uint8_t* panel, const Taken& in, std::int64_t token, F (*out)[2]) {
+    const std::int64_t columns = in.columns;
+    const float* x = in.values + token * columns;
+    const std::uint16_t* halves = in.halves + token * columns;
+    for (std::int64_t k = 0; k < columns; k += 2, panel += 128) {
+        const I low = load_ints(panel), high = load_ints(panel + 64);
+        prefetch(panel + AHEAD);
+        prefetch(panel + AHEAD + 64);
+        for (int m = 0; m < M; m++) {
+            if (ROUNDED) {
+                const std::int32_t pair = word(halves + m * columns + k);
+                out[m][0] = dot2(out[m][0], low, pair);
+                out[m][1] = dot2(out[m][1], high, pair);
+            } else {
+                const F even = all(x[m * columns + k]), odd = all(x[m * columns + k + 1]);
+                out[m][0] = fma((F)(low & ~0xffff), odd, fma((F)(low << 16), even, out[m][0]));
+                out[m][1] = fma((F)(high & ~0xffff), odd, fma((F)(high << 16), even, out[m][1]));
+            }
+        }
+    }
+}
+
+// Where products go: to[token * stride + row], added to what is there if ADD.
+struct Output {
+    float* to;
+    std::int64_t stride;
+    bool add;
+};
+
+template <int M>
+static inline void product(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t token,
+                           const Output& output) {
+    F out[M][2] = {};
+    const std::uint8_t* data = linear.data + panel * linear.panel_bytes();
+    if (linear.kind == INT4) product_codes<M, 4>(linear, data, in, token, out);
+    if (linear.kind == INT8) product_codes<M, 8>(linear, data, in, token, out);
+    if (linear.kind == BF16 && in.rounded) product_bf16<M, true>(data, in, token, out);
+    if (linear.kind == BF16 && !in.rounded) product_bf16<M, false>(data, in, token, out);
+    const std::int64_t row = panel * PANEL;
+    const int rows = int(std::min<std::int64_t>(PANEL, linear.rows - row));
+    for (int m = 0; m < M; m++) {
+        float found[PANEL];
+        store(found, out[m][0] * linear.unit);
+        store(found + WIDTH, out[m][1] * linear.unit);
+        float* to = output.to + (token + m) * output.stride + row;
+        for (int i = 0; i < rows; i++)
+            to[i] = found[i] + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
+    }
+}
+
+// A panel times tokens [first, last).
+static inline void product_all(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t first,
+                               std::int64_t last, const Output& output) {
+    for (; first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
+    for (; first + 4 <= last; first += 4) product<4>(linear, in, panel, first, output);
+    for (; first + 2 <= last; first += 2) product<2>(linear, in, panel, first, output);
+    for (; first < last; first++) product<1>(linear, in, panel, first, output);
+}
+
+// Panels [first, last) times all tokens. Panels that the second cache holds stay in it for all of them, tokens
+// that the first one holds for these panels.
+static inline void multiply(const Linear& linear, const Taken& in, std::int64_t first, std::int64_t last,
+                            std::int64_t tokens, const Output& output) {
+    const std::int64_t held = std::max<std::int64_t>(1, HELD / linear.panel_bytes());
+    const std::int64_t some = tokens <= 16 ? tokens : 8;
+    for (std::int64_t start = first; start < last; start += held)
+        for (std::int64_t token = 0; token < tokens; token += some)
+            for (std::int64_t panel = start; panel < std::min(start + held, last); panel++)
+                product_all(linear, in, panel, token, std::min(token + some, tokens), output);
+}
+
+}  // namespace attar

@@ -1,0 +1,99 @@
+"""Which runner a checkpoint gets: the compiled step where it may run it, else transformers' modules.
+
+The compiled step is taken by itself where it holds the weights as the file has them, bfloat16 or codes, and
+does all that was asked for. Every reason against it is one sentence, which ``Loaded.why`` keeps and
+``runner="compiled"`` raises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from attar.errors import ModelError, SettingsError
+from attar.formats.decoded import Decoded
+from attar.kernels.decode import TILE
+from attar.kernels.structures import library
+from attar.models.configs import load_config
+from attar.models.device import pick_device
+from attar.runtime.kv.evict import Eviction
+from attar.runtime.runner.compiled import KV_DTYPES
+from attar.runtime.runner.compiled_weights import check_config
+
+RUNNERS = ("auto", "compiled", "modules")
+WEIGHTS = ("int8", "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a runner shall do; see :class:`attar.runtime.llm.LLM`.
+
+    Raises:
+        SettingsError: a setting out of range.
+    """
+
+    runner: str = "auto"
+    dtype: str = "auto"
+    device: str = "cpu"
+    kv_dtype: str = "auto"
+    block_size: int = 16
+    eviction: Eviction | None = None
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("runner", RUNNERS), ("dtype", DTYPES), ("weights", (None, *WEIGHTS))):
+            if getattr(self, name) not in allowed:
+                words = [each for each in allowed if each]
+                raise SettingsError(name, getattr(self, name), ", ".join(words[:-1]) + f" or {words[-1]}")
+        if self.block_size < 1:
+            raise SettingsError("block_size", self.block_size, "at least 1")
+        if self.weights and self.runner == "modules":
+            raise SettingsError("runner", "modules", f"compiled for weights={self.weights!r}")
+
+
+def obstacle(checkpoint: Any, asked: Asked) -> str:
+    """Why the compiled step does not run a checkpoint; empty where it does. Reads no weights, and builds the
+    kernels if they are not built yet."""
+    if asked.runner == "modules":
+        return "modules were asked for"
+    return _setting(asked) or _model(checkpoint, asked) or _machine()
+
+
+def _setting(asked: Asked) -> str:
+    if pick_device(asked.device).type != "cpu":
+        return f"the device is {asked.device}, and it runs on the CPU"
+    if asked.dtype not in ("auto", "bfloat16"):
+        return f"dtype is {asked.dtype}, and it computes with bfloat16 or packed weights"
+    if asked.kv_dtype not in ("auto", *KV_DTYPES):
+        return f"kv_dtype is {asked.kv_dtype}, and it keeps {' or '.join(KV_DTYPES)}"
+    if asked.eviction is not None:
+        return f"{type(asked.eviction).__name__} evicts keys and values, which only modules do"
+    if asked.block_size % TILE:
+        return f"block_size is {asked.block_size}, and it takes multiples of {TILE}"
+    return ""
+
+
+def _model(checkpoint: Any, asked: Asked) -> str:
+    try:
+        check_config(load_config(checkpoint.path, checkpoint.config))
+    except ModelError as problem:
+        return problem.message
+    view = Decoded(checkpoint)
+    packed = any(view.coded(name) for name in view.tensors)
+    if packed and asked.weights:
+        return f"weights is {asked.weights}, but the checkpoint is quantized already"
+    if packed or asked.weights or asked.dtype == "bfloat16":
+        return ""
+    for info in view.tensors.values():
+        if len(info.shape) == 2 and info.dtype != "BF16":
+            return f"{info.name} is {info.dtype}, which bfloat16 would round; dtype='bfloat16' allows it"
+    return ""
+
+
+def _machine() -> str:
+    return (
+        ""
+        if library() is not None
+        else "there are no compiled kernels here: no C++ compiler, or switched off"
+    )

@@ -1,0 +1,115 @@
+"""``attar generate``, ``attar bench`` and ``attar serve`` on attar:tiny, as people call them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attar.cli.main import call
+from attar.runtime.llm import LLM
+from attar.runtime.sampling.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    llm = LLM("attar:tiny", kv_tokens=256)
+    return {prompt: llm.generate(prompt, GREEDY)[0].text for prompt in ("def f(", "import", "x = ")}
+
+
+def test_texts_of_every_source(
+    known: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("import\n\nx = \n")
+    line = ["generate", "attar:tiny", "--max-tokens", "6", "-q", "--kv-tokens", "256"]
+    assert call([*line, "def f("]) == 0
+    assert capsys.readouterr().out == "def f(" + known["def f("] + "\n"
+    assert call([*line, "-p", "def f(", "--file", str(file)]) == 0
+    assert capsys.readouterr().out == "\n\n".join(key + value for key, value in known.items()) + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import"))
+    assert call(line) == 0
+    assert capsys.readouterr().out == "import" + known["import"] + "\n"
+
+
+def test_json_has_every_sample(known: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "attar:tiny", "def f(", "x = ", "--max-tokens", "6", "--json", "--n", "2"]
+    assert call([*line, "--logprobs", "1", "--eviction", "streaming:4,60", "--step-tokens", "64"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [each["text"] for each in made["completions"]] == [known["def f("], known["x = "]]
+    assert [len(each["samples"]) for each in made["completions"]] == [2, 2]
+    assert len(made["completions"][0]["samples"][0]["logprobs"]) == 6
+    assert made["usage"]["completion_tokens"] == 24
+
+
+def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(io.StringIO):
+        flushed: list[str] = []  # noqa: RUF012
+
+        def flush(self) -> None:
+            self.flushed.append(self.getvalue())
+
+    watched = Watched()
+    monkeypatch.setattr(sys, "stdout", watched)
+    assert call(["generate", "attar:tiny", "def f(", "--max-tokens", "6", "-q"]) == 0
+    assert len(set(watched.flushed)) > 4 and watched.flushed[0].startswith("def f(")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["a", "--regex", "("], "--regex is '(', but must be one that texts can be held to (unclosed group)"),
+        (["a", "--chat"], "the tokenizer has no chat template"),
+        (["a", "--json-schema", "@nowhere.json"], "nowhere.json: cannot be read: No such file"),
+        (["--file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
+        (["a", "--eviction", "h2o:8,0"], "--recent is 0, but must be at least 1"),
+        (["a", "--eviction", "h2o", "--prefix-cache", "on"], "off together with prefix_reuse"),
+        (["a", "--sequences", "600"], "--sequences is 600, but must be at most step_tokens"),
+    ],
+)
+def test_what_is_refused_is_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    assert call(["generate", "attar:tiny", "-q", *options]) != 0
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
+
+
+def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "attar:tiny", "-q", "--batch", "1", "--batch", "3", "--context", "9", "--tokens", "4"]
+    assert call([*line, "--rounds", "1", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [(case["batch"], case["context"]) for case in made["cases"]] == [(1, 9), (3, 9)]
+    for case in made["cases"]:
+        assert all(value > 0 for value in case.values())
+        assert case["between_p50_s"] <= case["between_p99_s"] and case["first_p50_s"] <= case["first_p99_s"]
+    assert made["peak_rss_bytes"] > 10**7 and made["runner"] in ("modules", "compiled")
+    assert call(["bench", "attar:tiny", "-q", "--context", "100000"]) == 1
+    assert "pass the model's context" in capsys.readouterr().err
+
+
+def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    from attar.cli import serve
+
+    real = serve.load
+
+    def load(path: str) -> Any:
+        return (
+            (lambda *given, **named: seen.append((given, named))) if path.endswith(":serve") else real(path)
+        )
+
+    monkeypatch.setattr(serve, "load", load)
+    options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --sequences 7 --waiting 5 --prefix-cache off"
+    assert call(["serve", "m", *options.split()]) == 0
+    (model, settings), named = seen[0]
+    assert (model, settings.port, named["kv_tokens"], named["prefix_cache"]) == ("m", 0, 99, False)
+    assert (named["limits"].sequences, named["limits"].waiting) == (7, 5)
+    assert (named["eviction"].capacity, named["eviction"].window) == (64, 8)

@@ -1,0 +1,85 @@
+"""The library compiled for lesser processors: products and a whole step are what this one's are."""
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.kernels.build import load
+from attar.kernels.packed import pack, pack_codes
+from attar.kernels.product import Team, reference
+from attar.runtime.runner.compiled import compiled
+from attar.runtime.step import Span, Step
+from tests import tiny_models
+
+TARGETS = ("x86-64", "x86-64-v3", "x86-64-v4")
+FEATURES = {
+    "x86-64": (),
+    "x86-64-v3": ("avx2", "fma", "f16c"),
+    "x86-64-v4": ("avx512bw", "avx512dq", "avx512vl"),
+}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request, monkeypatch):
+    """Libraries are those of another target."""
+    if platform.machine() != "x86_64":
+        pytest.skip("not of this family")
+    try:
+        told = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        told = []
+    if any(feature not in told for feature in FEATURES[request.param]):
+        pytest.skip("this processor does not run it")
+    monkeypatch.setenv("ATTAR_KERNELS_TARGET", request.param)
+    if load("decode") is None:
+        pytest.skip("no C++ compiler")
+    return request.param
+
+
+def rounded(x, group):
+    parts = x.unflatten(1, (-1, group))
+    scale = parts.abs().amax(2, keepdim=True) / 127
+    return ((parts / scale).round() * scale).flatten(1)
+
+
+@pytest.mark.slow
+def test_products_and_a_step(target):
+    torch.manual_seed(0)
+    w, x = torch.randn(70, 256) * 0.05, torch.randn(11, 256)
+    with Team(2) as team:
+        for kind in ("int4", "int8"):
+            packed = pack(w, kind, group=64)
+            torch.testing.assert_close(team.multiply(x, packed), reference(rounded(x, 64), packed))
+            codes = torch.randint(0, 16 if kind == "int4" else 256, (70, 256), dtype=torch.uint8)
+            scales, zeros = torch.rand(70, 16) * 0.01, torch.rand(70, 16) * 15
+            packed = pack_codes(codes, scales, zeros, kind=kind)
+            torch.testing.assert_close(
+                team.multiply(x, packed), reference(rounded(x, 16), packed), rtol=1e-4, atol=1e-4
+            )
+        packed = pack(w, "bf16")
+        expected = reference(x.bfloat16(), packed)
+        torch.testing.assert_close(team.multiply(x, packed), expected, rtol=1e-4, atol=1e-4)
+    same_steps()
+
+
+def same_steps():
+    """Every kind of keys and values against transformers."""
+    model = tiny_models.build("llama3")
+    ids = torch.randint(2, tiny_models.VOCABULARY, (40,)).tolist()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+        expected = model(torch.tensor([ids])).logits[0].float()
+    settings = {"blocks": 4, "threads": 2}
+    for more, atol in (
+        ({"kv_dtype": "float32", "exact": True}, 2e-4),
+        ({}, 0.05),
+        ({"kv_dtype": "int8"}, 0.05),
+    ):
+        runner = compiled(model.config, model.state_dict(), **settings, **more)
+        rows = [runner.run(Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),)))]
+        rows.append(runner.run(Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7),))))
+        torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=atol)
+        runner.close()

@@ -1,0 +1,90 @@
+"""A server with attar:tiny behind a socket, and what its metrics say."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+
+import httpx
+
+from attar.runtime.admission import Limits
+from attar.runtime.llm import LLM
+from attar.runtime.loading import load
+from attar.runtime.server.adapter import EngineBackend
+from attar.runtime.server.app import create_app
+from attar.runtime.server.settings import ServerSettings
+from attar.runtime.server.words import TokenizerWords
+from tests.runtime.server.test_live import running_app
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = "{% for each in messages %}# {{ each.role }}: {{ each.content }}\n{% endfor %}"  # tiny has none
+
+
+def load_tiny():
+    """The model, with room for 4,096 tokens."""
+    return load("attar:tiny", kv_tokens=4096)
+
+
+lent = cache(load_tiny)
+
+
+@contextmanager
+def serving(limits=None, before=None, model=None, **settings):
+    """A server with an engine of its own: its address, the engine (to look at), the server.
+
+    Args:
+        model: its own; None: one that all use, one after the other, for it has one pool.
+        before: is given the engine before its thread starts.
+    """
+    llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16))
+    if before is not None:
+        before(llm.engine)
+    made = ServerSettings(port=0, **settings)
+    tokenizer = deepcopy(llm.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    words = TokenizerWords(tokenizer)
+    app = create_app(EngineBackend(llm.streams()), made, words=words, model="tiny")
+    with running_app(app, made) as (url, server):
+        yield url, llm.engine, server
+
+
+def scraped(url):
+    """Name with labels, but without the model's, to value."""
+    found = {}
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            name = re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
+            found[name.removeprefix("attar:")] = float(value)
+    return found
+
+
+def settled(url, seconds=10.0):
+    """The metrics once nothing runs and nothing waits; every block must have come back."""
+    end = time.monotonic() + seconds
+    while True:
+        seen = scraped(url)
+        if not seen["num_requests_running"] and not seen["num_requests_waiting"]:
+            break
+        assert time.monotonic() < end, seen
+        time.sleep(0.02)
+    assert seen['kv_cache_blocks{state="used"}'] == 0 and seen["kv_cache_usage_perc"] == 0
+    assert seen['kv_cache_blocks{state="free"}'] + seen['kv_cache_blocks{state="cached"}'] == 256
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    return seen
+
+
+def refused(response, status, code=None, param=None):
+    """The error, which must be OpenAI's."""
+    assert response.status_code == status, (response.status_code, response.text[:500])
+    detail = response.json()["error"]
+    assert set(detail) == {"message", "type", "param", "code"} and detail["message"]
+    assert (code is None or detail["code"] == code) and (param is None or detail["param"] == param), detail
+    return detail
+
+
+def body(prompt="def f(x):", **more):
+    return {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True, **more}

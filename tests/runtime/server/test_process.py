@@ -1,0 +1,107 @@
+"""``attar serve`` as a process of its own: signals, exit codes, what is left of a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+import httpx
+
+from tests.runtime.server.real import COMPLETIONS, body, refused, scraped
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def process(folder, *options):
+    """The address and the process; its log is in the folder."""
+    command = [sys.executable, "-m", "attar.cli.main", "serve", "attar:tiny", "--port", "0", "--name", "tiny"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    log = (folder / "log").open("w")
+    child = subprocess.Popen([*command, *options], stderr=log, env=environment)
+    try:
+        until(lambda: child.poll() is not None or "http://" in said(folder))
+        url = re.search(r"^http://\S+", said(folder), re.MULTILINE)[0]
+        until(lambda: ready(url))
+        yield url, child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def said(folder):
+    return (folder / "log").read_text()
+
+
+def ready(url):
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def until(true, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+async def load(url, clients, then, **more):
+    """Streams, and something that is done when the first of them have begun."""
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as http:
+        asked = body(stream=True, **more)
+
+        async def one():
+            try:
+                return await http.post(url + COMPLETIONS, json=asked)
+            except httpx.HTTPError as error:
+                return error
+
+        tasks = [asyncio.create_task(one()) for _ in range(clients)]
+        while scraped(url).get("time_to_first_token_seconds_count", 0) < 3:
+            await asyncio.sleep(0.02)
+        said = await then(http)
+        return await asyncio.gather(*tasks), said
+
+
+def test_sigterm_under_load(tmp_path):
+    with process(tmp_path, "--drain-s", "50") as (url, child):
+
+        async def end(http):
+            child.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            return await http.post(url + COMPLETIONS, json=body())
+
+        answers, late = asyncio.run(load(url, 30, end, max_tokens=100))
+        refused(late, 503, "shutting_down")
+        assert all(isinstance(each, httpx.Response) and "[DONE]" in each.text for each in answers), answers
+        assert child.wait(10) == 0 and "Traceback" not in said(tmp_path)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_an_end_before_all_are_out(signals, tmp_path):
+    """The time is over, or the second signal comes: all are told, the process ends at once."""
+    with process(tmp_path, "--drain-s", "1" if signals == 1 else "60") as (url, child):
+
+        async def end(http):
+            for _ in range(signals):
+                child.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.3)
+
+        began = time.monotonic()
+        answers, _ = asyncio.run(load(url, 40, end, max_tokens=1900))
+        assert child.wait(10) == 0 and time.monotonic() - began < 20
+        assert sum("shutting_down" in each.text for each in answers) > 10
+        assert "Traceback" not in said(tmp_path)
