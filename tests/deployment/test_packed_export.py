@@ -114,3 +114,10 @@ def test_settings_that_a_format_ignores_are_refused():
         ExportSettings(format="gguf", type="Q4_0", bits=4.0)
     with pytest.raises(SettingsError, match=r"4\.5GB"):
         ExportSettings(format="gguf", size="many")
+
+
+def test_a_head_under_another_name_is_found(make, tmp_path):
+    """GPT-NeoX stores its head as ``embed_out``."""
+    source = make("W4A16", family="gpt_neox")
+    made = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
+    assert torch.equal(logits(made), logits(source))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint.shards import Slot
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
@@ -163,10 +164,13 @@ class Integers:
     def _scan(self, progress: Progress) -> None:
         """Look at every Linear's codes once."""
         model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
-        dense = {
-            slot[0]: info.name for info in self.source.tensors.values() if (slot := self.read.slot(info))
+        slots = {
+            info.name: Slot(*found)
+            for info in self.source.tensors.values()
+            if (found := self.read.slot(info))
         }
-        names = stored_names(model, _Names(dense))
+        dense = {slot.name: stored for stored, slot in slots.items()}
+        names = stored_names(model, _Names({slot.name: slot for slot in slots.values()}))
         modules = [name for name, module in model.named_modules() if is_linear(module)]
         places = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
@@ -256,10 +260,10 @@ class Integers:
 
 
 class _Names:
-    """What :func:`stored_names` wants to know of a checkpoint: the names of its dense tensors."""
+    """What :func:`stored_names` wants to know of a checkpoint: names and shapes of its dense tensors."""
 
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self.tensors = names
+    def __init__(self, tensors: Mapping[str, Slot]) -> None:
+        self.tensors = tensors
 
 
 def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[str, Any]:
