@@ -135,7 +135,7 @@ def test_empty_calibration_text(refused, model, tmp_path, content):
 
 
 def test_prompt_longer_than_the_context(refused, model):
-    assert "128" in refused("generate", model, "-p", "word " * 500, code=1)
+    assert "128" in refused("generate", model, "-p", "word " * 500, code=2)
 
 
 def test_existing_output_is_kept(refused, model, tmp_path):

@@ -8,12 +8,11 @@ does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attar.errors import SettingsError
 from attar.progress import SILENT, Progress
 from attar.recipe.origin import PythonOrigin
 from attar.recipe.settings import parse
@@ -23,37 +22,13 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.checkpoint.inspect import Inspection
     from attar.measure.evaluate import Measurements
-    from attar.measure.generation import Completions
     from attar.recipe.run import RunResult
+    from attar.runtime.results import Result
+
+RUNTIME_SETTINGS = "attar.runtime.settings"
 
 Model: TypeAlias = "str | Path | Checkpoint"
 """A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateSettings:
-    """How a completion is chosen."""
-
-    max_tokens: int = field(default=128, metadata={"help": "tokens generated at most, per prompt"})
-    temperature: float = field(
-        default=0.0, metadata={"help": "0: always the likeliest token; above: sampled"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the sampling"})
-    stop: tuple[str, ...] = field(default=(), metadata={"help": "text that ends a completion"})
-    device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
-            "choices": ("auto", "float32", "bfloat16", "float16"),
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise SettingsError("max_tokens", self.max_tokens, "at least 1")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise SettingsError("temperature", self.temperature, "0 (greedy) or more")
 
 
 def distill(
@@ -181,10 +156,24 @@ def evaluate(
 
 def generate(
     model: Model, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
-) -> Completions:
-    """Continue each prompt. ``settings``: see :class:`GenerateSettings`."""
-    checked = parse(GenerateSettings, settings, PythonOrigin("generate"))
-    return run_generate(model, prompts, checked, progress=progress)
+) -> list[Result]:
+    """Continue each prompt, all together; one result for each, in their order.
+
+    The model is loaded for this call; :class:`attar.runtime.llm.LLM` keeps one.
+
+    Args:
+        settings: see :class:`attar.runtime.settings.TextSettings` for how a text is chosen and
+            :class:`attar.runtime.settings.EngineSettings` for what runs it.
+    """
+    engine, texts = load(f"{RUNTIME_SETTINGS}:EngineSettings"), load(f"{RUNTIME_SETTINGS}:TextSettings")
+    known = {each.name for each in fields(engine)}
+    origin = PythonOrigin("generate")
+    options = parse(engine, {name: settings[name] for name in settings if name in known}, origin).options()
+    rest = {name: settings[name] for name in settings if name not in known}
+    params = parse(texts, rest, origin).params()
+    llm = load("attar.runtime.llm:LLM")(model, **options)
+    results: list[Result] = llm.generate(prompts, params, progress=progress or SILENT)
+    return results
 
 
 def inspect(model: Model) -> Inspection:
@@ -307,19 +296,6 @@ def run_evaluate(
     function = load("attar.measure.evaluate:evaluate")
     found: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
     return found
-
-
-def run_generate(
-    model: Model,
-    prompts: str | Sequence[str],
-    settings: GenerateSettings,
-    *,
-    progress: Progress | None = None,
-) -> Completions:
-    """Call the generation with settings that are checked already."""
-    function = load("attar.measure.generation:generate")
-    made: Completions = function(model, prompts, **vars(settings), progress=progress or SILENT)
-    return made
 
 
 def _settings(verb: str, given: dict[str, Any]) -> Any:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import attar
 from attar.cli.main import call
+from attar.errors import SettingsError, UsageError
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 
@@ -113,3 +115,14 @@ def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (model, settings.port, named["kv_tokens"], named["prefix_cache"]) == ("m", 0, 99, False)
     assert (named["limits"].sequences, named["limits"].waiting) == (7, 5)
     assert (named["eviction"].capacity, named["eviction"].window) == (64, 8)
+
+
+def test_the_python_verb_takes_both_kinds_of_settings(known: dict[str, str]) -> None:
+    made = attar.generate("attar:tiny", list(known), max_tokens=6, kv_tokens=256)
+    assert [result.text for result in made] == list(known.values())
+    with pytest.raises(
+        UsageError, match="unknown setting 'max_token' of generate; did you mean 'max_tokens'"
+    ):
+        attar.generate("attar:tiny", "x", max_token=3)
+    with pytest.raises(SettingsError, match="top_p is 2"):
+        attar.generate("attar:tiny", "x", top_p=2.0)

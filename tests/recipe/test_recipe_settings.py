@@ -14,12 +14,17 @@ from attar.errors import RecipeError, SettingsError, UsageError
 from attar.recipe.origin import CommandOrigin, Origin, PythonOrigin, RecipeOrigin
 from attar.recipe.settings import describe, document, parse, plain, settings_of, title
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
-from attar.verbs import GenerateSettings
+from attar.runtime.settings import EngineSettings, TextSettings
 from tests.recipe.recipe_fakes import AddSettings
 
 PYTHON = PythonOrigin("add")
 COMMAND = CommandOrigin("add")
-EVERY = [*(stage.settings_class() for stage in STAGES.values()), load(EVALUATE_SETTINGS), GenerateSettings]
+EVERY = [
+    *(stage.settings_class() for stage in STAGES.values()),
+    load(EVALUATE_SETTINGS),
+    TextSettings,
+    EngineSettings,
+]
 
 
 def recipe_origin(given: Mapping[str, Any]) -> Origin:
@@ -147,7 +152,7 @@ def test_every_settings_class_of_attar(cls: type) -> None:
         assert setting.help, f"{cls.__name__}.{setting.name} has no help"
         assert describe(setting.kind)
         if setting.choices and not setting.many:
-            assert setting.default in setting.choices
+            assert setting.default is None or setting.default in setting.choices
     assert parse(cls, plain(made), PYTHON) == made
     table = document(cls)
     assert table.count("\n") == 2 + len(settings_of(cls))

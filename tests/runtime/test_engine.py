@@ -253,6 +253,22 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives() -> None:
     assert list(results(finish(running), {name: ([1, 2], params)})[name].token_ids) == alone([1, 2], params)
 
 
+def test_a_fork_that_fails_ends_all_texts_of_the_step_and_leaks_nothing() -> None:
+    class Forgetful(FakeRunner):
+        def fork(self, sequence: int, child: int) -> None:
+            if len(forks) == 1:  # the first request has forked already
+                raise MemoryError("no room for scores")
+            forks.append(child)
+
+    forks: list[int] = []
+    running = engine(Forgetful())
+    for prompt in ([1, 2], [3, 4]):
+        running.add(prompt, SamplingParams(n=2, max_tokens=3))
+    events = finish(running)
+    assert [(e.finish_reason, e.error) for e in events] == [("error", "MemoryError: no room for scores")] * 4
+    running.check()
+
+
 def test_one_row_of_nan_ends_one_request() -> None:
     runner = FakeRunner()
     runner.poison = {33}

@@ -18,7 +18,7 @@ from attar.checkpoint import Checkpoint
 from attar.errors import NumericsError
 from attar.measure.divergence import agreement, kl, percentile
 from attar.measure.forward import next_token_logits, split
-from attar.measure.generation import complete, encode, greedy
+from attar.measure.generation import complete, encode, words
 from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.perplexity import perplexity, token_losses
 from attar.measure.reference import Reference, check_same_text, check_same_tokens, held_out, make_reference
@@ -212,7 +212,7 @@ def _sample(subject: Subject, settings: EvaluateSettings) -> str | None:
     if not settings.sample or subject.tokenizer is None:
         return None
     prompt = encode(subject, settings.sample, "the sample's prompt")
-    return complete(subject, prompt, settings.sample_tokens, greedy).text
+    return words(subject, complete(subject, prompt, settings.sample_tokens))
 
 
 def _speed(subject: Subject, settings: EvaluateSettings) -> Speed | None:

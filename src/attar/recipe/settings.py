@@ -163,7 +163,7 @@ def _value(setting: Setting, value: object, origin: Origin) -> Any:
         result = _convert(setting.kind, value, origin.text)
     except _WrongTypeError:
         raise origin.wrong(setting.name, value, describe(setting.kind)) from None
-    if setting.choices:
+    if setting.choices and result is not None:
         for item in result if setting.many else (result,):
             if item not in setting.choices:
                 names = [str(choice) for choice in setting.choices]

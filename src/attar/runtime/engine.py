@@ -135,10 +135,11 @@ class Engine:
             self._started(step, now)
             try:
                 logits = self.runner.run(step)
+                outputs = self.scheduler.commit(step)
             except Exception as failure:
                 events += self._failed(step, failure)
             else:
-                events += self._drawn(self.scheduler.commit(step), logits[:, : self.vocabulary])
+                events += self._drawn(outputs, logits[:, : self.vocabulary])
                 if self.eviction is not None:
                     pack_due(self.scheduler, self.eviction, self.runner)  # type: ignore[arg-type]
         if events and self.idle:
@@ -219,11 +220,12 @@ class Engine:
         return self._stamped(event)
 
     def _failed(self, step: Step, failure: Exception) -> list[Event]:
-        """The runner broke: the step's requests end."""
+        """The runner broke, or a fork: the step's requests end, with all their texts."""
         self.failure = failure
         spans = [span.sequence for span in step.spans]
+        broken = [each.request.id for each in self.scheduler.running if each.id in spans]
         events = []
-        for sequence in [each for each in self.scheduler.running if each.id in spans]:
+        for sequence in [each for each in self.scheduler.running if each.request.id in broken]:
             self.scheduler.finish(sequence, "error")
             events += self._ended(sequence, f"{type(failure).__name__}: {failure}")
         return events
