@@ -60,6 +60,10 @@ class FakeRunner:
         nan = int(tokens[-1]) in self.poison
         return torch.full((VOCABULARY,), torch.nan) if nan else logits_after(tokens)
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.pool[target] = self.pool[source]
+
     def fork(self, sequence: int, child: int) -> None:
         pass
 

@@ -9,8 +9,10 @@ does).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -171,6 +173,12 @@ class Program:
         self._library.attar_run(self._handle, ctypes.byref(batch))
         del kept
         return logits
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Keys and values of slots go to other slots, (from, to), one after the other, in every layer."""
+        assert self._library is not None, "move without a library"
+        array = np.asarray(pairs, dtype=np.int64)
+        self._library.attar_move(ctypes.byref(self._model), array.ctypes.data, len(array))
 
     def _structure(self, exact: bool, kv_dtype: str) -> structures.Model:
         w, whole = self.weights, self.weights.embedding.dtype == torch.float32

@@ -103,5 +103,6 @@ def library() -> Any | None:
     found.attar_runner.argtypes, found.attar_runner.restype = [POINTER, WHOLE], POINTER
     found.attar_runner_free.argtypes, found.attar_runner_free.restype = [POINTER], None
     found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], None
+    found.attar_move.argtypes, found.attar_move.restype = [POINTER, POINTER, LONG], None
     found.attar_read.argtypes, found.attar_read.restype = [POINTER, POINTER, LONG], ctypes.c_uint64
     return found

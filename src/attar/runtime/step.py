@@ -177,6 +177,11 @@ class Runner(Protocol):
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         ...
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What slots hold goes to other slots, (from, to), one after the other: the path that was accepted
+        of a tree goes to consecutive places. Both are slots of one sequence that nobody shares."""
+        ...
+
     def fork(self, sequence: int, child: int) -> None:
         """``child`` begins with the tokens and blocks of ``sequence``: what is kept of it is copied."""
         ...

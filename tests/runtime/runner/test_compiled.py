@@ -156,6 +156,36 @@ def test_a_tree(models):
         torch.testing.assert_close(rows[ends], expected[-1], **CLOSE)
 
 
+@pytest.mark.parametrize(("kv_dtype", "near"), [("float32", 2e-4), ("bfloat16", 0.05), ("int8", 0.1)])
+def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
+    """Bit for bit what a chain leaves in the same slots."""
+    model, ids = models("llama3"), tokens()
+    left, right, after = tokens(seed=4)[:2], tokens(seed=5)[:2], [7]
+    found = runner(model, kv_dtype=kv_dtype)
+    run(found, (0, ids, 0, 18, [0, 1], 0))
+    row = [*ids[:19], *left, *right]
+    run(found, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 1, 0, 3),))
+    found.move([(21, 19), (22, 20)])
+    chain = ids[:19] + right + after
+    rows = run(found, (0, chain, 21, 22, [0, 1], 1))
+    torch.testing.assert_close(rows[0], logits_of(model, chain)[-1], rtol=0, atol=near)
+    again = runner(model, kv_dtype=kv_dtype)
+    for start, stop in ((0, 18), (18, 21)):
+        run(again, (0, chain, start, stop, [0, 1], 0))
+    assert torch.allclose(rows, run(again, (0, chain, 21, 22, [0, 1], 1)), atol=1e-5)
+
+
+def test_a_tree_under_a_window(models):
+    """Siblings share a position: the window counts positions, not places."""
+    model, ids = models("mistral", sliding_window=3), tokens()
+    found = runner(model)
+    run(found, (0, ids, 0, 18, [0, 1], 0))
+    row = [*ids[:19], 40, 50, 60, 70]
+    rows = run(found, (0, row, 18, 23, [0, 1], 5), parents=((-1, 0, 0, 2, 3),))
+    expected = logits_of(model, [*ids[:19], 50, 60, 70])
+    torch.testing.assert_close(rows[[2, 3, 4]], expected[-3:], **CLOSE)
+
+
 def test_seen():
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
     assert seen([-1, 0, 0, 2]).astype(int).tolist() == expected

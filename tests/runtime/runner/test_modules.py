@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +83,34 @@ def test_a_tree_sees_its_ancestors_only(family):
         rows = torch.tensor([prompt + [drafts[index] for index in chain]])
         want = tiny_models.logits(plain, rows)[0, -3:]
         torch.testing.assert_close(found[chain], want, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8", "kivi4"])
+def test_the_accepted_path_of_a_tree_moves_together(kv_dtype):
+    """What follows is what follows the chain."""
+    plain = tiny_models.build("llama3")
+    prompt, drafts, parents = (
+        tiny_models.tokens(plain, batch=1, length=35)[0].tolist(),
+        [40, 50, 60, 70],
+        (-1, -1, 1, 2),
+    )
+    size, rows = 32, []
+    for tree in (True, False):
+        runner = Modules(copy.deepcopy(plain), blocks=4, block_size=size, kv_dtype=kv_dtype)
+        run = partial(_run, runner, (2, 0))
+        run(prompt, 0, 35)
+        if tree:
+            run(drafts, 35, 39, parents)
+            runner.move([(at, at - 1) for at in (36 - size, 37 - size, 38 - size)])
+        else:
+            run(drafts[1:], 35, 38)
+        rows.append(run([80], 38, 39))
+    torch.testing.assert_close(rows[0], rows[1], atol=2e-5, rtol=1e-4)
+
+
+def _run(runner, blocks, tokens, start, stop, parents=None):
+    trees = None if parents is None else (parents,)
+    return runner.run(Step(tokens, (Span(0, start, stop, blocks, 1),), parents=trees))
 
 
 def test_a_tree_under_a_window():

@@ -32,6 +32,9 @@ Runner* attar_runner(const Model* model, std::int32_t threads) { return new Runn
 void attar_runner_free(Runner* runner) { delete runner; }
 void attar_run(Runner* runner, const Batch* batch) { runner->run(*batch); }
 
+// Keys and values of slots to other slots: `count` pairs (from, to), one after the other.
+void attar_move(const Model* model, const std::int64_t* pairs, std::int64_t count) { move(*model, pairs, count); }
+
 // The sum of all bytes, each member reading its share in four streams: what reading costs.
 std::uint64_t attar_read(Team* team, const std::uint8_t* data, std::int64_t bytes) {
     std::atomic<std::uint64_t> total{0};

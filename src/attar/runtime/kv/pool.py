@@ -81,6 +81,14 @@ class Pool:
             full = committed(span, tree is not None) // self.geometry.block_size
             self.store.settle_([block for block in span.blocks[:full] if block >= 0])
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Move tokens between slots, (from, to), one after the other, in every layer."""
+        for pair in pairs:
+            source, target = torch.tensor(pair, device=self.device)
+            sources = source.expand(self.geometry.kv_heads, 1)
+            for layer in range(self.geometry.layers):
+                self.store.move_(layer, sources, target[None])
+
     def pack(self, layer: int, old: Sequence[int], new: Sequence[int], keep: Tensor) -> None:
         """Move what eviction keeps of a sequence together, in one layer.
 

@@ -90,6 +90,10 @@ class Compiled:
     def fork(self, sequence: int, child: int) -> None:
         """Nothing is kept per sequence."""
 
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What slots hold goes to other slots, (from, to), one after the other."""
+        self._program.move(pairs)
+
     def forget(self, sequence: int) -> None:
         """Nothing is kept per sequence."""
 

@@ -7,6 +7,7 @@ that the compiled one is tested against. A step runs as one row of tokens with e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ class Modules:
         assert passing.layers == list(range(self.pool.geometry.layers)), f"layers attended: {passing.layers}"
         self.pool.end(step)
         return logits.float()
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """What slots hold goes to other slots, (from, to), one after the other."""
+        self.pool.move(pairs)
 
     def pack(self, packing: Packing) -> None:
         """Choose which places of a sequence stay, for each layer and head, and move them together."""

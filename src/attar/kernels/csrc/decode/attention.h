@@ -31,6 +31,8 @@ struct Look {
     std::int64_t from, until;    // places [from, until) are seen
     std::int64_t place;          // where the span begins
     const std::uint8_t* tree;    // the token's row of the span's mask, or null
+    const std::int64_t* positions;  // of the span's tokens: in a tree siblings share one
+    std::int64_t earliest;          // position that is seen
 };
 
 // Dimensions [first, last) of a head's parts put together, each sum over parts in their order.
@@ -175,7 +177,8 @@ private:
         for (int i = 0; i < WIDTH; i++) {
             const std::int64_t place = tile + i;
             bool sees = place >= look.from && place < look.until;
-            if (sees && look.tree && place >= look.place) sees = look.tree[place - look.place];
+            if (sees && look.tree && place >= look.place)
+                sees = look.tree[place - look.place] && look.positions[place - look.place] >= look.earliest;
             seen[i] = sees ? -1 : 0;
             whole = whole && sees;
         }

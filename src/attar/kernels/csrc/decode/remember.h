@@ -30,4 +30,46 @@ static inline void remember(const Model& model, std::int64_t layer, std::int64_t
     }
 }
 
+// What a slot holds of a head goes to another slot, bit for bit.
+template <class Number>
+static inline void move(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t from, std::int64_t to) {
+    const std::int64_t size = model.block_size, stride = model.padded(), bytes = model.row_bytes();
+    const auto at = [&](std::int64_t slot, bool values) {
+        std::uint8_t* half = (values ? model.values(layer, slot / size, head) : model.keys(layer, slot / size, head));
+        return (Number*)(half + slot % size / WIDTH * WIDTH * bytes);
+    };
+    const std::int64_t source = from % size % WIDTH, target = to % size % WIDTH;
+    const bool wide = model.pool_kind == WIDE;
+    const auto key = [&](std::int64_t row, std::int64_t d) {
+        return wide ? d * WIDTH + row : (d / 2 * WIDTH + row) * 2 + d % 2;
+    };
+    const auto value = [&](std::int64_t row, std::int64_t d) {
+        return wide ? row * stride + d : (row / 2 * stride + d) * 2 + row % 2;
+    };
+    for (std::int64_t d = 0; d < model.head_dim; d++) {
+        at(to, false)[key(target, d)] = at(from, false)[key(source, d)];
+        at(to, true)[value(target, d)] = at(from, true)[value(source, d)];
+    }
+    if (model.pool_kind != CODES) return;
+    for (const bool values : {false, true}) {
+        const auto scale = [&](std::int64_t slot) {
+            const auto half = values ? model.values(layer, slot / size, head) : model.keys(layer, slot / size, head);
+            return model.scales(half) + slot % size;
+        };
+        *scale(to) = *scale(from);
+    }
+}
+
+// The same in every layer and head, for `count` pairs (from, to), one after the other.
+static inline void move(const Model& model, const std::int64_t* pairs, std::int64_t count) {
+    for (std::int64_t layer = 0; layer < model.layers; layer++)
+        for (std::int64_t i = 0; i < count; i++)
+            for (std::int64_t head = 0; head < model.kv_heads; head++) {
+                const std::int64_t from = pairs[2 * i], to = pairs[2 * i + 1];
+                if (model.pool_kind == WIDE) move<float>(model, layer, head, from, to);
+                else if (model.pool_kind == CODES) move<std::uint8_t>(model, layer, head, from, to);
+                else move<std::uint16_t>(model, layer, head, from, to);
+            }
+}
+
 }  // namespace attar

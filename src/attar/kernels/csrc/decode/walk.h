@@ -167,10 +167,14 @@ private:
         const std::int64_t group = model.heads / model.kv_heads, parts = r.parts_, part = task % parts;
         const std::int64_t head = task / parts % model.kv_heads, t = batch.tokens - 1 - task / parts / model.kv_heads;
         const std::int64_t span = batch.span[t], inside = t - batch.first[span];
-        const std::int64_t until = batch.place[span] + inside + 1, window = layer().window;
-        const std::int64_t from = window && until > window ? until - window : 0;
-        Look look{batch.block + batch.table[span], from, until, batch.place[span], nullptr};
-        if (batch.tree[span] >= 0) look.tree = batch.mask + batch.tree[span] + inside * batch.count[span];
+        const std::int64_t begin = batch.place[span], until = begin + inside + 1, window = layer().window;
+        const std::int64_t after = batch.positions[t] + 1, earliest = window && after > window ? after - window : 0;
+        const std::int64_t* positions = batch.positions + batch.first[span];
+        Look look{batch.block + batch.table[span], earliest, until, begin, nullptr, positions, earliest};
+        if (batch.tree[span] >= 0) {
+            look.tree = batch.mask + batch.tree[span] + inside * batch.count[span];
+            look.from = std::min(earliest, begin);
+        }
         const std::int64_t place = (t * model.heads + head * group) * parts + part;
         const float* queries = r.qkv_.data() + t * qkv_width() + head * group * model.head_dim;
         Part* to = r.part_.data() + place;

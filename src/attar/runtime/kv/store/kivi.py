@@ -111,7 +111,14 @@ class Kivi:
             self.codes[:, :, target] = self.codes[:, :, source]
 
     def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
-        raise AssertionError("KIVI's groups are not taken apart: kv/compose.py refuses eviction with it")
+        """Inside blocks that are being filled; groups are not taken apart."""
+        block = self.geometry.block_size
+        heads = torch.arange(len(sources), device=sources.device)
+        for source, target in zip(sources.T, targets.tolist(), strict=True):
+            rooms = [self.open[index] for index in (source // block).tolist()]
+            rows = (source % block).tolist()
+            moved = [room[layer, :, row, head] for room, row, head in zip(rooms, rows, heads, strict=True)]
+            self.open[target // block][layer, :, target % block] = torch.stack(moved, dim=1)
 
     def _opened(self, index: int, row: int) -> Tensor:
         """Room for a block: empty, or what was quantized of it where it is written from the middle."""
