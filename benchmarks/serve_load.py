@@ -50,6 +50,11 @@ class Seen:
         """Mean seconds between two tokens."""
         return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
 
+    @property
+    def silence(self) -> float:
+        """The most seconds between two pieces."""
+        return max((b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)), default=0.0)
+
 
 def make_load(seed: int, count: int, rate: float, prefixes: int, prefix: int, vocabulary: int) -> list[Ask]:
     """Requests of mixed lengths.

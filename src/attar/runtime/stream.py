@@ -4,10 +4,10 @@
         async for event in streams.stream(prompt, params): ...
 
 Only the thread touches the engine. Coroutines leave orders (add, cancel, anything that looks at it) in a
-queue, which the thread empties before every step, and events come back through the loop that asked. An
-iterator that is closed early (a client went away) cancels its request. An error of one step ends that step's
-requests, and the thread goes on. What should never happen (a check that fails) ends the thread: every open
-iterator raises it.
+queue, which the thread empties before every step. A step's events come back together through the loop that
+asked, for waking it costs more than an event does. An iterator that is closed early (a client went away)
+cancels its request. An error of one step ends that step's requests, and the thread goes on. What should never
+happen (a check that fails) ends the thread: every open iterator raises it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 
 T = TypeVar("T")
-Deliver = Callable[["Event | Exception"], None]
+Loop = asyncio.AbstractEventLoop
+News = asyncio.Queue["Event | Exception"]
 
 
 class Streams:
@@ -38,7 +39,7 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._readers: dict[str, Deliver] = {}
+        self._readers: dict[str, tuple[Loop, News]] = {}
         self._open = True
         self.failure: Exception | None = None  # what ended the thread, where it should not have ended
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
@@ -65,16 +66,12 @@ class Streams:
         Raises:
             as :meth:`Engine.add`, before the first event; AttarError when the engine is closed.
         """
-        events: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        reader: tuple[Loop, News] = asyncio.get_running_loop(), asyncio.Queue()
         options = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
-
-        def deliver(event: Event | Exception) -> None:
-            _tell(loop, events.put_nowait, event)
 
         def begin() -> str:
             name = self.engine.add(prompt, params, **options)  # type: ignore[arg-type]
-            self._readers[name] = deliver
+            self._readers[name] = reader
             return name
 
         asked = asyncio.ensure_future(self.ask(begin))
@@ -82,7 +79,7 @@ class Streams:
         try:
             await asyncio.shield(asked)
             while left:
-                event = await events.get()
+                event = await reader[1].get()
                 if isinstance(event, Exception):
                     raise event
                 left -= event.finished
@@ -142,8 +139,8 @@ class Streams:
                 self._deliver(self.engine.cancel(name))
         except Exception as failure:
             self.failure, self._open = failure, False
-            for reader in self._readers.values():
-                reader(failure)
+            for loop, news in self._readers.values():
+                _tell(loop, news.put_nowait, failure)
             self._readers.clear()
             self._obey(wait=False)
 
@@ -157,12 +154,22 @@ class Streams:
             return
 
     def _deliver(self, events: Sequence[Event]) -> None:
+        """To each loop what its readers wait for, in one call."""
+        mail: dict[Loop, list[tuple[News, Event]]] = {}
         for event in events:
             reader = self._readers.get(event.request)
             if event.usage is not None:
                 self._readers.pop(event.request, None)
             if reader is not None:
-                reader(event)
+                loop, news = reader
+                mail.setdefault(loop, []).append((news, event))
+        for loop, letters in mail.items():
+            _tell(loop, _hand_out, letters)
+
+
+def _hand_out(letters: Sequence[tuple[News, Event]]) -> None:
+    for news, event in letters:
+        news.put_nowait(event)
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
@@ -175,7 +182,7 @@ def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -
         answer.set_result(result)
 
 
-def _tell(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *values: Any) -> None:
+def _tell(loop: Loop, act: Callable[..., None], *values: Any) -> None:
     """Call something in a loop; a loop that has ended wants nothing."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(act, *values)

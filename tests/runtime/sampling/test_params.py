@@ -30,6 +30,7 @@ from attar.runtime.sampling.params import MAX_STOPS, SamplingParams
         ("logprobs", -1),
         ("logprobs", 10_000),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 5e-324),
         ("frequency_penalty", float("nan")),
         ("stop", ""),
         ("stop", ["a", ""]),

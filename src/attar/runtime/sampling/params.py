@@ -141,7 +141,7 @@ _NUMBERS: tuple[tuple[str, float, float], ...] = (  # inclusive
     ("temperature", 0.0, 1e6),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 1e6),
+    ("repetition_penalty", 1e-6, 1e6),  # beyond, logits overflow
     ("presence_penalty", -1e6, 1e6),
     ("frequency_penalty", -1e6, 1e6),
 )
@@ -155,7 +155,7 @@ _COUNTS: tuple[tuple[str, int, int | None], ...] = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 GUIDES = ("regex", "json_schema", "grammar")
-_POSITIVE = ("top_p", "repetition_penalty")  # 0 itself is refused
+_POSITIVE = ("top_p",)  # 0 itself is refused
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 

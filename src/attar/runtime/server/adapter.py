@@ -73,6 +73,7 @@ class EngineBackend:
         return Stats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            free=max(scheduler.limits.sequences - len(scheduler.running), 0),
             cache_usage=1 - (free + cached) / manager.capacity,
             blocks={"free": free, "cached": cached, "used": manager.capacity - free - cached},
             prefix_queries=manager.counts.asked,

@@ -41,6 +41,7 @@ class Stats:
         prefix_hits: of these, found.
         preemptions: since the start.
         speculation: None where nothing is drafted.
+        free: texts that may begin to run besides those that run.
     """
 
     running: int = 0
@@ -51,6 +52,7 @@ class Stats:
     prefix_hits: int = 0
     preemptions: int = 0
     speculation: Speculation | None = None
+    free: int = 0
 
 
 class Backend(Protocol):

@@ -1,7 +1,8 @@
 """Who may come in: not more than the queue holds, and nobody once the server is going down.
 
 A request is *arriving* from its admission until the engine has it; then the engine's own count of waiting
-requests holds it. So the limit is exact for a burst that comes before the engine's next step.
+requests holds it. Places that are free are filled at the engine's next step, so a burst that comes before it
+may be larger by as many.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Gate:
             raise RefusedError(503, "the server is shutting down", code="shutting_down", retry_s=1)
         if not self._backend.alive:
             raise RefusedError(503, "the engine has stopped", code="engine_stopped")
-        waiting = self._backend.stats().waiting + self.arriving
-        if waiting and waiting + count > self._max_queue:
+        stats = self._backend.stats()
+        waiting = stats.waiting + self.arriving
+        if waiting and waiting + count > self._max_queue + stats.free:
             message = f"{waiting:,} requests are waiting, the limit is {self._max_queue:,}"
             raise RefusedError(429, message, code="queue_full", retry_s=self.retry_s())
 

@@ -91,7 +91,7 @@ class Common(Strict):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None

@@ -23,6 +23,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "des
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."}
 }
+_STOPPED: dict[int | str, dict[str, Any]] = {503: {"model": answers.StateBody, "description": "Not so."}}
+_METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "For Prometheus."}
+}
 
 
 def make_routes(service: Service) -> APIRouter:
@@ -82,19 +86,19 @@ def _add_words(router: APIRouter, service: Service) -> None:
 
 
 def _add_state(router: APIRouter, service: Service) -> None:
-    @router.get("/health", response_model=answers.StateBody)
+    @router.get("/health", response_model=answers.StateBody, responses=_STOPPED)
     async def health() -> JSONResponse:
         """Whether the process should live: 503 once the engine has stopped."""
         if service.backend.alive:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "stopped", "reason": service.why_stopped()}, status_code=503)
 
-    @router.get("/ready", response_model=answers.StateBody)
+    @router.get("/ready", response_model=answers.StateBody, responses=_STOPPED)
     async def ready() -> JSONResponse:
         """Whether new requests are taken: 503 while the server goes down."""
         taken = service.backend.alive and not service.gate.draining
         return JSONResponse({"status": "ready" if taken else "draining"}, status_code=200 if taken else 503)
 
-    @router.get("/metrics", response_class=Response)
+    @router.get("/metrics", response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
