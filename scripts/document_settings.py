@@ -13,6 +13,7 @@ from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.settings import BenchSettings, EngineSettings, TextSettings
+from attar.runtime.speculate.profile.settings import ProfileSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"
@@ -30,6 +31,7 @@ def page() -> str:
     parts.append(_section("evaluate", load(EVALUATE_SETTINGS)))
     parts.append(_section("generate", TextSettings))
     parts.append(_section("bench", BenchSettings))
+    parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
     parts.append(_section("generate, bench and serve: the engine", EngineSettings))
     return "\n".join(parts)

@@ -11,6 +11,7 @@ import attar
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
+    "distillation/drafting.py",
     "distillation/forward_kl.py",
     "distillation/layer_map.py",
     "pruning/importance.py",

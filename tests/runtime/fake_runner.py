@@ -25,6 +25,15 @@ def logits_after(tokens: Sequence[int]) -> Tensor:
     return torch.from_numpy(draws.standard_normal(VOCABULARY).astype(np.float32) * 2)
 
 
+def seen(place: int, index: int, tree: Sequence[int] | None) -> list[int]:
+    """Places that token ``index`` of a span sees: the prefix, its ancestors and itself."""
+    own = []
+    while index >= 0:
+        own.append(place + index)
+        index = index - 1 if tree is None else tree[index]
+    return [*range(place), *reversed(own)]
+
+
 class FakeRunner:
     """A ``Runner`` whose keys are the tokens themselves."""
 
@@ -48,9 +57,9 @@ class FakeRunner:
             blocks[new] = blocks[old]
         self.pool[step.slots(self.block_size)] = step.tokens
         rows = [
-            self._logits(span.context(self.block_size)[: place + 1])
-            for span in step.spans
-            for place in range(span.end - span.wants, span.end)
+            self._logits(span.context(self.block_size)[seen(span.place, index, tree)])
+            for span, tree in step.trees()
+            for index in range(span.count - span.wants, span.count)
         ]
         return torch.stack(rows) if rows else torch.empty(0, self.vocabulary)
 

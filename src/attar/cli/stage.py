@@ -50,4 +50,9 @@ def _answer(made: Any, out: str, seconds: float) -> Answer:
 
     card = made.card.to_dict() if made.card else None
     data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}
-    return Answer(data, f"{out}  {bytes_text(made.nbytes)}")
+    lines = [f"{out}  {bytes_text(made.nbytes)}"]
+    if made.card and "drafting" in made.card.details:
+        from attar.distillation.draft import words
+
+        lines.append(words(made.card.details["drafting"]))
+    return Answer(data, "\n".join(lines))

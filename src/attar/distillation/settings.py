@@ -33,7 +33,11 @@ class RecoverSettings(TrainSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillSettings(RecoverSettings):
-    """A student with fewer of the teacher's layers, trained on the teacher's distribution."""
+    """A student with fewer of the teacher's layers, trained on the teacher's distribution.
+
+    ``for_drafting`` trains it to have its drafts accepted in speculative decoding (draft.py); with ``alpha``
+    0 and ``share`` 0 it is trained plainly, and the same report tells what that is worth.
+    """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     layers: int = field(default=0, metadata={"help": "layers of the student; 0: half of the teacher's"})
@@ -45,8 +49,40 @@ class DistillSettings(RecoverSettings):
         },
     )
 
+    width: int = field(
+        default=0,
+        metadata={
+            "help": "width of a student that starts afresh, heads and MLP in proportion; 0: the teacher's"
+        },
+    )
+    for_drafting: bool = field(
+        default=False, metadata={"help": "train for speculative decoding: accepted tokens count"}
+    )
+    draft_loss: str = field(
+        default="lk",
+        metadata={
+            "help": "for drafting, the soft loss; tv: refused drafts; lk: kl far from the teacher, tv near",
+            "choices": ("lk", "tv", "kl"),
+        },
+    )
+    share: float = field(
+        default=0.5, metadata={"help": "for drafting: fraction of the rows that the teacher writes itself"}
+    )
+    samples: int = field(
+        default=512, metadata={"help": "for drafting: rows it writes; repeated where the share asks for more"}
+    )
+    prompt_tokens: int = field(
+        default=32, metadata={"help": "for drafting: tokens of text in front of each row that it writes"}
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("width", self.width, 0, 2**24, "0 (the teacher's) or more")
+        check_range("share", self.share, 0.0, 1.0, "between 0 and 1")
+        check_range("samples", self.samples, 1, 2**40, "at least 1")
+        check_range("prompt_tokens", self.prompt_tokens, 1, 2**24, "at least 1")
+        if self.draft_loss not in ("lk", "tv", "kl"):
+            raise SettingsError("draft_loss", self.draft_loss, "lk, tv or kl")
         check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
         if self.layer_map not in ("uniform", "ends", "last"):
             raise SettingsError("layer_map", self.layer_map, "uniform, ends or last")

@@ -2,11 +2,13 @@
 made from).
 
 Both are the train walk with one loss: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, the
-teacher run beside the student. ``alpha`` is the weight of the soft loss.
+teacher run beside the student. ``alpha`` is the weight of the soft loss. A student that will draft gets
+another soft loss and rows of the teacher's own (draft.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.packing import PADDING, pack, row_length
+from attar.distillation.draft import LOSSES, Writer, report
 from attar.distillation.forward_kl import forward_kl
 from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
@@ -26,7 +29,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.precision import stored_precision
-from attar.models.student import student_by_depth
+from attar.models.student import fresh_student, student_by_depth
 from attar.progress import SILENT, Progress
 from attar.walks.objectives import next_token_loss
 from attar.walks.train import History, Loss, train
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 HELD_OUT_TOKENS = 16_384
+
+Soft = Callable[[Tensor, Tensor, float], Tensor]
+"""``soft(student's logits, teacher's logits, temperature)``: a scalar, the mean over tokens."""
 
 
 def distill(
@@ -50,7 +56,7 @@ def distill(
 
     Args:
         teacher: a dense or packed causal language model.
-        out: the folder to make.
+        out: the folder to make; for drafting its card's details tell acceptance and tokens a pass.
 
     Raises:
         AttarError: see errors.py; nothing is left behind.
@@ -59,6 +65,7 @@ def distill(
     model = _causal(source, settings)
     depth = len(discover(model).blocks)
     kept = layer_map(settings.layer_map, depth, settings.layers or max(depth // 2, 1))
+    student = _student(model, kept, settings)
     with produce(
         out,
         stage="distill",
@@ -69,10 +76,17 @@ def distill(
         force=force,
         key=key,
     ) as output:
-        student = student_by_depth(model, kept)
-        history = _learn(student, model, source, settings, output.work / "train", progress, "distill")
+        writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
+        history = _learn(student, model, source, settings, output.work, progress, "distill", writer)
         _save(student, source, output, history)
-        output.details["layer_map"] = kept
+        if settings.width:
+            output.details["width"] = settings.width
+        else:
+            output.details["layer_map"] = kept
+        if writer is not None:
+            made = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
+            rows = writer.held_out_rows(HELD_OUT_TOKENS)
+            output.details["drafting"] = report(made, model, rows, writer.prompt, settings.batch_size)
     return open_checkpoint(out)
 
 
@@ -109,29 +123,29 @@ def recover(
         force=force,
         key=key,
     ) as output:
-        history = _learn(student, guide, source, settings, output.work / "train", progress, "recover")
+        history = _learn(student, guide, source, settings, output.work, progress, "recover")
         _save(student, source, output, history)
     return open_checkpoint(out)
 
 
-def soft_loss(teacher: nn.Module, temperature: float, alpha: float) -> Loss:
+def soft_loss(teacher: nn.Module, temperature: float, alpha: float, soft: Soft = forward_kl) -> Loss:
     """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted
-    tokens.
+    tokens; ``soft`` may stand in KL's place.
 
     Padded places are left out. Vocabularies padded to different widths are compared over the common part.
     """
 
     def loss(student: nn.Module, tokens: Tensor) -> Tensor:
         shown = tokens.clamp(min=0)
-        with torch.no_grad():
-            guide = teacher(input_ids=shown).logits
         logits = student(input_ids=shown).logits
-        width = min(guide.shape[-1], logits.shape[-1])
         predicted = tokens[:, 1:] != PADDING
         total = logits.new_zeros((), dtype=torch.float32)
         if alpha > 0.0:
+            with torch.no_grad():
+                guide = teacher(input_ids=shown).logits
+            width = min(guide.shape[-1], logits.shape[-1])
             ours, theirs = (_at(z[:, :-1, :width], predicted) for z in (logits, guide))
-            total = total + alpha * forward_kl(ours, theirs, temperature)
+            total = total + alpha * soft(ours, theirs, temperature)
         if alpha < 1.0:
             total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
         return total
@@ -152,8 +166,9 @@ def _learn(
     work: Path,
     progress: Progress,
     what: str,
+    writer: Writer | None = None,
 ) -> History:
-    """Run the train walk; the student's weights change."""
+    """Run the train walk; the student's weights change. A ``writer`` makes it a draft model."""
     tokenizer = load_tokenizer(source)
     wanted = settings.steps * settings.batch_size * settings.accumulate
     length = row_length(settings.sequence_length, source.config)
@@ -165,6 +180,10 @@ def _learn(
     kept = pack(tokenizer, settings.data, "calibration", length=length, rows=held, seed=0, packing=packing)
     teacher.requires_grad_(False)
     loss = soft_loss(teacher, settings.temperature, settings.alpha)
+    if writer is not None:
+        soft = LOSSES[writer.settings.draft_loss]
+        loss = soft_loss(teacher, settings.temperature, settings.alpha, soft)
+        rows, kept = writer.training_rows(wanted, rows), writer.held_out_rows(HELD_OUT_TOKENS)
 
     def held_out(model: nn.Module) -> float:
         """The training loss on rows never trained on."""
@@ -175,7 +194,23 @@ def _learn(
             ]
         return sum(parts) / len(kept)
 
-    return train(student, loss, rows, settings, work=work, held_out=held_out, progress=progress, what=what)
+    folder = work / "train"
+    return train(student, loss, rows, settings, work=folder, held_out=held_out, progress=progress, what=what)
+
+
+def _student(model: Any, kept: list[int], settings: DistillSettings) -> Any:
+    """The student before its first step."""
+    if not settings.width:
+        return student_by_depth(model, kept)
+    return fresh_student(model, kept, settings.width, settings.seed)
+
+
+def _writer(
+    model: Any, source: Checkpoint, settings: DistillSettings, work: Path, progress: Progress
+) -> Writer:
+    """The teacher, ready to write rows as long as those of the text."""
+    length = row_length(settings.sequence_length, source.config)
+    return Writer(model, load_tokenizer(source), settings, length, work / "samples", progress)
 
 
 def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:

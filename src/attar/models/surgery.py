@@ -108,7 +108,7 @@ def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
             if part is not None:
                 stored = part.stored_rows()
                 cut.remove_rows(part, [stored[index] for index in removed])
-    changes = {_neurons_key(text_config(model), before[0]): count}
+    changes = {neurons_key(text_config(model), before[0]): count}
     return rebuild(model, cut.apply(model.state_dict()), changes)
 
 
@@ -213,7 +213,7 @@ def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
     return changes
 
 
-def _neurons_key(config: Any, neurons: int) -> str:
+def neurons_key(config: Any, neurons: int) -> str:
     """Name under which a config keeps its MLP width (None there means 4 hidden sizes, as in GPT-2)."""
     said = {key: getattr(config, key) for key in NEURONS if hasattr(config, key)}
     for key, value in said.items():

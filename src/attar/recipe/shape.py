@@ -85,8 +85,14 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
         kept = _layers(settings, shape) / shape.layers
+        narrow = (getattr(settings, "width", 0) or shape.hidden) / shape.hidden
         smaller = replace(
-            shape, attention=shape.attention * kept, mlp=shape.mlp * kept, layers=_layers(settings, shape)
+            shape,
+            attention=shape.attention * kept * narrow**2,
+            mlp=shape.mlp * kept * narrow**2,
+            outside=shape.outside * narrow,
+            layers=_layers(settings, shape),
+            hidden=round(shape.hidden * narrow),
         )
         return replace(smaller, bytes=smaller.parameters * density)
     if entry.stage == "prune":

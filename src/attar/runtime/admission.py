@@ -6,10 +6,13 @@ full is refused with the word to come back: nothing waits for what will not happ
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from attar.errors import AttarError, DataError, SettingsError
+from attar.runtime.kv.compose import check_together
 from attar.runtime.kv.manager import Manager
+from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sequence import Request
 
 
@@ -49,6 +52,32 @@ class Limits:
             raise SettingsError("sequences", self.sequences, allowed)
         if self.patience_s < 0:
             raise SettingsError("patience_s", self.patience_s, "0 or more seconds")
+
+
+def check_params(params: SamplingParams, features: Tokens[str], *, words: bool, grammars: bool) -> None:
+    """Raises SettingsError where they ask for what the model cannot do.
+
+    Args:
+        features: of the runner, rows of ``kv/compose.py``.
+        words: tokens can be made text.
+        grammars: texts can be held to one.
+    """
+    if not words and params.stop:
+        raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
+    if params.n > 1:
+        check_together(*features, "fork")
+    if params.guide is not None and not grammars:
+        name, text = params.guide
+        raise SettingsError(name, text[:60], "None, for the model has no tokenizer")
+
+
+def check_tokens(prompt: Tokens[int], vocabulary: int) -> None:
+    """Raises DataError at the first token that is not of the vocabulary."""
+    for place, token in enumerate(prompt):
+        if not 0 <= token < vocabulary:
+            raise DataError(
+                f"token {token} at place {place} of the prompt is not of the vocabulary of {vocabulary:,}"
+            )
 
 
 def most_tokens(request: Request, manager: Manager, limits: Limits, context: int | None) -> int:

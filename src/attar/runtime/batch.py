@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from attar.runtime.kv.manager import Manager
 from attar.runtime.sequence import Sequence
 from attar.runtime.step import Span, Step
+
+Planned = list[tuple[Sequence, int]]
+"""Sequences of a step, each with its tokens, for which places are reserved."""
+Drafting = Callable[[Planned], Planned]
+"""Gives drafts to sequences of a planned step, in what they leave of it."""
 
 
 @dataclass(frozen=True)

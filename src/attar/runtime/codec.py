@@ -58,3 +58,11 @@ class Codec:
             return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
         skip = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(list(ids), **skip))
+
+
+def each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, also where one was given: a text, or its token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed

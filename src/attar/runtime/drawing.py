@@ -1,33 +1,92 @@
-"""From a step's logits to tokens, for the sequences that are due one."""
+"""From a step's logits to tokens, for the sequences that are due some."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.runtime.batch import Output
 from attar.runtime.job import Job
+from attar.runtime.results import TokenLogprob
 from attar.runtime.sampling.logprobs import token_logprob
 from attar.runtime.sampling.sample import sample
 from attar.runtime.text import Text
 
-
-def wanted(logits: Tensor, outputs: Sequence[Output]) -> Tensor:
-    """The last row of each output: (R, V); the logits themselves where that is all of them, in order."""
-    rows = [output.rows[-1] for output in outputs]
-    return logits if rows == list(range(len(logits))) else logits[rows]
+if TYPE_CHECKING:
+    from attar.runtime.speculate.speculator import Speculator
 
 
-def draw_tokens(logits: Tensor, texts: Sequence[Text]) -> list[int | NumericsError]:
-    """A token for each row (R, V), or what is wrong with it: one bad row does not stop the others."""
+@dataclass(frozen=True)
+class Drawn:
+    """New tokens of a text, before it has said whether it ends with one of them.
+
+    Args:
+        tokens: accepted drafts, and the one behind.
+        rows: of the step's logits that each was decided on.
+        path: indices of the accepted drafts, from 1.
+        drafted: drafts that were run for it.
+    """
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    path: tuple[int, ...] = ()
+    drafted: int = 0
+
+    def moves(self, places: int) -> tuple[tuple[int, int], ...]:
+        """(from, to) places that bring the accepted path behind the last certain token, in order.
+
+        Args:
+            places: of the sequence in use behind the pass, those of all drafts among them.
+        """
+        first = places - self.drafted - 1
+        steps = enumerate(self.path, 1)
+        return tuple((first + node, first + depth) for depth, node in steps if node != depth)
+
+    def logprobs(self, logits: Tensor, count: int | None) -> tuple[TokenLogprob, ...]:
+        """Of each token, from all rows of the step (R, V); none where nobody asks."""
+        if count is None:
+            return ()
+        pairs = zip(self.rows, self.tokens, strict=True)
+        return tuple(token_logprob(logits[row], token, count) for row, token in pairs)
+
+
+def draw_tokens(
+    logits: Tensor, outputs: Sequence[Output], texts: Sequence[Text], speculator: Speculator | None = None
+) -> list[Drawn | NumericsError]:
+    """Tokens for each output, from all rows of the step (R, V), or what is wrong with one's rows: they do
+    not stop the others."""
+    found: dict[int, Drawn | NumericsError] = {}
+    plain = []
+    for place, (output, text) in enumerate(zip(outputs, texts, strict=True)):
+        if speculator is None or not speculator.has(output):
+            plain.append(place)
+            continue
+        try:
+            found[place] = speculator.judge(output, logits, text)
+        except NumericsError as error:
+            found[place] = error
+    rows = [outputs[place].rows[-1] for place in plain]
+    one_each = rows == list(range(len(logits)))
+    drawn = _drawn(logits if one_each else logits[rows], [texts[place] for place in plain])
+    for place, row, token in zip(plain, rows, drawn, strict=True):
+        found[place] = token if isinstance(token, NumericsError) else Drawn((token,), (row,))
+    return [found[place] for place in range(len(outputs))]
+
+
+def _drawn(logits: Tensor, texts: Sequence[Text]) -> list[int | NumericsError]:
+    """A token for each row (R, V)."""
+    if not texts:
+        return []
     try:
         return list(sample(logits, [text.row() for text in texts], [text.key() for text in texts]))
     except NumericsError as error:
         if len(texts) == 1:
             return [error]
-        return [draw_tokens(row[None], [text])[0] for row, text in zip(logits, texts, strict=True)]
+        return [_drawn(row[None], [text])[0] for row, text in zip(logits, texts, strict=True)]
 
 
 def score_prompt(job: Job, output: Output, logits: Tensor) -> None:

@@ -1,7 +1,7 @@
 """The loop that joins scheduler, runner and sampling.
 
     add(prompt, params) → id          refused here, or never
-    step() → events                   schedule → run → commit → draw → append or finish
+    step() → events                   schedule → run → commit → draw (or verify) → append or finish
     cancel(id) → events
 
 One thread calls it (``stream.py`` is for several). It knows tokens; text only through ``decode``. What goes
@@ -16,20 +16,20 @@ from functools import partial
 
 from torch import Tensor
 
-from attar.errors import DataError, NumericsError, SettingsError
-from attar.runtime.batch import Output
-from attar.runtime.drawing import draw_tokens, score_prompt, wanted
+from attar.errors import NumericsError, SettingsError
+from attar.runtime.admission import check_params, check_tokens
+from attar.runtime.batch import Drafting, Output
+from attar.runtime.drawing import Drawn, draw_tokens, score_prompt
 from attar.runtime.job import Job, make_texts
-from attar.runtime.kv.compose import check_together
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.packing import pack_due
 from attar.runtime.results import Event, FinishReason
 from attar.runtime.sampling.grammar import Grammars
-from attar.runtime.sampling.logprobs import token_logprob
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request
 from attar.runtime.sequence import Sequence as Running
+from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import Runner, Step
 from attar.runtime.text import Text
 
@@ -49,6 +49,7 @@ class Engine:
         vocabulary: columns of the logits that stand for a token; None: all.
         eviction: asked after each step which sequences are packed; a runner that packs goes with it.
         grammars: of the tokenizer; None: texts that keep to a grammar are refused.
+        speculator: drafts tokens; None: every pass gives one token a text.
         clock: seconds; arrivals and deadlines are on it.
     """
 
@@ -62,14 +63,17 @@ class Engine:
         vocabulary: int | None = None,
         eviction: Eviction | None = None,
         grammars: Grammars | None = None,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.runner, self.scheduler, self.clock = runner, scheduler, clock
+        self.runner, self.scheduler, self.clock, self.speculator = runner, scheduler, clock, speculator
         self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
         self.failure: Exception | None = None  # the last one of the runner, for whoever wants to raise it
         self._jobs: dict[str, Job] = {}
         self._next = 0
+        plan = speculator and partial(speculator.plan, scheduler=scheduler, text=self._text)
+        self._drafting: Drafting | None = plan or None
 
     @property
     def idle(self) -> bool:
@@ -129,7 +133,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Run one step; the news of every text that has any. Without work nothing happens."""
         now = self.clock()
-        step = self.scheduler.schedule(now)
+        step = self.scheduler.schedule(now, self._drafting)
         events = [event for sequence in self.scheduler.ended() for event in self._ended(sequence)]
         if step is not None:
             self._started(step, now)
@@ -142,16 +146,11 @@ class Engine:
                 events += self._drawn(outputs, logits[:, : self.vocabulary])
                 if self.eviction is not None:
                     pack_due(self.scheduler, self.eviction, self.runner)  # type: ignore[arg-type]
-        if events and self.idle:
-            self.check()
-        return events
+        return self._rested(events)
 
     def cancel(self, id: str) -> list[Event]:
         """End what is left of a request; unknown and finished ones are no error."""
-        events = [event for sequence in self.scheduler.cancel(id) for event in self._ended(sequence)]
-        if events and self.idle:
-            self.check()
-        return events
+        return self._rested([e for each in self.scheduler.cancel(id) for e in self._ended(each)])
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong: blocks that leaked, a request without a sequence."""
@@ -159,22 +158,12 @@ class Engine:
         assert not self.idle or not self._jobs, f"requests {list(self._jobs)} have no sequence"
 
     def _check(self, prompt: Sequence[int], params: SamplingParams, id: str | None) -> None:
-        params.fit(self.vocabulary)
         if id in self._jobs:
             raise SettingsError("id", id, "one that no running request has")
-        if self.decode is None and params.stop:
-            raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
-        if params.n > 1:
-            check_together(*getattr(self.runner, "features", ()), "fork")
-        if params.guide is not None and self.grammars is None:
-            name, text = params.guide
-            raise SettingsError(name, text[:60], "None, for the model has no tokenizer")
-        for place, token in enumerate(prompt):
-            if not 0 <= token < self.runner.vocabulary:
-                raise DataError(
-                    f"token {token} at place {place} of the prompt is not of the vocabulary "
-                    f"of {self.runner.vocabulary:,}"
-                )
+        params.fit(self.vocabulary)
+        features = getattr(self.runner, "features", ())
+        check_params(params, features, words=self.decode is not None, grammars=self.grammars is not None)
+        check_tokens(prompt, self.runner.vocabulary)
 
     def _name(self) -> str:
         """The next number that no request has taken for a name."""
@@ -186,37 +175,49 @@ class Engine:
     def _text(self, sequence: Running) -> Text:
         return self._jobs[sequence.request.id].texts[sequence.index]
 
+    def _rested(self, events: list[Event]) -> list[Event]:
+        """The same events; with the last of all requests everything must have come back."""
+        if events and self.idle:
+            if self.speculator is not None:
+                self.speculator.follow(())
+            self.check()
+        return events
+
     def _started(self, step: Step, now: float) -> None:
         running = {sequence.id: sequence for sequence in self.scheduler.running}
         for span in step.spans:
             self._jobs[running[span.sequence].request.id].start(now, span.start)
 
     def _drawn(self, outputs: Sequence[Output], logits: Tensor) -> list[Event]:
-        """A token for every sequence that is due one."""
+        """Tokens for every sequence that is due some."""
         for output in outputs:
             score_prompt(self._jobs[output.sequence.request.id], output, logits)
         due = [output for output in outputs if output.draws]
-        if not due:
-            return []
-        logits = wanted(logits, due)
         texts = [self._text(output.sequence) for output in due]
+        found = draw_tokens(logits, due, texts, self.speculator)
+        if self.speculator is not None:
+            self.speculator.note(due, found, logits)
         events = []
-        for output, text, row, token in zip(due, texts, logits, draw_tokens(logits, texts), strict=True):
-            if isinstance(token, NumericsError):
+        for output, text, drawn in zip(due, texts, found, strict=True):
+            if isinstance(drawn, NumericsError):
                 self.scheduler.finish(output.sequence, "error")
-                events += self._ended(output.sequence, str(token))
+                events += self._ended(output.sequence, str(drawn))
             else:
-                events.append(self._grown(output.sequence, text, token, row))
+                events.append(self._grown(output.sequence, text, drawn, logits))
         return events
 
-    def _grown(self, sequence: Running, text: Text, token: int, logits: Tensor) -> Event:
-        """A text has one more token, and may end with it."""
-        count = text.params.logprobs
-        event = text.take((token,), () if count is None else (token_logprob(logits, token, count),))
-        if event.finish_reason is None:
-            self.scheduler.append(sequence, [token])
-        else:
+    def _grown(self, sequence: Running, text: Text, drawn: Drawn, logits: Tensor) -> Event:
+        """A text has more tokens, and may end with one of them."""
+        event = text.take(drawn.tokens, drawn.logprobs(logits, text.params.logprobs))
+        job = self._jobs[event.request]
+        job.drafted, job.accepted = job.drafted + drawn.drafted, job.accepted + len(drawn.path)
+        if event.finish_reason is not None:
             self.scheduler.finish(sequence, event.finish_reason)
+            return self._stamped(event)
+        table = self.scheduler.manager.table(sequence.id)
+        if moves := drawn.moves(table.length):
+            self.runner.move([(table.slot(old), table.slot(new)) for old, new in moves])
+        self.scheduler.append(sequence, drawn.tokens)
         return self._stamped(event)
 
     def _failed(self, step: Step, failure: Exception) -> list[Event]:

@@ -28,6 +28,8 @@ class Job:
         started: when its first step began; None before.
         first: when it got its first token; None before.
         scored: log-probabilities of the prompt's tokens, where asked for.
+        drafted: tokens that were proposed and verified.
+        accepted: of these.
     """
 
     id: str
@@ -39,6 +41,8 @@ class Job:
     started: float | None = None
     first: float | None = None
     scored: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    drafted: int = 0
+    accepted: int = 0
     _told: bool = False
 
     @property
@@ -68,6 +72,8 @@ class Job:
             queue_s=None if self.started is None else self.started - self.arrival,
             first_token_s=None if self.first is None else self.first - self.arrival,
             total_s=now - self.arrival,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )
 
 

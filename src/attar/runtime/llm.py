@@ -18,7 +18,7 @@ from attar.checkpoint import Checkpoint
 from attar.errors import NumericsError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
-from attar.runtime.codec import Codec, Prompt
+from attar.runtime.codec import Codec, Prompt, each_prompt
 from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.loading import Loaded, load
@@ -26,6 +26,9 @@ from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
+from attar.runtime.speculate.build import speculator as make_speculator
+from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.wanted import Wanted
 from attar.runtime.stream import Streams
 
 
@@ -46,6 +49,11 @@ class LLM:
         runner: compiled, modules, or auto: compiled where it holds the weights as they are stored and does
             all that is asked for (docs/runtime.md), else modules.
         weights: int8 or int4: dense weights are rounded while they are loaded, by the compiled runner.
+        speculate: ngram, lookahead or self: how tokens are drafted, several of which a pass verifies.
+        draft: a model that drafts; its tokenizer may be another.
+        drafts: of one text in a pass at most; None: what suits the method. Those that do not pay are not run.
+        verification: coupled: the text is the same without drafts; exact: its law is, and more drafts of a
+            model are accepted; None: coupled where a request has a seed.
 
     Raises:
         CheckpointError: the folder is missing or damaged.
@@ -67,28 +75,36 @@ class LLM:
         limits: Limits | None = None,
         runner: str = "auto",
         weights: str | None = None,
+        speculate: str | None = None,
+        draft: str | Path | Checkpoint | None = None,
+        drafts: int | None = None,
+        verification: str | None = None,
     ) -> None:
-        loaded = load(
-            model,
-            runner=runner,
-            weights=weights,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_dtype,
-            kv_tokens=kv_tokens,
-            block_size=block_size,
-            eviction=eviction,
-        )
-        self._assemble(loaded, limits, prefix_cache)
+        wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
+        wanted.check_with([] if eviction is None else [type(eviction).__name__.lower()])
+        alike: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
+        kept: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_tokens": kv_tokens, "eviction": eviction}
+        loaded = load(model, runner=runner, weights=weights, **alike, **kept)
+        drafter = make_speculator(wanted, loaded, model, **alike)
+        self._assemble(loaded, limits, prefix_cache, drafter)
 
     @classmethod
-    def of(cls, loaded: Loaded, *, limits: Limits | None = None, prefix_cache: bool | None = None) -> LLM:
+    def of(
+        cls,
+        loaded: Loaded,
+        *,
+        limits: Limits | None = None,
+        prefix_cache: bool | None = None,
+        speculator: Speculator | None = None,
+    ) -> LLM:
         """One made of parts that are loaded already."""
         made = cls.__new__(cls)
-        made._assemble(loaded, limits, prefix_cache)
+        made._assemble(loaded, limits, prefix_cache, speculator)
         return made
 
-    def _assemble(self, loaded: Loaded, limits: Limits | None, prefix_cache: bool | None) -> None:
+    def _assemble(
+        self, loaded: Loaded, limits: Limits | None, prefix_cache: bool | None, drafter: Speculator | None
+    ) -> None:
         runner = loaded.runner
         limits = limits or Limits()
         manager = loaded.manager(limits, prefix_cache)
@@ -105,6 +121,7 @@ class LLM:
             vocabulary=vocabulary,
             eviction=loaded.eviction,
             grammars=Grammars(loaded.tokenizer, vocabulary) if speaks else None,
+            speculator=drafter,
         )
         self._inbox: dict[str, list[Event]] = {}
 
@@ -115,21 +132,18 @@ class LLM:
         *,
         progress: Progress = SILENT,
     ) -> list[Result]:
-        """Answer prompts, together.
+        """Answer prompts, together: one result for each, in their order.
 
         Args:
             prompts: text or token ids, one or several.
             params: for all of them, or one for each.
-
-        Returns:
-            one result for each prompt, in their order.
 
         Raises:
             DataError: a prompt is empty.
             SettingsError: parameters that do not suit the model or the prompt.
             NumericsError: the model's logits are NaN.
         """
-        asked = _each(prompts)
+        asked = each_prompt(prompts)
         wished = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(wished) != len(asked):
             raise SettingsError(
@@ -233,11 +247,3 @@ class LLM:
         for name in names:
             self.engine.cancel(name)
             del self._inbox[name]
-
-
-def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also where one was given: a text, or its token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed

@@ -41,6 +41,8 @@ class Usage:
         queue_s: seconds until its first step; None where it never had one.
         first_token_s: seconds until the first token; None where there was none.
         total_s: seconds until its last text ended.
+        drafted_tokens: that were proposed and verified; 0 without speculation.
+        accepted_tokens: of these.
     """
 
     prompt_tokens: int
@@ -49,6 +51,8 @@ class Usage:
     queue_s: float | None = None
     first_token_s: float | None = None
     total_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -3,15 +3,13 @@
     Each step every sequence gets min(tokens it wants, budget left): those that decode first, then those whose
     prompt is being computed, both in the order of priority and arrival; then the waiting ones.
 
-Out of blocks, the last running sequence (worst priority, latest arrival) is preempted by recompute: it
-loses its blocks, which stay reusable where they were published, and goes to the front of the waiting ones
-of its priority.
+Out of blocks, the last running sequence (worst priority, latest arrival) is preempted: it loses its blocks,
+which stay reusable where they were published, and waits at the front of its priority.
 
     schedule → runner.run(step) → commit → the engine draws tokens → append, or finish
 
-Source: vLLM V1 (``v1/core/sched/scheduler.py``). Differs: decoding sequences go before prompts, so a long
-prompt does not hold up texts that are being read; n texts share their prompt's blocks up to the last token
-(copy-on-write).
+Source: vLLM V1 (``v1/core/sched/scheduler.py``). Differs: decoding sequences go before prompts, which then
+hold up no text that is being read; n texts share their prompt's blocks up to the last token.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
 from attar.runtime.admission import Limits, most_tokens, refuse_if_busy
-from attar.runtime.batch import Output, divide, make_step
+from attar.runtime.batch import Drafting, Output, Planned, divide, make_step
 from attar.runtime.kv.manager import Manager
 from attar.runtime.kv.table import Packing
 from attar.runtime.roster import Memory, Roster
@@ -91,18 +89,19 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def schedule(self, now: float = 0.0) -> Step | None:
+    def schedule(self, now: float = 0.0, drafting: Drafting | None = None) -> Step | None:
         """The next step; None where nothing can run.
 
         Args:
             now: seconds on the clock of the requests' arrivals and deadlines.
+            drafting: adds drafts at the end; None: only those that the sequences have.
         """
         self._expire(now)
         for sequence in self.running:
             sequence.cut_drafts(sequence.limit - len(sequence.tokens) - 1)
         before, left = self.preemptions, self.limits.step_tokens
         shares = divide(self.running, left, self.limits.chunk)
-        planned = []
+        planned: Planned = []
         for sequence in list(self.running):
             share = shares[sequence.id]
             if share and sequence.state is State.RUNNING and self._reserve(sequence, share):
@@ -110,6 +109,8 @@ class Scheduler:
                 left -= share
         if self.preemptions == before or not self.running:
             planned += self._admit(left, now)
+        if drafting is not None and planned:
+            planned = drafting(planned)
         return make_step(planned, self.manager) if planned else None
 
     def commit(self, step: Step) -> list[Output]:
@@ -184,12 +185,12 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, left: int, now: float) -> list[tuple[Sequence, int]]:
+    def _admit(self, left: int, now: float) -> Planned:
         """Waiting sequences that start now, each with its tokens of this step.
 
         The first one without room stops the rest: nobody overtakes it for being small.
         """
-        planned: list[tuple[Sequence, int]] = []
+        planned: Planned = []
         width = sum(sequence.width for sequence in self.running)
         if not self.waiting or left < 1 or width >= self.limits.sequences:
             return planned

@@ -8,8 +8,10 @@ from typing import Any
 
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.wanted import Wanted
 
 METHODS = {"streaming": ("sinks", "window"), "h2o": ("heavy", "recent"), "snapkv": ("capacity", "window")}
+_DRAFTING = ("speculate", "draft", "drafts", "verification")
 _LIMITS = ("step_tokens", "sequences", "chunk", "waiting", "waiting_tokens", "prefix_first")
 
 
@@ -39,6 +41,19 @@ class EngineSettings:
     prefix_cache: str = _option(
         "auto", "whether prompts share what they begin with", choices=("auto", "on", "off")
     )
+    speculate: str | None = _option(
+        None,
+        "how tokens are drafted, several of which one pass verifies",
+        choices=("ngram", "lookahead", "self"),
+    )
+    draft: str | None = _option(None, "a model that drafts: a folder, a .gguf file, a hub id or attar:tiny")
+    drafts: int | None = _option(None, "tokens drafted for one text in a pass at most; none: by the method")
+    verification: str | None = _option(
+        None,
+        "coupled: a seeded text is the same without drafts; exact: more of a drawn draft is accepted; "
+        "none: coupled where there is a seed",
+        choices=("coupled", "exact"),
+    )
     step_tokens: int = _option(512, "tokens of one step at most")
     sequences: int = _option(64, "texts that run at the same time at most")
     chunk: int | None = _option(None, "tokens of one prompt in one step at most")
@@ -47,7 +62,8 @@ class EngineSettings:
     prefix_first: bool = _option(False, "among waiting requests the longest shared prefix goes first")
 
     def __post_init__(self) -> None:
-        _eviction(self.eviction)
+        name, _ = _eviction(self.eviction)
+        self._wanted().check_with([name] if name else [])
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of :class:`attar.runtime.llm.LLM`.
@@ -59,13 +75,16 @@ class EngineSettings:
         from attar.runtime.kv.evict import EVICTIONS
 
         name, numbers = _eviction(self.eviction)
-        plain = ("runner", "weights", "dtype", "device", "kv_dtype", "kv_tokens", "block_size")
+        plain = ("runner", "weights", "dtype", "device", "kv_dtype", "kv_tokens", "block_size", *_DRAFTING)
         return {
             **{each: getattr(self, each) for each in plain},
             "eviction": EVICTIONS[name](**numbers) if name else None,  # type: ignore[arg-type]
             "prefix_cache": {"auto": None, "on": True, "off": False}[self.prefix_cache],
             "limits": Limits(**{each: getattr(self, each) for each in _LIMITS}),
         }
+
+    def _wanted(self) -> Wanted:
+        return Wanted(**{each: getattr(self, each) for each in _DRAFTING})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,12 @@ class Text:
         """The noise of the next token, or of the one so many places later."""
         return noise_key(self.seed, self.sample, self._start + self.count + ahead)
 
+    def over(self, drafted: Sequence[int]) -> bool:
+        """Whether the text ends inside tokens that are only drafted: with an end token or its grammar."""
+        if any(token in self.ends for token in drafted):
+            return True
+        return self._matcher is not None and bool(drafted) and self._matcher.after(drafted).complete
+
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Event:
         """Tokens were drawn, one or more. What comes behind the end of the text is dropped.
 

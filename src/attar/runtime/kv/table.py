@@ -91,6 +91,10 @@ class Table:
         """Index of the block that is partly filled: written next, though it may be shared."""
         return self.length // self.block_size if self.length % self.block_size else None
 
+    def slot(self, place: int) -> int:
+        """Where a place is in the pool; its block is no hole."""
+        return self.blocks[place // self.block_size] * self.block_size + place % self.block_size
+
     def missing(self, count: int) -> int:
         """Blocks to add before ``count`` more places can be written."""
         return max(blocks_for(self.length + count, self.block_size) - len(self.blocks), 0)

@@ -69,6 +69,11 @@ class Compiled:
         """Blocks of the pool."""
         return self._program.blocks
 
+    @property
+    def weights(self) -> ModelWeights:
+        """What it runs; another runner may have a part of it."""
+        return self._program.weights
+
     def run(self, step: Step) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:

@@ -1,0 +1,149 @@
+"""What ``speculate.py`` drafts with where no model is to draft: an oracle, and n-grams over text alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attar.data.stdlib import texts
+from attar.models.load import load_tokenizer
+from attar.runtime.speculate import ngram
+from attar.runtime.speculate.acceptance import LEVELS
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.grams import Grams
+from attar.runtime.speculate.ngram import Index, Ngram
+from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.trie import Trie
+
+START = 64  # tokens of a text that are the prompt
+
+
+class Oracle:
+    """Knows what plain decoding writes, and says it right with a chance for each token.
+
+    Args:
+        texts: prompts with their continuations.
+        chance: a; 0: always wrong.
+        step: run for every draft, as a draft model would be; None: drafts are free.
+        vocabulary: of the wrong tokens.
+    """
+
+    draws, looks = False, False
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        chance: float,
+        step: Callable[[int], None] | None = None,
+        vocabulary: int = 32000,
+        seed: int = 0,
+    ) -> None:
+        self.texts, self.chance, self.step = [list(text) for text in texts], chance, step
+        self.vocabulary, self._draws = vocabulary, random.Random(seed)
+        self.name, self.free = "oracle", step is None
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+        return [self._proposed(wish) for wish in wishes]
+
+    def observe(self, news: Sequence[News]) -> None:
+        pass
+
+    def fork(self, sequence: int, child: int) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+    def _proposed(self, wish: Wish) -> Draft | None:
+        done = len(wish.tokens)
+        text = next((all for all in self.texts if all[:done] == list(wish.tokens)), None)
+        if text is None:
+            return None
+        ahead = text[done : done + wish.most]
+        if self.step is not None:
+            for place in range(len(ahead)):
+                self.step(done + place)
+        right = (self._draws.random() < self.chance for _ in ahead)
+        tokens = [t if good else (t + 1) % self.vocabulary for t, good in zip(ahead, right, strict=True)]
+        return Draft.chain(tokens) if tokens else None
+
+
+class Earliest(Ngram):
+    """Of equal matches the first in the text, as vLLM takes it."""
+
+    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]]) -> None:
+        super()._grow(tree, index, sorted(matches, key=lambda match: (-match[0], match[1])))
+
+
+def code(count: int, length: int) -> list[list[int]]:
+    """Token ids of source files, by attar:tiny's tokenizer."""
+    tokenizer: Any = load_tokenizer("attar:tiny")
+    found = []
+    for _, text in texts("evaluation"):
+        ids = tokenizer(text, verbose=False)["input_ids"][:length]
+        if len(ids) == length:
+            found.append(ids)
+        if len(found) == count:
+            break
+    return found
+
+
+def print_ngram_figures(count: int, length: int, most: int) -> None:
+    """Tokens a pass if the text were what the target says, and how often a first draft is right."""
+    ids = code(count, length)
+    print(f"n-grams on {len(ids)} files of code, {length} tokens each, {most} drafts at most")
+    ways: dict[str, Callable[[], Ngram]] = {
+        "latest, 1 branch": lambda: Ngram(branches=1),
+        "earliest, 1 branch": lambda: Earliest(branches=1),
+        "latest, 3 branches": lambda: Ngram(branches=3),
+        "latest, 3 branches, shared": lambda: Ngram(branches=3, shared=Grams()),
+    }
+    walk = ngram.WALK
+    for name, make in ways.items():
+        ngram.WALK = length if name.startswith("earliest") else walk
+        proposer, tokens, passes = make(), 0, 0
+        for number, text in enumerate(ids):
+            tokens += len(text) - START
+            passes += _followed(proposer, number, text, most)
+        print(f"  {name:28}{tokens / passes:6.2f} tokens a pass")
+    ngram.WALK = walk
+    _print_by_match(ids)
+
+
+def _followed(proposer: Ngram, number: int, text: Sequence[int], most: int) -> int:
+    """Passes that a text takes."""
+    done, passes = START, 0
+    while done < len(text):
+        draft = proposer.propose([Wish(number, text[:done], most)])[0]
+        node = 0
+        while draft is not None and done < len(text) - 1:
+            hits = [child for child in draft.children(node) if draft.tokens[child - 1] == text[done]]
+            if not hits:
+                break
+            node, done = hits[0], done + 1
+        done, passes = done + 1, passes + 1
+    proposer.forget(number)
+    return passes
+
+
+def _print_by_match(ids: Sequence[Sequence[int]]) -> None:
+    """At every place of the texts."""
+    seen: Counter[int] = Counter()
+    right: Counter[int] = Counter()
+    for number, text in enumerate(ids):
+        proposer = Ngram(branches=1)
+        for done in range(START, len(text)):
+            draft = proposer.propose([Wish(number, text[:done], 1)])[0]
+            if draft is not None and draft.kinds is not None:
+                matched = draft.kinds[0] % LEVELS
+                seen[matched] += 1
+                right[matched] += draft.tokens[0] == text[done]
+    groups = [(n, n) for n in (1, 2, 3, 4, 5, 6, 7)] + [(8, LEVELS)]
+    for low, high in groups:
+        total = sum(seen[n] for n in range(low, high + 1))
+        if total:
+            share = sum(right[n] for n in range(low, high + 1)) / total
+            name = f"{low}" if low == high else f"{low} and more"
+            print(f"  first draft right where {name:10} tokens match: {share:5.1%} of {total}")

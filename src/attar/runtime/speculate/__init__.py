@@ -1,0 +1,1 @@
+"""Speculative decoding: tokens proposed cheaply, verified exactly, in a number that pays."""

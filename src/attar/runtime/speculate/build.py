@@ -1,0 +1,58 @@
+"""From what is asked for to what drafts: proposer, measured times, chooser."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from attar.runtime.loading import Loaded, load
+from attar.runtime.speculate.choose import Chooser
+from attar.runtime.speculate.cost import Cost
+from attar.runtime.speculate.grams import Grams
+from attar.runtime.speculate.lookahead import Lookahead
+from attar.runtime.speculate.ngram import Ngram
+from attar.runtime.speculate.proposer import Proposer
+from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.times import measure
+from attar.runtime.speculate.verify import Mode
+from attar.runtime.speculate.wanted import Wanted
+
+FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
+
+
+def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: Any) -> Speculator | None:
+    """What drafts for a loaded model, whose pool is still empty; None where nothing is asked for.
+
+    Args:
+        model: what the target was loaded from; "self" reads it once more.
+        settings: that the draft model is loaded with, of :func:`attar.runtime.loading.load`.
+
+    Raises:
+        SettingsError: it does not go together with what the target does.
+        ModelError, CheckpointError: the draft model cannot be loaded, or does not suit the target.
+    """
+    if not wanted:
+        return None
+    features = list(getattr(target.runner, "features", ()))
+    wanted.check_with(features)
+    proposer = _proposer(wanted, target, model, settings)
+    most = wanted.drafts or (FREE if proposer.free else MODEL)
+    drafting = {}
+    if not proposer.free:
+        times = measure(cast(Any, proposer).runner, {1: (1,), 8: (8,)})
+        drafting = {batch: points[batch] for batch, points in times.items()}
+    chooser = Chooser(Cost(measure(target.runner), drafting), most=most)
+    mode = cast("Mode | None", wanted.verification)
+    return Speculator(proposer, chooser, most=most, verification=mode, inside="kivi" in features)
+
+
+def _proposer(wanted: Wanted, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:
+    if wanted.speculate == "ngram":
+        return Ngram(ends=target.ends, shared=Grams())
+    if wanted.speculate == "lookahead":
+        return Lookahead(ends=target.ends)
+    from attar.runtime.speculate.self import draft_of, load_self
+
+    tokens = target.runner.capacity * target.runner.block_size
+    if wanted.speculate == "self":
+        return load_self(model, target, kv_tokens=tokens)
+    return draft_of(load(wanted.draft, kv_tokens=tokens, **settings), target)

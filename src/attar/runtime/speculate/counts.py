@@ -1,0 +1,31 @@
+"""What speculation did, for metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counts:
+    """What happened since the start.
+
+    Attributes:
+        drafts: times a draft was verified.
+        drafted: tokens in them.
+        accepted: of these.
+        accepted_at: accepted tokens at each position of a draft, from the first.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1

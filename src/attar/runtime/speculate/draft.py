@@ -1,0 +1,203 @@
+"""Drafts: proposed tokens as a tree, and what they were drawn from.
+
+    index      0 is the last certain token, drafts are 1..n        the row of logits, and of p, behind each
+    parent     of a draft the index it follows, smaller than its own; a chain is 0, 1, 2, ...
+    path       indices from the first draft down to a node, in order
+
+Three rules say how the drafts that follow one node came about, and so how they must be verified:
+
+    fixed      chosen with no chance: n-grams, argmax, the likeliest k, trained heads. There is no q, even
+               where the proposer has probabilities: what argmax picks was not drawn from the softmax
+    iid        each drawn from q by itself; equal siblings are drawn again, and both count
+    distinct   drawn from q one after the other without putting back (Gumbel top-k), in the order drawn
+
+q_i is the distribution, after the warps, that the token of draft i was drawn from; siblings share it. Whether
+a draft of the last two rules is in the tree may depend on what was drawn before it and above it, and never on
+its own token or on a later one: to stop at a doubtful prefix is allowed, to drop a doubtful draw is not.
+
+Letters: n drafts, V vocabulary of the proposer, p and q distributions of target and draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rule = Literal["fixed", "iid", "distinct"]
+Floats = NDArray[np.floating]
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Tokens proposed behind the last certain one.
+
+    Args:
+        tokens: x_1..x_n, at least one.
+        parents: of each the index it follows, in [0, its own).
+        q: float32 (n, V), or n rows (V,) that siblings may share; None where the rule is fixed.
+        rule: how the drafts behind one node were chosen.
+        kinds: of each draft, what its acceptance is counted under (``acceptance.py``); None: its depth.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    q: Floats | Sequence[Floats] | None = None
+    rule: Rule = "fixed"
+    kinds: tuple[int, ...] | None = None
+
+    @classmethod
+    def chain(cls, tokens: Iterable[int], q: Floats | Sequence[Floats] | None = None) -> Draft:
+        """Tokens one behind the other: drawn from q, or fixed where there is none."""
+        tokens = tuple(tokens)
+        return cls(tokens, tuple(range(len(tokens))), q, "fixed" if q is None else "iid")
+
+    @classmethod
+    def trie(cls, guesses: Iterable[Sequence[int]]) -> Draft:
+        """Several fixed continuations, what they begin with in common stated once; the first ones first."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        for guess in guesses:
+            first = len(tokens)
+            tokens += guess
+            parents += [0, *range(first + 1, len(tokens))][: len(guess)]
+        return cls(tuple(tokens), tuple(parents)).merged()
+
+    def __len__(self) -> int:
+        """n."""
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self)))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of indices 0..n: 0 for the last certain token, 1 for what follows it."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return tuple(found)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Drafts at depth 1, 2, ..."""
+        return tuple(np.bincount(self.depths)[1:].tolist())
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Drafts that follow a node, in their order."""
+        return self._children[node]
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Indices from depth 1 down to the node; empty for 0."""
+        found = []
+        while node:
+            found.append(node)
+            node = self.parents[node - 1]
+        return tuple(reversed(found))
+
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The path of every draft that nothing follows, in their order."""
+        return tuple(self.path(node) for node in range(1, len(self) + 1) if not self._children[node])
+
+    def text(self, path: Iterable[int]) -> tuple[int, ...]:
+        """Tokens of the drafts of a path."""
+        return tuple(self.tokens[node - 1] for node in path)
+
+    def cut(self, count: int) -> Draft | None:
+        """The first ``count`` drafts, as the scheduler cuts them; None where that is none."""
+        if count >= len(self):
+            return self
+        if count <= 0:
+            return None
+        q = None if self.q is None else self.q[:count]
+        kinds = None if self.kinds is None else self.kinds[:count]
+        return Draft(self.tokens[:count], self.parents[:count], q, self.rule, kinds)
+
+    def merged(self) -> Draft:
+        """Equal siblings made one, of the first's kind, with what follows them; the rule must be fixed."""
+        assert self.rule == "fixed", f"equal siblings that were drawn ({self.rule}) both count"
+        places = [0]
+        firsts: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            places.append(known.setdefault((places[parent], token), len(known) + 1))
+            if len(known) > len(firsts):
+                firsts.append(node)
+        kinds = None if self.kinds is None else tuple(self.kinds[node] for node in firsts)
+        tokens, parents = tuple(token for _, token in known), tuple(parent for parent, _ in known)
+        return Draft(tokens, parents, kinds=kinds)
+
+    def check(self) -> None:
+        """Raises AssertionError naming what does not fit together."""
+        n = len(self)
+        assert n >= 1, "a draft of no tokens"
+        assert len(self.parents) == n, f"{len(self.parents)} parents for {n} drafts"
+        assert self.kinds is None or len(self.kinds) == n, f"{len(self.kinds or ())} kinds for {n} drafts"
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), 1):
+            assert token >= 0, f"draft {node} is token {token}"
+            assert 0 <= parent < node, f"draft {node} follows {parent}"
+        if self.rule == "fixed":
+            assert self.q is None, "fixed drafts were not drawn from any q"
+            return
+        assert self.rule in ("iid", "distinct"), f"unknown rule {self.rule!r}"
+        assert self.q is not None and len(self.q) == n, f"the rule {self.rule} needs q of {n} rows"
+        for node in range(n + 1):
+            self._check_siblings(node, self.q)
+
+    def _check_siblings(self, node: int, q: Floats | Sequence[Floats]) -> None:
+        siblings = self._children[node]
+        for child in siblings:
+            row, token = q[child - 1], self.tokens[child - 1]
+            assert token < len(row) and row[token] > 0, f"draft {child}: q of its token {token} is 0"
+            assert abs(float(row.sum()) - 1) < 1e-3, f"draft {child}: q sums to {row.sum()}"
+            first = q[siblings[0] - 1]
+            assert row is first or np.array_equal(row, first), f"drafts behind {node} have several q"
+        found = self.text(siblings)
+        equal = self.rule == "distinct" and len(set(found)) < len(found)
+        assert not equal, f"drafts behind {node} are drawn without putting back, and equal: {found}"
+
+    @cached_property
+    def _children(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents, 1):
+            found[parent].append(node)
+        return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was accepted of a draft.
+
+    Args:
+        path: indices of the accepted drafts, in order; may be empty.
+        token: the one behind them, the target's own.
+    """
+
+    path: tuple[int, ...]
+    token: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """For each new token the row of logits it was decided on: its log-probability is read there."""
+        return (0, *self.path)
+
+    def tokens(self, draft: Draft) -> tuple[int, ...]:
+        """The new tokens: accepted drafts and the one behind."""
+        return (*draft.text(self.path), self.token)
+
+    def moves(self, place: int) -> tuple[tuple[int, int], ...]:
+        """(from, to) places of keys and values that bring the path behind the last certain token.
+
+        Draft i was written to place + i and belongs to place + its depth. Done in this order, none is read
+        after it was overwritten. Behind the path everything is truncated.
+
+        Args:
+            place: of the last certain token.
+        """
+        steps = enumerate(self.path, 1)
+        return tuple((place + node, place + depth) for depth, node in steps if node != depth)

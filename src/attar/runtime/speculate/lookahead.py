@@ -1,0 +1,219 @@
+"""Lookahead decoding: the target guesses its own n-grams in a Jacobi window that rides along with every pass.
+
+    window    R rows of W columns, R = 1 while it begins and N - 1 when it is warm. Cell (r, c) guesses the
+              token c + r + 1 places behind the last certain one. (0, c) follows (0, c - 1), (r, c) follows
+              (r - 1, c), (0, 0) the last token: so the target's choice behind (R - 1, c) is a new row
+    pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 behind it a guess;
+              G guesses a key, the latest first; KEYS keys, those not used for long go
+    guesses   what the pool holds under the last token, each a chain that follows it
+
+All are one tree of fixed tokens. Equal siblings are one node: what follows is read in the same context, so a
+guess that begins like the window shares its cells, and a cell of row 1 that equals the next of row 0 is it.
+Every node may be accepted, the window's too. A guess that matches wholly yields N tokens: its N - 1 and the
+target's own behind them.
+
+After a pass that brought n + 1 tokens: with a new row and a warm window row 0 goes, which moves it by one
+place; the other n (n + 1 where no row went) leading columns go, and as many come on the right, from the pool
+where it knows a token that follows, else a token of the text drawn at random (only speed depends on it).
+
+A pass runs W (N - 1) + G (N - 1) drafts at most, whatever is accepted; the chooser sees their number
+(``Chooser.whole``). Sampling needs nothing else: the window moves by the target's likeliest tokens.
+
+Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: the tree merges what is equal;
+columns stay at their places when several tokens come at once; a whole match gives N tokens, there N - 1;
+keys are the column's own first token.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from attar.runtime.speculate.acceptance import kind_of
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.trie import Trie
+
+KEYS = 4096
+GUESS, WINDOW = 4, 5  # groups of kinds
+
+
+class Pool:
+    """Continuations by the token before them.
+
+    Args:
+        each: guesses of a key at most.
+        most: keys at most.
+    """
+
+    def __init__(self, each: int, most: int = KEYS) -> None:
+        self.each, self.most = each, most
+        self._guesses: OrderedDict[int, tuple[tuple[int, ...], ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._guesses)
+
+    def add(self, key: int, guess: Sequence[int]) -> None:
+        """A guess was seen: it becomes the latest of its key."""
+        guess = tuple(guess)
+        known = self._guesses.pop(key, ())
+        self._guesses[key] = (guess, *(other for other in known if other != guess))[: self.each]
+        if len(self._guesses) > self.most:
+            self._guesses.popitem(last=False)
+
+    def after(self, key: int) -> tuple[tuple[int, ...], ...]:
+        """Guesses of a key, the latest first."""
+        if key not in self._guesses:
+            return ()
+        self._guesses.move_to_end(key)
+        return self._guesses[key]
+
+    def copy(self) -> Pool:
+        """Another pool of the same guesses."""
+        child = Pool(self.each, self.most)
+        child._guesses = self._guesses.copy()
+        return child
+
+
+class Window:
+    """The rows of one sequence, and where its cells are in the draft under way.
+
+    Args:
+        columns: W.
+        size: N.
+        pool: fills columns, and is fed by them.
+        seed: of the tokens drawn where the pool knows nothing.
+    """
+
+    def __init__(self, columns: int, size: int, pool: Pool, seed: int = 0) -> None:
+        self.columns, self.size, self.pool = columns, size, pool
+        self.rows: list[list[int]] = []
+        self.text: list[int] = []
+        self.cells: list[int] = []  # nodes of the newest row in the draft under way; empty: it is not in it
+        self._random = random.Random(seed)
+
+    @property
+    def warm(self) -> bool:
+        return len(self.rows) == self.size - 1
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """The text's tokens so far; those that are new feed the pool. The first ones begin the window."""
+        start = max(len(self.text) - self.size + 1, 0)
+        self.text += tokens[len(self.text) :]
+        for place in range(start, len(self.text) - self.size + 1):
+            self.pool.add(self.text[place], self.text[place + 1 : place + self.size])
+        if not self.rows:
+            self.rows = [[]]
+            self._fill()
+
+    def plant(self, tree: Trie) -> None:
+        """Puts the cells into the tree, column by column; they are in it wholly, or not counted as in it."""
+        above = tree.add(self.rows[0], [kind_of(WINDOW, 1)] * self.columns)
+        whole = len(above) == self.columns
+        for row in self.rows[1:]:
+            if not whole:
+                break
+            below = [
+                tree.add([token], [kind_of(WINDOW, 2)], node) for token, node in zip(row, above, strict=True)
+            ]
+            whole = all(below)
+            above = [node for nodes in below for node in nodes]
+        self.cells = above if whole else []
+
+    def advance(self, accepted: int, choices: Sequence[int]) -> None:
+        """A pass brought ``accepted`` drafts and the token behind them.
+
+        Args:
+            choices: the target's likeliest token behind 0 and every draft; used where the window was in it.
+        """
+        gone = accepted + 1
+        if self.cells and choices:
+            newest = [choices[node] for node in self.cells]
+            if self.warm:
+                for key, *guess in zip(*self.rows, newest, strict=True):
+                    self.pool.add(key, guess)
+                del self.rows[0]
+                gone -= 1
+            self.rows.append(newest)
+        self.cells = []
+        self.rows = [row[gone:] for row in self.rows]
+        self._fill()
+
+    def copy(self) -> Window:
+        """Another window of the same cells."""
+        child = Window(self.columns, self.size, self.pool.copy())
+        child.rows, child.text = [row.copy() for row in self.rows], self.text.copy()
+        child._random.setstate(self._random.getstate())
+        return child
+
+    def _fill(self) -> None:
+        """Makes all rows W long."""
+        while len(self.rows[0]) < self.columns:
+            before = self.rows[0][-1] if self.rows[0] else self.text[-1]
+            for row in self.rows:
+                known = self.pool.after(before)
+                row.append(known[0][0] if known else self._random.choice(self.text))
+                before = row[-1]
+
+
+class Lookahead:
+    """Proposes window and guesses.
+
+    Args:
+        columns: W.
+        size: N, tokens of an n-gram, 2 or more.
+        guesses: G.
+        ends: tokens that end a text: nothing is proposed behind one.
+        seed: of what the window begins with.
+    """
+
+    name, free, draws, looks = "lookahead", True, False, True
+
+    def __init__(
+        self, columns: int = 5, size: int = 4, guesses: int = 5, ends: Sequence[int] = (), seed: int = 0
+    ) -> None:
+        assert columns >= 1 and size >= 2 and guesses >= 1, f"W {columns}, N {size}, G {guesses}"
+        self.columns, self.size, self.guesses = columns, size, guesses
+        self.ends, self.seed = frozenset(ends), seed
+        self._windows: dict[int, Window] = {}
+
+    @property
+    def drafts(self) -> int:
+        """Most drafts of a pass."""
+        return (self.columns + self.guesses) * (self.size - 1)
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+        """The tree of each wish; the window only where ``most`` has room for all of it beside the guesses."""
+        return [self._proposed(wish) for wish in wishes]
+
+    def observe(self, news: Sequence[News]) -> None:
+        """Moves the windows on."""
+        for each in news:
+            if each.sequence in self._windows:
+                window = self._windows[each.sequence]
+                if each.draft is None:
+                    window.cells = []  # proposed, but not run
+                window.advance(len(each.tokens) - 1, each.choices)
+
+    def fork(self, sequence: int, child: int) -> None:
+        """``child`` begins with the window and pool of ``sequence``."""
+        if sequence in self._windows:
+            self._windows[child] = self._windows[sequence].copy()
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        self._windows.pop(sequence, None)
+
+    def _proposed(self, wish: Wish) -> Draft | None:
+        window = self._windows.get(wish.sequence)
+        if window is None:
+            window = Window(self.columns, self.size, Pool(self.guesses), self.seed)
+            self._windows[wish.sequence] = window
+        window.follow(wish.tokens)
+        tree = Trie(self.ends, wish.most)
+        kinds = [kind_of(GUESS, depth) for depth in range(1, self.size)]
+        for guess in window.pool.after(wish.tokens[-1]):
+            tree.add(guess, kinds)
+        window.plant(tree)
+        return tree.draft()

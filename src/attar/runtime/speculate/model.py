@@ -1,0 +1,225 @@
+"""A smaller model that drafts: a runner and tables of its own, that follow the target's texts.
+
+    propose    rejected drafts are taken back; what the model has not seen of each text is run, all texts in
+               one pass; then a pass for every further draft, of the sequences that still want one
+    x_i        the likeliest token where the request is greedy ("fixed"); else drawn from q_i, the draft's
+               logits after the same warps
+    rules      ``Drafting``: drawn with the round's own noise, q goes with the draft, for exact verification;
+               the text itself: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
+
+Drafts are chains. x_K is not run: if it becomes text, the next round runs it with the token behind it. A
+draft ends at an end token, at the model's context, where the noise or the grammar leaves nothing to draw, and
+behind a draft in whose row the likeliest token has less than ``doubt``: the row is made before its token is
+drawn, so which tokens are kept never depends on how they fell out.
+
+A pass has at most ``step_tokens`` tokens: a long prompt that is new is run in several, beside those that
+draft already. What the model makes of it can only cost time: tokens are the target's in any vocabulary
+(``vocabulary.py``), tables may go and come again (``tables.py``), and logits that are NaN end the draft.
+
+Letters: K drafts, q_i the distribution of x_i, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from attar.errors import NumericsError
+from attar.runtime.kv.manager import Manager
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sampling.sample import draw
+from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
+from attar.runtime.speculate.draft import Draft, Floats
+from attar.runtime.speculate.noise import Drafting
+from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.tables import Tables
+from attar.runtime.speculate.vocabulary import Reader, Same, Vocabulary
+from attar.runtime.step import Runner, Step
+
+GREEDY = Row(SamplingParams(temperature=0.0))
+
+
+@dataclass
+class Chain:
+    """A draft while it grows.
+
+    Args:
+        wish: whose.
+        text: the sequence so far, in tokens of the draft model; x_1..x_(i-1) behind it.
+        certain: how many of these are text.
+        most: K.
+        ends: nothing is drafted behind one.
+        doubt: see :class:`DraftModel`.
+    """
+
+    wish: Wish
+    text: list[int]
+    certain: int
+    most: int
+    ends: frozenset[int]
+    doubt: float
+    tokens: list[int] = field(default_factory=list)
+    q: list[Floats] = field(default_factory=list)
+    open: bool = True
+
+    def extend(self, logits: Tensor) -> None:
+        """One more draft, from the logits (1, V) behind the last; or none."""
+        try:
+            token, largest = self._chosen(logits)
+        except NumericsError:  # NaN, or nothing that may follow is a token of both
+            self.open = False
+            return
+        self.tokens.append(token)
+        sure = largest is None or largest >= self.doubt
+        self.open = sure and len(self.tokens) < self.most and token not in self.ends
+
+    def draft(self) -> Draft | None:
+        """What was drafted; None where that is nothing."""
+        if not self.tokens:
+            return None
+        return Draft.chain(self.tokens, self.q or None)
+
+    def _chosen(self, logits: Tensor) -> tuple[int, float | None]:
+        """The token, and the probability of the likeliest; None where nobody asks for it."""
+        rules = self.wish.rules
+        row = GREEDY if rules is None else rules.row(self.tokens)
+        if rules is None or row.params.greedy:
+            x = adjust(logits, [row])
+            token = likeliest(x)[0]
+            return token, float(x.softmax(-1).amax()) if self.doubt else None
+        p = warp(logits, [row])
+        if isinstance(rules, Drafting):
+            self.q.append(p[0].cpu().numpy())
+        return draw(p, [rules.key(len(self.tokens))])[0], float(p.amax())
+
+
+class DraftModel:
+    """Proposes what another model would say.
+
+    Args:
+        runner: the draft model, with a pool of its own; nothing evicts there.
+        vocabulary: between its tokens and the target's; None: they are the same.
+        name: for people and metrics.
+        ends: the target's end tokens.
+        doubt: where the likeliest token of a row has less probability, its draft is the last; 0: never.
+        step_tokens: tokens of a pass at most.
+        reuse: whether beginnings of texts are shared.
+        nbytes: of memory that drafting takes beside the target, for people; 0: unknown.
+
+    Attributes:
+        behind: tokens of text that the last round ran, drafts not counted. In a settled one they are 1 or 2
+            for each sequence; more, and its time says little about the next one's.
+    """
+
+    free, draws, looks = False, True, False
+
+    def __init__(
+        self,
+        runner: Runner,
+        vocabulary: Vocabulary | None = None,
+        *,
+        name: str = "draft",
+        ends: Sequence[int] = (),
+        doubt: float = 0.0,
+        step_tokens: int = 2048,
+        reuse: bool = True,
+        nbytes: int = 0,
+    ) -> None:
+        assert 0 <= doubt < 1 and step_tokens >= 1, f"doubt {doubt}, step_tokens {step_tokens}"
+        self.runner, self.name, self.nbytes = runner, name, nbytes
+        self.vocabulary = vocabulary or Same(runner.vocabulary, runner.vocabulary)
+        self.ends, self.doubt, self.step_tokens = frozenset(ends), doubt, step_tokens
+        manager = Manager(runner.capacity, runner.block_size, reuse=reuse)
+        self.tables = Tables(manager, runner.forget)
+        self.behind = 0
+        self._readers: dict[int, Reader] = {}
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+        """A chain of at most ``most`` drafts for each wish.
+
+        What the runner raises is raised; the tables of the round are gone then, and the next one may go on.
+        """
+        self.tables.begin([wish.sequence for wish in wishes if wish.most > 0])
+        chains = [self._opened(wish) for wish in wishes]
+        going = [chain for chain in chains if chain is not None]
+        self.behind = sum(map(self._left, going))
+        try:
+            while going:
+                self._pass(going)
+                going = [chain for chain in going if chain.open]
+        except Exception:
+            for wish in wishes:
+                if wish.sequence in self.tables:
+                    self.tables.drop(wish.sequence)
+            raise
+        return [None if chain is None else chain.draft() for chain in chains]
+
+    def observe(self, news: Sequence[News]) -> None:
+        """Nothing to do: the next wish brings the tokens."""
+
+    def fork(self, sequence: int, child: int) -> None:
+        """``child`` begins with the tokens of ``sequence``, on the same blocks."""
+        if sequence in self._readers:
+            self._readers[child] = self._readers[sequence].copy()
+        if sequence in self.tables:
+            self.tables.fork(sequence, child)
+            self.runner.fork(sequence, child)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        self._readers.pop(sequence, None)
+        if sequence in self.tables:
+            self.tables.drop(sequence)
+
+    def check(self) -> None:
+        """Raises AssertionError naming what is wrong, such as blocks that leaked."""
+        self.tables.check()
+
+    def _opened(self, wish: Wish) -> Chain | None:
+        """A draft for a wish begins; None where there is no room, or no context left."""
+        if wish.most <= 0:
+            return None
+        if wish.sequence not in self._readers:
+            self._readers[wish.sequence] = self.vocabulary.reader()
+        text = self._readers[wish.sequence].read(wish.tokens)
+        if not text:
+            return None
+        most, context = wish.most, self.runner.context
+        if context is not None:
+            most = min(most, context - len(text) + 1)
+        if most <= 0:  # never again: texts only grow
+            if wish.sequence in self.tables:
+                self.tables.drop(wish.sequence)
+            return None
+        if not self.tables.open(wish.sequence, text, most - 1, wish.salt):
+            return None
+        return Chain(wish, text, len(text), most, self.ends, self.doubt)
+
+    def _pass(self, chains: Sequence[Chain]) -> None:
+        """Runs what is left of each text, the shortest first; where nothing is left, a draft is chosen."""
+        room, parts = self.step_tokens, []
+        for chain in sorted(chains, key=self._left):
+            count = min(self._left(chain), room)
+            room -= count
+            if count:
+                parts.append((chain, count, count == self._left(chain)))
+        tokens: list[int] = []
+        for chain, count, _ in parts:
+            start = self.tables.length(chain.wish.sequence)
+            tokens += chain.text[start : start + count]
+        spans = [self.tables.span(chain.wish.sequence, count, int(whole)) for chain, count, whole in parts]
+        rows = self.runner.run(Step(tokens, tuple(spans), self.tables.manager.copies()))
+        done = [chain for chain, _, whole in parts if whole]
+        for chain, count, _ in parts:
+            start = self.tables.length(chain.wish.sequence)
+            certain = chain.text[: chain.certain] if start < chain.certain else ()
+            self.tables.ran(chain.wish.sequence, chain.text[start : start + count], certain)
+        for place, chain in enumerate(done):
+            chain.extend(self.vocabulary.logits(rows[place : place + 1]))
+            if chain.open:
+                chain.text.append(self.vocabulary.own(chain.tokens[-1]))
+
+    def _left(self, chain: Chain) -> int:
+        return len(chain.text) - self.tables.length(chain.wish.sequence)

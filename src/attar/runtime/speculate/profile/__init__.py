@@ -1,0 +1,1 @@
+"""The profiler of speculation: prompts, passes counted while they run, and their figures."""

@@ -1,0 +1,210 @@
+"""Plain decoding and methods of speculation over sets of prompts, in turn.
+
+Each prompt is answered by every method in each round, one after the other (A B C, then B C A), with the same
+weights and the same pool, so that a machine that slows down slows all of them. Every method answers a round
+under a salt of its own: neither cached prefixes nor a shared n-gram table know a text from another round;
+inside a round a table may learn from prompt to prompt, as in a server.
+
+What is timed is decoding: from the moment when all texts of the batch have their first token. Seconds a token
+of a prompt are the median of its rounds; the speedup is the geometric mean over the prompts (``passes.py``).
+With temperature 0, or a seed, the texts must be those of plain decoding; how many are is in ``same``. A
+runner that rounds differently for several tokens at once may differ where two tokens are nearly as likely.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from attar.errors import DataError
+from attar.progress import SILENT, Progress
+from attar.runtime.engine import Engine
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.profile.meter import Meter
+from attar.runtime.speculate.profile.passes import Passes, speedup
+from attar.runtime.speculate.profile.rows import Profile, Row
+from attar.runtime.speculate.speculator import Speculator
+
+PLAIN = "plain"
+LEAST = 8  # tokens of a text: end tokens before are passed over
+Batch = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class _Seen:
+    """One method on one set: seconds and tokens of each batch of prompts by round, and what it wrote."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    passes: Passes = field(default_factory=Passes)
+    drafting: float = 0.0
+
+    def pace(self, places: Sequence[int]) -> list[float]:
+        """Seconds a token of the batches at these places: medians of the rounds."""
+        return [
+            statistics.median(s / t for s, t in zip(self.seconds[place], self.tokens[place], strict=True))
+            for place in places
+        ]
+
+
+def profile(
+    engine: Engine,
+    name: str,
+    methods: Mapping[str, Speculator],
+    sets: Mapping[str, Sequence[Sequence[int]]],
+    *,
+    batches: Sequence[int] = (1,),
+    tokens: int = 64,
+    rounds: int = 3,
+    temperature: float = 0.0,
+    progress: Progress = SILENT,
+) -> Profile:
+    """Measure; nothing else may use the engine meanwhile.
+
+    Args:
+        name: of the model.
+        methods: speculators made for this engine's runner, by the names that the rows have.
+        sets: prompts as token ids.
+        batches: texts that run together.
+        tokens: of each text at most.
+
+    Raises:
+        DataError: a text fails.
+        SettingsError: a prompt and its tokens do not fit into the context.
+        Exception: what broke a proposer.
+    """
+    params = SamplingParams(temperature=temperature, max_tokens=tokens, min_tokens=min(LEAST, tokens), seed=0)
+    engines = {PLAIN: beside(engine)} | {method: beside(engine, each) for method, each in methods.items()}
+    rows = []
+    for batch in batches:
+        work = {kind: _batches(prompts, batch) for kind, prompts in sets.items()}
+        seen = _runs(engines, work, params, rounds, progress)
+        for (kind, method), each in seen.items():
+            rows.append(_row(kind, method, batch, seen[kind, PLAIN], each, rounds))
+    runner = type(engine.runner).__name__.lower()
+    return Profile(name, runner, tokens, rounds, temperature, tuple(rows))
+
+
+def beside(engine: Engine, speculator: Speculator | None = None) -> Engine:
+    """Another engine on the same model and memory; one of them runs at a time."""
+    return Engine(
+        engine.runner,
+        engine.scheduler,
+        ends=engine.ends,
+        vocabulary=engine.vocabulary,
+        eviction=engine.eviction,
+        speculator=speculator,
+    )
+
+
+def _runs(
+    engines: Mapping[str, Engine],
+    work: Mapping[str, Sequence[Batch]],
+    params: SamplingParams,
+    rounds: int,
+    progress: Progress,
+) -> dict[tuple[str, str], _Seen]:
+    """All methods on all batches of prompts, in turn; a first round of one batch is not counted."""
+    order = list(engines)
+    seen = {(kind, method): _Seen() for kind in work for method in order}
+    first = next(batch for batches in work.values() for batch in batches)
+    for method in order:
+        _answer(engines[method], first, params, f"{method} first", _Seen())
+    with progress.task("bench", total=rounds * len(order) * sum(map(len, work.values()))) as task:
+        for turn in range(rounds):
+            for kind, batches in work.items():
+                for place, batch in enumerate(batches):
+                    start = (turn + place) % len(order)
+                    for method in order[start:] + order[:start]:
+                        salt = f"{method} {turn}"
+                        _answer(engines[method], batch, params, salt, seen[kind, method], place)
+                        task.advance()
+    return seen
+
+
+def _answer(
+    engine: Engine,
+    batch: Batch,
+    params: SamplingParams,
+    salt: str,
+    seen: _Seen,
+    place: int = 0,
+) -> None:
+    """One batch of prompts once; what it took and wrote is noted."""
+    speculator, meter = engine.speculator, None
+    if speculator is not None:
+        meter = speculator.proposer = Meter(speculator.proposer)
+    times, texts = _decoded(engine, batch, params, salt)
+    if speculator is not None and meter is not None:
+        speculator.proposer = meter.proposer
+        if speculator.failure is not None:
+            raise speculator.failure
+    start, end = max(each[0] for each in times), max(each[-1] for each in times)
+    later = sum(stamp > start for each in times for stamp in each)
+    while len(seen.seconds) <= place:
+        seen.seconds.append([])
+        seen.tokens.append([])
+    seen.seconds[place].append(end - start)
+    seen.tokens[place].append(later)
+    seen.texts += texts
+    if meter is None:
+        for text in texts:
+            seen.passes.counts[0, 0, 0] += len(text) - 1
+    else:
+        seen.passes.counts += meter.passes.counts
+        seen.drafting += meter.seconds
+
+
+def _decoded(
+    engine: Engine, batch: Batch, params: SamplingParams, salt: str
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Times of every token of every text, and the tokens."""
+    names = [engine.add(prompt, params, salt=salt) for prompt in batch]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    texts: dict[str, list[int]] = {name: [] for name in names}
+    while not engine.idle:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise engine.failure or DataError(event.error)
+            times[event.request] += [now] * len(event.token_ids)
+            texts[event.request] += event.token_ids
+    return list(times.values()), list(texts.values())
+
+
+def _row(kind: str, method: str, batch: int, plain: _Seen, seen: _Seen, rounds: int) -> Row:
+    places = range(len(seen.seconds))
+    gain = None if seen is plain else speedup(plain.pace(places), seen.pace(places))
+    seconds = sum(map(sum, seen.seconds))
+    return Row(
+        kind,
+        method,
+        batch,
+        len(seen.texts) // rounds,
+        sum(a == b for a, b in zip(_by_round(plain, rounds), _by_round(seen, rounds), strict=True)),
+        sum(map(sum, seen.tokens)) / seconds,
+        None if gain is None else gain.value,
+        None if gain is None else gain.low,
+        None if gain is None else gain.high,
+        seen.passes.rate,
+        seen.passes.chance,
+        seen.passes.tokens_per_pass,
+        seen.passes.theory,
+        seen.drafting / seconds,
+        seen.passes.histogram,
+    )
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[Batch]:
+    starts = range(0, len(prompts), size)
+    return [tuple(tuple(prompt) for prompt in prompts[start : start + size]) for start in starts]
+
+
+def _by_round(seen: _Seen, rounds: int) -> list[list[list[int]]]:
+    """Of every prompt its texts, round by round."""
+    count = len(seen.texts) // rounds
+    return [seen.texts[place::count] for place in range(count)]

@@ -1,0 +1,96 @@
+"""``attar bench --speculate``: from settings to a profile, the target loaded once for all methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from attar.progress import SILENT, Progress
+from attar.runtime.llm import LLM
+from attar.runtime.loading import Loaded, load
+from attar.runtime.settings import BenchSettings, EngineSettings
+from attar.runtime.speculate.build import speculator
+from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.profile import profile
+from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
+from attar.runtime.speculate.profile.rows import Profile
+from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.wanted import Wanted
+
+ALIKE = ("runner", "dtype", "device", "block_size")  # of target and draft
+DRAFTING = tuple(each.name for each in fields(Wanted))
+
+
+def run_profile(
+    model: str,
+    chosen: ProfileSettings,
+    bench: BenchSettings,
+    engine: EngineSettings,
+    *,
+    batches: tuple[int, ...] = (1,),
+    progress: Progress = SILENT,
+) -> Profile:
+    """Measure a model.
+
+    Args:
+        chosen: methods and prompts.
+        bench: tokens, rounds and the prompts' seed.
+        engine: how the target is run.
+        batches: texts that run together.
+
+    Raises:
+        as :class:`attar.runtime.llm.LLM`, :func:`read_questions` and :func:`profile`.
+    """
+    texts = _texts(chosen, bench.seed)
+    options = {name: value for name, value in engine.options().items() if name not in DRAFTING}
+    limits, reuse = options.pop("limits"), options.pop("prefix_cache")
+    with progress.task("load", total=1) as task:
+        loaded = load(model, **options)
+        methods = make_methods(model, loaded, chosen, {name: options[name] for name in ALIKE})
+        llm = LLM.of(loaded, limits=limits, prefix_cache=reuse)
+        task.advance()
+    sets = {name: [_encoded(llm, text, chosen) for text in each] for name, each in texts.items()}
+    return profile(
+        llm.engine,
+        llm.name,
+        methods,
+        sets,
+        batches=batches,
+        tokens=bench.tokens,
+        rounds=bench.rounds,
+        temperature=chosen.temperature,
+        progress=progress,
+    )
+
+
+def make_methods(
+    model: str, loaded: Loaded, chosen: ProfileSettings, alike: Mapping[str, Any]
+) -> dict[str, Speculator]:
+    """A speculator for each method and number of drafts, by what people call them."""
+    found = {}
+    asked = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
+    for each in asked:
+        for most in chosen.drafts or (None,):
+            wanted = Wanted(**each, drafts=most, verification=chosen.verification)
+            made = speculator(wanted, loaded, model, **alike)
+            assert made is not None, f"{each} gives no speculator"
+            if chosen.fixed and most is not None:
+                made.chooser = Fixed(most)
+            name = next(iter(each.values()))
+            found[name if most is None else f"{name}, {most}"] = made
+    return found
+
+
+def _texts(chosen: ProfileSettings, seed: int) -> dict[str, list[str]]:
+    if chosen.prompt_file is not None:
+        return question_sets(read_questions(chosen.prompt_file), chosen.prompts)
+    return prompt_sets(chosen.sets, chosen.prompts, seed)
+
+
+def _encoded(llm: LLM, text: str, chosen: ProfileSettings) -> list[int]:
+    """Questions go through the chat template where the model has one."""
+    if chosen.prompt_file is not None and getattr(llm.tokenizer, "chat_template", None):
+        return llm.encode_chat([{"role": "user", "content": text}])
+    return llm.encode(text)

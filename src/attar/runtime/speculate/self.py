@@ -1,0 +1,187 @@
+"""A model that drafts for itself: its own copy with int4 weights, or without some of its layers.
+
+    int4      all layers, weights rounded to 4 bits, a scale for each 32 inputs; run by the compiled step, and
+              read from the checkpoint once more
+    layers    part of the layers, first and last among them, the others spread evenly. No weight is copied:
+              the copy's modules, or its list of packed layers, hold the very tensors of the target
+
+Both keep keys and values of their own. "int4" is taken where the compiled step runs the model and its weights
+are not packed already; else "layers" (Zhang et al., arXiv 2309.08168, who search for the layers; here they
+are spread, and how well it drafts is the chooser's to measure).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from torch.nn import ModuleList
+
+from attar.checkpoint import Checkpoint, open_checkpoint
+from attar.errors import ModelError, SettingsError
+from attar.formats import readers
+from attar.kernels.decode import pool_bytes
+from attar.models.anatomy import text_config
+from attar.runtime.loading import Loaded, load
+from attar.runtime.runner.compiled import Compiled
+from attar.runtime.runner.modules import Modules
+from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.vocabulary import Same, between
+
+WAYS = ("auto", "int4", "layers")
+SHARE = 0.5  # of the layers
+NAME = "self"
+
+logger = logging.getLogger(__name__)
+
+
+def load_self(
+    model: str | Path | Checkpoint,
+    target: Loaded,
+    *,
+    way: str = "auto",
+    share: float = SHARE,
+    kv_tokens: int | None = None,
+    **settings: Any,
+) -> DraftModel:
+    """A draft model made of the target's own checkpoint; what it takes of memory is in ``nbytes``.
+
+    Args:
+        model: that the target was loaded from.
+        target: it, loaded.
+        way: int4, layers, or auto: int4 where it can be had.
+        share: of the layers that "layers" keeps, in (0, 1).
+        kv_tokens: tokens that its pool holds; None: as many as the target's.
+        settings: of :class:`DraftModel`.
+
+    Raises:
+        SettingsError: a setting out of range.
+        ModelError: int4 is asked for and cannot be had, or "layers" of a model of one layer.
+    """
+    if way not in WAYS:
+        raise SettingsError("way", way, "auto, int4 or layers")
+    if not 0 < share < 1:
+        raise SettingsError("share", share, "above 0 and below 1")
+    tokens = kv_tokens or target.runner.capacity * target.runner.block_size
+    if way != "layers":
+        try:
+            return _low_bit(model, target, tokens, settings)
+        except ModelError as problem:
+            if way == "int4":
+                raise
+            logger.debug("%s drafts with part of its layers: %s", target.name, problem.message)
+    return _skipping(target, share, tokens, settings)
+
+
+def draft_of(draft: Loaded, target: Loaded, **settings: Any) -> DraftModel:
+    """A draft model of a model that was loaded beside the target.
+
+    Args:
+        draft: with any tokenizer; nothing may evict in it.
+        target: what it drafts for.
+        settings: of :class:`DraftModel`.
+
+    Raises:
+        SettingsError: the draft's keys and values are evicted.
+        ModelError: its tokenizer has next to nothing in common with the target's.
+    """
+    if draft.eviction is not None:
+        raise SettingsError("eviction of the draft", type(draft.eviction).__name__, "None")
+    columns = (draft.runner.vocabulary, vocabulary_of(target))
+    vocabulary = between(draft.tokenizer, target.tokenizer, columns, (draft.name, target.name))
+    return DraftModel(draft.runner, vocabulary, name=draft.name, ends=target.ends, **settings)
+
+
+def vocabulary_of(target: Loaded) -> int:
+    """V: columns of the target's logits that stand for a token."""
+    columns = target.runner.vocabulary
+    return columns if target.tokenizer is None else min(columns, len(target.tokenizer))
+
+
+def spread(layers: int, share: float) -> tuple[int, ...]:
+    """Which layers stay: about that share and not all, first and last among them where two stay."""
+    count = min(max(ceil(share * layers), 1), layers - 1)
+    if count == 1:
+        return (0,)
+    return tuple(round(place * (layers - 1) / (count - 1)) for place in range(count))
+
+
+def without_layers(model: Any, keep: tuple[int, ...]) -> Any:
+    """A copy of a model with some of its layers; all tensors are the model's own.
+
+    Modules without children are shared, those above them are copied. Neither model may be changed.
+    """
+    leaves = [module for module in model.modules() if not any(module.children())]
+    tensors = [*model.parameters(), *model.buffers()]
+    made = copy.deepcopy(model, {id(each): each for each in (*leaves, *tensors)})
+    config = text_config(made)
+    layers = config.num_hidden_layers
+    stack = next(each for each in made.modules() if isinstance(each, ModuleList) and len(each) == layers)
+    kept = [stack[layer] for layer in keep]
+    del stack[len(keep) :]
+    for place, block in enumerate(kept):
+        stack[place] = block
+        for module in block.modules():
+            if getattr(module, "layer_idx", None) is not None:
+                module.layer_idx = place
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == layers and "layer" in name:
+            setattr(config, name, [value[layer] for layer in keep])
+    config.num_hidden_layers = len(keep)
+    return made
+
+
+def _low_bit(
+    model: str | Path | Checkpoint, target: Loaded, kv_tokens: int, settings: dict[str, Any]
+) -> DraftModel:
+    checkpoint = open_checkpoint(model)
+    runner = target.runner
+    if readers.method(checkpoint) or (isinstance(runner, Compiled) and _packed(runner)):
+        raise ModelError(f"{target.name}: its weights are packed already, int4 would not be much less")
+    loaded = load(checkpoint, runner="compiled", weights="int4", kv_tokens=kv_tokens)
+    made = loaded.runner
+    assert isinstance(made, Compiled)
+    weights = made.weights
+    nbytes = weights.nbytes + weights.embedding.nbytes + pool_bytes(weights, made.capacity, made.block_size)
+    return _drafter(made, target, nbytes, "int4", settings)
+
+
+def _skipping(target: Loaded, share: float, kv_tokens: int, settings: dict[str, Any]) -> DraftModel:
+    runner = target.runner
+    blocks = -(-kv_tokens // runner.block_size)
+    if isinstance(runner, Compiled):
+        weights = runner.weights
+        keep = _kept(target, len(weights.layers), share)
+        less = replace(weights, layers=tuple(weights.layers[layer] for layer in keep))
+        small: Compiled | Modules = Compiled(less, blocks=blocks, block_size=runner.block_size)
+        nbytes = pool_bytes(less, blocks, runner.block_size)
+    else:
+        assert isinstance(runner, Modules)
+        keep = _kept(target, text_config(runner.model).num_hidden_layers, share)
+        small = Modules(without_layers(runner.model, keep), blocks=blocks, block_size=runner.block_size)
+        nbytes = small.pool.nbytes
+    return _drafter(small, target, nbytes, f"layers {', '.join(map(str, keep))}", settings)
+
+
+def _kept(target: Loaded, layers: int, share: float) -> tuple[int, ...]:
+    if layers < 2:
+        raise ModelError(f"{target.name} has one layer: no part of it can draft")
+    return spread(layers, share)
+
+
+def _packed(runner: Compiled) -> bool:
+    """Whether the products are of less than 8 bits a weight."""
+    products = [layer.down for layer in runner.weights.layers]
+    return sum(each.nbytes for each in products) < sum(each.rows * each.columns for each in products)
+
+
+def _drafter(
+    runner: Compiled | Modules, target: Loaded, nbytes: int, how: str, settings: dict[str, Any]
+) -> DraftModel:
+    logger.info("%s drafts for itself: %s, %.1f MiB more memory", target.name, how, nbytes / 2**20)
+    vocabulary = Same(runner.vocabulary, vocabulary_of(target))
+    return DraftModel(runner, vocabulary, name=NAME, ends=target.ends, nbytes=nbytes, **settings)

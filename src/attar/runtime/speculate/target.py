@@ -1,0 +1,82 @@
+"""The target behind the nodes of a draft: logits warped when they are asked for, or rows known already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from attar.runtime.sampling.sample import sample
+from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.speculate.draft import Draft, Floats
+from attar.runtime.speculate.noise import Noise
+from attar.runtime.speculate.proposer import Rules
+
+
+@dataclass(frozen=True, eq=False)
+class Logits:
+    """The logits of a pass over a draft.
+
+    A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
+    path cost nothing.
+
+    Args:
+        logits: (n + 1, V), row i behind node i; not modified.
+        rules: the text's warps and noise.
+        draft: what was run.
+
+    Raises:
+        NumericsError: from ``token`` and ``p``, where the row's logits are NaN or infinite.
+    """
+
+    logits: Tensor
+    rules: Rules
+    draft: Draft
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the request takes the likeliest token."""
+        return self.rules.row().params.greedy
+
+    def token(self, node: int) -> int:
+        """Plain decoding's token behind the node."""
+        key = self.rules.key(self.draft.depths[node])
+        return sample(self.logits[node : node + 1], [self._row(node)], [key])[0]
+
+    def p(self, node: int) -> Floats:
+        """float32 (V,)."""
+        found: Floats = warp(self.logits[node : node + 1], [self._row(node)])[0].cpu().numpy()
+        return found
+
+    def _row(self, node: int) -> Row:
+        return self.rules.row(self.draft.text(self.draft.path(node)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Distributions that are known: tests, and acceptance reckoned without a model.
+
+    Args:
+        rows: p (n + 1, V), row i behind node i.
+        draft: of n tokens.
+        noise: of the round.
+    """
+
+    rows: Floats
+    draft: Draft
+    noise: Noise
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
+
+    def token(self, node: int) -> int:
+        """Plain decoding's token behind the node."""
+        return self.noise.token(self.draft.depths[node], self.rows[node])
+
+    def p(self, node: int) -> Floats:
+        """Its row."""
+        row: Floats = self.rows[node]
+        return row

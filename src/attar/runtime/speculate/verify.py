@@ -1,0 +1,55 @@
+"""One front door: which drafts become text.
+
+    greedy request, coupled mode, or a fixed draft    coupled.py     the target's own token is followed
+    exact, a chain drawn from q                       chain.py       block verification
+    exact, a tree drawn from q                        tree.py        by the draft's rule, iid or distinct
+
+All of them give tokens of the target's law. Coupled gives moreover the very text of plain decoding; exact
+accepts more where the draft has a q, at the price that the text depends on what was drafted. p is always the
+distribution after all warps, with penalties and grammar as they are behind the drafted path.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from attar.runtime.speculate.chain import block
+from attar.runtime.speculate.coupled import follow
+from attar.runtime.speculate.draft import Draft, Floats, Verdict
+from attar.runtime.speculate.noise import Noise
+from attar.runtime.speculate.tree import walk
+
+Mode = Literal["coupled", "exact"]
+
+
+class Target(Protocol):
+    """What the target says behind the nodes of a draft; asked only where the verifier goes."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the request takes the likeliest token."""
+        ...
+
+    def token(self, node: int) -> int:
+        """What plain decoding would take behind the node: the likeliest, or the draw with TOKEN noise."""
+        ...
+
+    def p(self, node: int) -> Floats:
+        """The distribution behind the node; float32 or float64 (V,)."""
+        ...
+
+
+def verify(draft: Draft, target: Target, noise: Noise, mode: Mode = "coupled") -> Verdict:
+    """Decide which drafts are taken, and the token behind them.
+
+    Args:
+        draft: what was proposed and run.
+        target: of the same draft.
+        noise: of the sequence in this round.
+        mode: "coupled" or "exact".
+    """
+    if target.greedy or mode == "coupled" or draft.rule == "fixed":
+        return follow(draft, target.token)
+    if draft.is_chain:
+        return block(draft, target.p, noise)
+    return walk(draft, target.p, noise)

@@ -1,0 +1,137 @@
+"""The profiler on a runner without a model: what it counts, that it changes nothing, what it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from attar.measure.report.speculation import speculation_picture
+from attar.runtime.engine import Engine
+from attar.runtime.llm import LLM
+from attar.runtime.loading import Loaded
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.passes import expected_tokens
+from attar.runtime.speculate.profile.profile import PLAIN, beside, profile
+from attar.runtime.speculate.profile.rows import Profile, Row
+from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.speculator import Speculator
+from tests.runtime.fake_runner import FakeRunner
+
+PROMPTS = {"a": [[1, 2, 3], [4, 5]], "b": [[6], [7, 8], [9]]}
+TOKENS = 24
+
+
+class Knows:
+    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; so many drafts."""
+
+    name, free, draws, looks = "knows", False, False, False
+
+    def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:
+        self.texts, self.right = texts, right
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+        return [self._proposed(wish) for wish in wishes]
+
+    def observe(self, news: Sequence[News]) -> None:
+        pass
+
+    def fork(self, sequence: int, child: int) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+    def _proposed(self, wish: Wish) -> Draft | None:
+        text = next(all for all in self.texts.values() if list(all[: len(wish.tokens)]) == list(wish.tokens))
+        ahead = text[len(wish.tokens) : len(wish.tokens) + wish.most]
+        tokens = [(each + (place >= self.right)) % 50 for place, each in enumerate(ahead)]
+        return Draft.chain(tokens) if tokens else None
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return LLM.of(Loaded(FakeRunner())).engine
+
+
+@pytest.fixture(scope="module")
+def texts(engine: Engine) -> dict[tuple[int, ...], Sequence[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    llm = LLM.of(Loaded(FakeRunner()))
+    prompts = [prompt for each in PROMPTS.values() for prompt in each]
+    return {
+        tuple(prompt): [*prompt, *result.token_ids]
+        for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True)
+    }
+
+
+def made(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]], batches: Sequence[int]) -> Profile:
+    def knows(right: int, most: int) -> Speculator:
+        return Speculator(Knows(texts, right), Fixed(most), most=most)
+
+    methods = {"all": knows(9, 3), "two of three": knows(2, 3), "none": knows(0, 1)}
+    return profile(engine, "fake", methods, PROMPTS, batches=batches, tokens=TOKENS, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def found(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> Profile:
+    return made(engine, texts, (1,))
+
+
+def row(found: Profile, kind: str, method: str) -> Row:
+    return next(each for each in found.rows if (each.set, each.method) == (kind, method))
+
+
+def test_plain_decoding_is_one_token_a_pass(found: Profile) -> None:
+    plain = row(found, "b", PLAIN)
+    assert (plain.texts, plain.same, plain.tokens_per_pass, plain.theory) == (3, 3, 1.0, 1.0)
+    assert plain.speedup is plain.acceptance is plain.chance is None and plain.histogram == ()
+
+
+def test_passes_are_those_that_were_made(found: Profile) -> None:
+    # 23 tokens behind the first: five passes of 4, then 2 drafts and their token
+    everything = row(found, "a", "all")
+    assert everything.histogram == (0, 0, 2 * 2, 2 * 2 * 5)
+    assert everything.chance == everything.acceptance == 1 and everything.tokens_per_pass == 23 / 6
+    assert everything.theory == pytest.approx(23 / 6)
+    nothing = row(found, "b", "none")
+    assert nothing.chance == 0 and nothing.tokens_per_pass == 1
+    # the last token is decoded without drafts: there is no room for any
+    assert nothing.histogram == (2 * 3 * 22,)
+    some = row(found, "b", "two of three")
+    assert some.chance is not None and 0.6 < some.chance < 0.8
+    assert some.theory != expected_tokens(some.chance, 3)  # the last passes are shorter
+    assert all(each.same == each.texts for each in found.rows)
+
+
+def test_everything_is_put_back(engine: Engine, found: Profile) -> None:
+    assert engine.speculator is None and engine.idle
+    engine.check()
+    beside(engine, None).check()
+
+
+def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
+    found = made(engine, texts, (2,))
+    assert row(found, "a", "all").histogram == (0, 0, 2 * 2, 2 * 2 * 5)
+    assert all(each.same == each.texts and each.batch == 2 for each in found.rows)
+
+
+def test_a_proposer_that_breaks_is_an_error(engine: Engine) -> None:
+    broken = Speculator(Knows({}, 0), Fixed(2), most=2)
+    with pytest.raises(StopIteration):
+        profile(engine, "fake", {"broken": broken}, PROMPTS, tokens=4, rounds=1)
+    assert engine.speculator is None
+
+
+def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
+    from xml.etree import ElementTree
+
+    drawn = speculation_picture(found.to_dict())
+    root = ElementTree.fromstring(drawn)
+    words = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a", "b", "all", "none"} <= set(words)
+    assert any(word.startswith("two of three: accepted") for word in words)
+    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in each.text]
+    assert len(bars) == 2

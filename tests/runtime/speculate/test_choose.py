@@ -1,0 +1,224 @@
+"""How many drafts pay, against worlds whose acceptance and times are known."""
+
+import math
+import random
+
+import pytest
+
+from attar.runtime.speculate.acceptance import FIRST, Acceptance, kind_of
+from attar.runtime.speculate.choose import PROBE, Chooser
+from attar.runtime.speculate.cost import Cost
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.purse import RATE, SPARE, Purse
+from attar.runtime.speculate.trim import trimmed
+
+MOST = 16
+
+
+class World:
+    """Passes take 1 + slope (tokens - 1), a step of the draft ``step``; a draft is accepted with a(place)."""
+
+    def __init__(self, a, slope, step=0.0, batch=1, known=True, seed=0):
+        self.a, self.slope, self.step, self.batch = a if callable(a) else lambda place: a, slope, step, batch
+        sizes = [batch << power for power in range(7)]
+        table = {batch: {size: self.time(size) for size in sizes}} if known else None
+        self.chooser = Chooser(Cost(table, {1: step, batch: step} if known and step else None), MOST)
+        self.random, self.spent, self.places, self.drafted = random.Random(seed), 0.0, [0] * batch, []
+        self.lost = [0.0]  # after every pass, in plain passes
+
+    def time(self, tokens):
+        return 1 + self.slope * (tokens - 1)
+
+    def run(self, tokens):
+        """Tokens a plain pass's time, until every sequence has so many more."""
+        begun, spent = list(self.places), self.spent
+        while min(self.places) < begun[0] + tokens:
+            self.turn()
+        made = sum(self.places) - sum(begun)
+        return made / self.batch / ((self.spent - spent) / self.time(self.batch))
+
+    def turn(self):
+        counts = self.chooser.choose(range(self.batch), [MOST] * self.batch)
+        news, made = [], 0
+        for place, count in enumerate(counts):
+            accepted = 0
+            while accepted < count and self.random.random() < self.a(self.places[place]):
+                accepted += 1
+            self.places[place] += accepted + 1
+            made += accepted + 1
+            draft = Draft.chain([7] * count) if count else None
+            news.append(News(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
+        target, draft = self.time(self.batch + sum(counts)), max(counts) * self.step
+        self.spent += target + draft
+        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
+        self.drafted.append(counts)
+        self.chooser.note(news, target, draft)
+
+    def best(self, a):
+        """Tokens a plain pass's time with the best fixed K, of all sequences alike."""
+        plain = self.time(self.batch)
+        times = [self.time(self.batch * (k + 1)) + k * self.step for k in range(MOST + 1)]
+        return max(sum(a**i for i in range(k + 1)) * plain / time for k, time in enumerate(times))
+
+
+@pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("slope", "step"), [(0.02, 0.05), (0.1, 0.0), (0.1, 0.2), (0.3, 0.05), (0.8, 0.5)])
+def test_within_five_percent_of_the_best_fixed_length(a, slope, step):
+    world = World(a, slope, step)
+    assert world.run(2000) > 0.95 * world.best(a)
+
+
+def test_a_batch_is_chosen_together():
+    world = World(0.7, 0.03, 0.05, batch=8)
+    assert world.run(300) > 0.95 * world.best(0.7)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("slope", "step"), [(0.02, 0.0), (0.1, 0.05), (0.3, 0.7), (0.8, 0.5), (1.0, 1.0)])
+def test_where_nothing_is_accepted_500_tokens_lose_less_than_three_percent(slope, step, known):
+    assert World(0.0, slope, step, known=known).run(500) > 1 / 1.03
+
+
+@pytest.mark.parametrize("a", [0.0, 0.4, lambda place: 0.95 if place % 300 < 150 else 0.0])
+def test_over_any_stretch_the_loss_is_bounded_by_the_purse(a):
+    world = World(a, 0.3, 0.3)
+    world.run(2000)
+    worst = low = -math.inf
+    tokens = 0.0
+    for before, after, counts in zip(world.lost[:-1], world.lost[1:], world.drafted, strict=True):
+        low = max(low, -(before - RATE * tokens))
+        tokens += world.time(1 + counts[0]) + counts[0] * 0.3 - (after - before)
+        worst = max(worst, after - RATE * tokens + low)
+    assert worst <= SPARE + 1e-6
+
+
+def test_probes_alone_lose_little():
+    world = World(0.0, 0.5)
+    world.chooser.purse = Purse(spare=math.inf)
+    world.run(3000)
+    c = world.time(2) - 1
+    probes = sum(count > 0 for (count,) in world.drafted[50:])
+    assert probes >= 3, "it keeps looking"
+    drafted = sum(world.time(1 + count) - 1 for (count,) in world.drafted)
+    assert drafted < c * (math.log2(c / PROBE) + 1) + PROBE * 3000 + 4, "and 4 for what FIRST promised"
+
+
+def test_it_follows_a_change_of_regime():
+    world = World(lambda place: 0.0 if place < 500 else 0.9, 0.1, 0.05)
+    assert world.run(500) > 0.97
+    world.run(250)
+    assert world.run(500) > 0.9 * world.best(0.9)
+    world.a = lambda place: 0.0
+    assert world.run(500) > 0.97
+
+
+def test_more_drafts_go_where_more_are_accepted():
+    chooser = Chooser(Cost({2: {2: 1.0, 64: 4.0}}), MOST)
+    for _ in range(60):
+        chooser.acceptance.note(0, kind_of(0, 1), True)
+        chooser.acceptance.note(1, kind_of(0, 1), False)
+    many, few = chooser.choose([0, 1], [MOST, MOST])
+    assert many >= 4 > few
+    assert chooser.choose([0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
+
+
+def test_prompts_beside_make_drafts_dear():
+    cost = Cost({1: {1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0}})
+    chooser = Chooser(cost, MOST)
+    alone, beside = chooser.choose([0], [MOST])[0], Chooser(cost, MOST).choose([0], [MOST], beside=512)[0]
+    assert alone > 2 * beside > 0
+
+
+def test_an_empty_purse_stops_everything_until_it_is_filled():
+    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
+    assert chooser.choose([0], [MOST])[0] > 0
+    chooser.purse.left = 0.0
+    assert not chooser.open and chooser.choose([0], [MOST]) == [0]
+    for _ in range(400):
+        chooser.note([News(0, None, (), [1])], 1.0)
+    assert chooser.open and chooser.purse.left == SPARE
+
+
+def test_time_spent_asking_is_charged():
+    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
+    for _ in range(100):
+        chooser.note([News(0, None, (), [1])], 1.0, draft=0.1)
+    assert not chooser.open
+
+
+def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_doubtful():
+    world = World(0.5, 0.35)
+    world.run(1500)
+    longest = run = 0
+    for (count,) in world.drafted:
+        run = run + 1 if count else 0
+        longest = max(longest, run)
+    assert longest <= 65
+
+
+def test_trees_are_cut_to_the_nodes_that_pay():
+    chooser = Chooser(Cost({1: {1: 1.0, 32: 2.0}}), MOST)
+    strong, weak = kind_of(1, 8), kind_of(2, 1)
+    for _ in range(200):
+        chooser.acceptance.note(0, strong, True)
+        chooser.acceptance.note(0, weak, False)
+    draft = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 3), kinds=(strong, weak, strong, strong, strong))
+    (kept,) = chooser.prune([0], [draft])
+    assert (kept.tokens, kept.parents, kept.kinds) == ((5, 7, 9), (0, 1, 2), (strong,) * 3)
+    assert chooser.prune([0], [None]) == [None]
+
+
+def test_a_whole_tree_is_run_or_not():
+    chooser = Chooser(Cost({1: {1: 1.0, 32: 1.5}}), MOST)
+    draft = Draft(tuple(range(24)), (0,) * 24)
+    assert chooser.whole([0], [draft]) == [draft]
+    for _ in range(300):
+        chooser.note([News(0, draft, (), [1])], 1.5)
+    assert sum(chooser.whole([0], [draft]) != [None] for _ in range(20)) <= 1
+
+
+def test_every_child_of_an_accepted_node_teaches_and_no_other():
+    chooser = Chooser(Cost({1: {1: 1.0}}), MOST)
+    draft = Draft((1, 2, 3, 4, 5), (0, 0, 1, 2, 3), kinds=(1, 2, 3, 4, 5))
+    chooser.note([News(0, draft, (1,), [1, 9])], 1.0)
+    seen = [chooser.acceptance.seen(kind) for kind in range(1, 6)]
+    assert seen == [1, 1, 1, 0, 0]
+    assert trimmed(draft, []) is None and trimmed(draft, range(1, 6)) is draft
+
+
+def test_acceptance_is_learnt_by_level_and_passed_on():
+    acceptance = Acceptance()
+    assert acceptance.rates(0, 0, 3) == [FIRST] * 3
+    rng = random.Random(0)
+    for _ in range(2000):
+        for level, a in enumerate((0.9, 0.5, 0.2), 1):
+            acceptance.note(1, kind_of(0, level), rng.random() < a)
+    believed = acceptance.rates(9, 0, 3)
+    assert believed == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request believes the pool"
+    for _ in range(50):
+        acceptance.note(2, 1, False)
+    first, second, _ = acceptance.rates(2, 0, 3)
+    assert first < 0.15 and second < first, "its own drafts move it, deeper levels along"
+    acceptance.fork(2, 3)
+    assert acceptance.rates(3) == acceptance.rates(2)
+    acceptance.forget(2)
+    assert acceptance.rates(2) == acceptance.rates(99)
+
+
+def test_forgotten_sequences_leave_nothing():
+    world = World(0.5, 0.1)
+    world.run(50)
+    world.chooser.fork(0, 1)
+    for sequence in (0, 1, 2):
+        world.chooser.forget(sequence)
+    assert not world.chooser._watches and not world.chooser.acceptance._own
+
+
+def test_what_was_true_long_ago_is_forgotten():
+    acceptance = Acceptance()
+    for drafts, accepted in ((400, True), (80, False)):
+        for _ in range(drafts):
+            acceptance.note(0, 1, accepted)
+    assert acceptance.rates(0)[0] < 0.15
+    assert acceptance.rates(1)[0] < 0.6, "the pool too, later"

@@ -1,0 +1,281 @@
+"""Two tokenizers: what both have is paired by bytes, texts are shown whole, drafts are target ids."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from attar.errors import ModelError
+from attar.runtime.runner.modules import Modules
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sampling.warp import likeliest
+from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.noise import Drafting, Noise
+from attar.runtime.speculate.proposer import Wish
+from attar.runtime.speculate.target import Logits
+from attar.runtime.speculate.verify import verify
+from attar.runtime.speculate.vocabulary import Same, Shared, between
+from attar.runtime.text import Text
+from tests import tiny_models
+
+SOURCE = Path(textwrap.__file__).read_text(encoding="utf-8")
+OTHER = 380
+BEGIN = "<begin>"
+
+
+def fast(tokenizer: Tokenizer, **special: str) -> Any:
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@lru_cache(maxsize=1)
+def other() -> Any:
+    """A byte-level BPE of other text and size, with other special tokens behind the words."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    trainer = trainers.BpeTrainer(vocab_size=OTHER - 3, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([SOURCE[4000:12000]], trainer)
+    return fast(made, eos_token="</s>", bos_token=BEGIN, mask_token="<mask>")
+
+
+@lru_cache(maxsize=1)
+def pieced() -> Any:
+    """One of SentencePiece's kind, with fallback bytes, that puts a token before each text."""
+    made = Tokenizer(models.BPE(byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<s>", "</s>", *fallback], show_progress=False
+    )
+    made.train_from_iterator([SOURCE], trainer)
+    state = json.loads(made.to_str())  # the bytes are words and not special
+    state["added_tokens"] = state["added_tokens"][:2]
+    made = Tokenizer.from_str(json.dumps(state))
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return fast(made, bos_token="<s>", eos_token="</s>")
+
+
+TARGET = tiny_models.tokenizer()
+V = tiny_models.VOCABULARY
+
+
+def shared(draft: Any) -> Shared:
+    found = between(draft, TARGET, (len(draft), V))
+    assert isinstance(found, Shared)
+    return found
+
+
+@pytest.mark.parametrize("draft", [other, pieced])
+def test_pairs_stand_for_the_same_text(draft: Any) -> None:
+    draft = draft()
+    pairs = shared(draft).pairs
+    assert len({one for one, _ in pairs}) == len({two for _, two in pairs}) == len(pairs) > 200
+    words = 0
+    for one, two in pairs:
+        if one in draft.all_special_ids or two in TARGET.all_special_ids:
+            continue
+        ours, theirs = draft.decode([one, one]), TARGET.decode([two, two])
+        if "\ufffd" not in ours + theirs:
+            assert ours.lstrip() == theirs.lstrip()
+            words += 1
+    assert words > 90
+
+
+def test_nothing_is_left_out_of_the_pairs() -> None:
+    """Two byte-level tokenizers write the same bytes alike, so equal strings are all there is."""
+    ours, theirs = other().get_vocab(), TARGET.get_vocab()
+    equal = {(ours[token], theirs[token]) for token in ours if token in theirs}
+    assert frozenset(shared(other()).pairs) == equal | {(other().eos_token_id, TARGET.eos_token_id)}
+
+
+def test_special_tokens_by_role_and_by_name() -> None:
+    draft = other()
+    pairs = dict(shared(draft).pairs)
+    assert pairs[draft.eos_token_id] == TARGET.eos_token_id
+    assert pairs[draft.mask_token_id] == TARGET.mask_token_id
+    assert draft.bos_token_id not in pairs, "the target's is its end token, which is taken"
+
+
+@pytest.mark.parametrize("draft", [other, pieced])
+def test_a_text_is_shown_whole_whatever_comes_when(draft: Any) -> None:
+    draft = draft()
+    tokens = TARGET.encode(SOURCE[4000:4700])
+    reader = shared(draft).reader()
+    for stop in (100, 101, 103, 104, 120, len(tokens)):
+        found = reader.read(tokens[:stop])
+        assert found is not None
+        text = draft.decode(found, skip_special_tokens=True)
+        assert text == TARGET.decode(tokens[:stop])
+        found.append(7)  # it is the caller's
+
+
+def test_new_tokens_go_through_the_pairs_and_leave_what_was_there() -> None:
+    vocabulary = shared(other())
+    reader = vocabulary.reader()
+    before = reader.read(TARGET.encode("def wrap("))
+    byte = TARGET.encode("x")
+    after = reader.copy().read([*TARGET.encode("def wrap("), *byte])
+    assert before is not None and after == [*before, *other().encode("x")]
+
+
+def test_a_text_that_ends_inside_of_a_character_waits() -> None:
+    tokens = TARGET.encode("a = '☃'")
+    reader = shared(pieced()).reader()
+    inside = next(stop for stop in range(len(tokens)) if "\ufffd" in TARGET.decode(tokens[:stop]))
+    assert reader.read(tokens[:inside]) is None
+    found = reader.read(tokens)
+    assert found is not None and pieced().decode(found, skip_special_tokens=True) == "a = '☃'"
+
+
+def test_the_draft_s_own_beginning_comes_once() -> None:
+    found = shared(pieced()).reader().read(TARGET.encode("class"))
+    assert found is not None and found[0] == 0 and 0 not in found[1:]
+    with_end = [TARGET.eos_token_id, *TARGET.encode("class")]
+    found = shared(other()).reader().read(with_end)
+    assert found == [other().eos_token_id, *other().encode("class")]
+
+
+def test_logits_reach_the_target_s_ids() -> None:
+    vocabulary = shared(other())
+    rows = torch.randn(3, OTHER + 5)  # padded
+    found = vocabulary.logits(rows)
+    assert found.shape == (3, V)
+    for one, two in vocabulary.pairs:
+        assert torch.equal(found[:, two], rows[:, one]) and vocabulary.own(two) == one
+    assert int(found.isfinite().sum()) == 3 * len(vocabulary.pairs)
+
+
+def test_one_tokenizer_needs_no_pairs() -> None:
+    more = tiny_models.tokenizer()
+    more.add_tokens(["<extra>", "<more>"])
+    for draft, target in ((TARGET, TARGET), (more, TARGET), (TARGET, more), (None, TARGET), (TARGET, None)):
+        assert isinstance(between(draft, target, (V + 8, V)), Same)
+    fewer = Same(V, V + 2)
+    assert fewer.reader().read([5, V + 1]) == [5, V - 1]
+    assert fewer.logits(torch.zeros(1, V)).tolist() == [[0.0] * V + [-torch.inf] * 2]
+
+
+def test_refusals_name_both_models() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    with pytest.raises(ModelError, match="tokenizer of small is neither"):
+        between(fast(words), TARGET, (2, V), ("small", "large"))
+    strange = Tokenizer(models.BPE({f"{chr(0x4E00 + i)}": i for i in range(300)}, []))
+    strange.decoder = decoders.ByteLevel()
+    with pytest.raises(ModelError, match="of small and large have 0 tokens in common, of 300 and 320"):
+        between(fast(strange), TARGET, (300, V), ("small", "large"))
+
+
+def small(vocabulary: int, seed: int) -> Any:
+    return tiny_models.build("llama3", vocab_size=vocabulary, num_hidden_layers=1, hidden_size=32, seed=seed)
+
+
+@lru_cache(maxsize=1)
+def runner() -> Modules:
+    return Modules(small(OTHER, 0), blocks=64, block_size=4)
+
+
+def drafter() -> DraftModel:
+    return DraftModel(runner(), shared(other()))
+
+
+PROMPT = TARGET.encode("def wrap(text, width")
+
+
+def test_q_is_the_draft_on_what_both_have() -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.9)
+    rules = Drafting(Text("r", 0, PROMPT, params, seed=3, limit=50), Noise(3, 0, len(PROMPT)))
+    model, plain = drafter(), small(OTHER, 0)
+    (draft,) = model.propose([Wish(0, PROMPT, 4, rules=rules)])
+    assert draft is not None and draft.q is not None
+    draft.check()
+    tokens = [*other().encode("def wrap(text, width")]
+    for q, token in zip(draft.q, draft.tokens, strict=True):
+        logits = tiny_models.logits(plain, torch.tensor([tokens]))[0, -1]
+        wanted = (logits / 0.7)[[one for one, _ in shared(other()).pairs]].softmax(-1)
+        kept = q[[two for _, two in shared(other()).pairs]]
+        assert kept.sum() == pytest.approx(1, abs=1e-5) and len(q) == V
+        inside = kept > 0
+        mass = wanted.numpy() * inside
+        assert mass.sum() >= 0.9 and np.allclose(kept, mass / mass.sum(), atol=1e-5)
+        tokens.append(shared(other()).own(token))
+    model.forget(0)
+
+
+def test_greedy_texts_are_the_target_s() -> None:
+    """Rounds with a draft of another tokenizer, until 40 tokens are said."""
+    target = small(V, 4)
+
+    @torch.no_grad()
+    def rows(tokens: list[int], count: int) -> torch.Tensor:
+        return target(input_ids=torch.tensor([tokens])).logits[0, -count:]
+
+    wanted = list(PROMPT)
+    while len(wanted) < len(PROMPT) + 40:
+        wanted += likeliest(rows(wanted, 1))
+    model, tokens, drafted = drafter(), list(PROMPT), 0
+    while len(tokens) < len(wanted):
+        rules = Text("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
+        (draft,) = model.propose([Wish(0, tokens, 3, rules=rules)])
+        model.check()
+        if draft is None:
+            tokens += likeliest(rows(tokens, 1))
+            continue
+        drafted += len(draft)
+        logits = rows([*tokens, *draft.tokens], len(draft) + 1)
+        verdict = verify(draft, Logits(logits, rules, draft), Noise(1, 0, len(tokens)))
+        tokens += verdict.tokens(draft)
+    assert tokens[: len(wanted)] == wanted and drafted > 40
+    model.forget(0)
+
+
+def test_forked_texts_are_read_apart() -> None:
+    model = drafter()
+    model.propose([Wish(0, PROMPT, 2)])
+    model.fork(0, 1)
+    for sequence, more in ((0, "s, x"), (1, "=")):
+        tokens = [*PROMPT, *TARGET.encode(more)]
+        (found,), (wanted,) = (
+            model.propose([Wish(sequence, tokens, 2)]),
+            drafter().propose([Wish(0, tokens, 2)]),
+        )
+        assert found is not None and wanted is not None and found.tokens == wanted.tokens
+
+
+def test_a_text_is_read_once() -> None:
+    reader = shared(other()).reader()
+    tokens = TARGET.encode("xyz")
+    assert reader.read(tokens) == reader.read(tokens)
+    between_them = Shared(pieced(), other(), (len(pieced()), OTHER))
+    found = between_them.reader().read([other().bos_token_id, *other().encode("class")])
+    assert found is not None and found[0] == 0 and 0 not in found[1:]
+
+
+def test_what_is_paired() -> None:
+    """Blanks; no column that the logits lack; and two ids that are swapped are seen."""
+    for draft in (other(), pieced()):
+        words = draft.convert_ids_to_tokens([one for one, _ in shared(draft).pairs])
+        assert any(len(word) > 1 and word[0] in "▁Ġ" for word in words)
+    assert all(one < 200 for one, _ in Shared(other(), TARGET, (200, V)).pairs)
+    state = json.loads(tiny_models.tokenizer_json())
+    vocabulary = state["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    swapped = fast(Tokenizer.from_str(json.dumps(state)))
+    assert isinstance(between(swapped, TARGET, (V, V)), Shared)
