@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from decode_cases import SHAPES
 from torch import Tensor
 
 from attar.models.load import load_tokenizer
@@ -29,14 +30,6 @@ from attar.runtime.scheduler import Scheduler
 from attar.runtime.step import Runner, Span, Step
 
 PROMPT = 32
-SHAPE = {
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "intermediate_size": 2048,
-    "vocab_size": 8192,
-}
 WAYS = {
     "greedy": SamplingParams(temperature=0.0),
     "greedy, no text": SamplingParams(temperature=0.0),
@@ -134,7 +127,7 @@ def compiled(arguments: argparse.Namespace) -> Any:
     from attar.runtime.runner.compiled import Compiled
     from attar.runtime.runner.compiled_weights import model_weights
 
-    config = LlamaConfig(**SHAPE, max_position_embeddings=4096, tie_word_embeddings=False)
+    config = LlamaConfig(**SHAPES["S"], max_position_embeddings=4096, tie_word_embeddings=False)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in LlamaForCausalLM(config).state_dict().items()}
 

@@ -22,6 +22,7 @@ from attar.progress import SILENT, Progress
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import BenchSettings
+from attar.runtime.timing import decoded, run_timed
 
 
 @dataclass(frozen=True)
@@ -104,23 +105,15 @@ def _measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Rand
     names = [
         engine.add([draws.randrange(engine.vocabulary) for _ in range(context)], params) for _ in range(batch)
     ]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    while not engine.idle:
-        events = engine.step()
-        now = time.perf_counter()
-        for event in events:
-            if event.error is not None:
-                raise engine.failure or DataError(event.error)
-            times[event.request] += [now] * len(event.token_ids)
-    first = [each[0] - began for each in times.values()]
-    between = [b - a for each in times.values() for a, b in pairwise(each)]
-    start, end = max(each[0] for each in times.values()), max(each[-1] for each in times.values())
-    later = sum(stamp > start for each in times.values() for stamp in each)
+    requests = run_timed(engine, names)
+    first = [each.times[0] - began for each in requests]
+    between = [b - a for each in requests for a, b in pairwise(each.times)]
+    later, seconds = decoded(requests)
     return Case(
         batch,
         context,
         batch * context / max(first),
-        later / (end - start),
+        later / seconds,
         quantile(first, 0.5),
         quantile(first, 0.99),
         quantile(between, 0.5),

@@ -8,7 +8,8 @@ import math
 from attar.errors import DataError
 from attar.runtime.admission import BusyError
 from attar.runtime.results import Event, TokenLogprob, Usage
-from attar.runtime.server.backend import Speculation, Stats
+from attar.runtime.server.backend import Stats
+from attar.runtime.speculate.counts import Counts
 
 ANSWER = "Hello, wörld."
 FAIL, BUSY, SLOW = 1, 2, 3  # first tokens of prompts that mean trouble
@@ -90,7 +91,7 @@ class FakeBackend:
         self.cancelled.append(id)
 
     def stats(self):
-        made = Speculation(5, 20, 12, (5, 4, 2, 1))
+        made = Counts(5, 20, 12, [5, 4, 2, 1])
         blocks = {"free": 2, "cached": 1, "used": 1}
         return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, made)
 

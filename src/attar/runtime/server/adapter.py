@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.backend import Speculation, Stats
+from attar.runtime.server.backend import Stats
 from attar.runtime.stream import Streams
 
 
@@ -67,7 +67,7 @@ class EngineBackend:
 
     def stats(self) -> Stats:
         """Read without a lock: each count is one number, and they may be a step apart."""
-        scheduler = self._streams.engine.scheduler
+        scheduler, speculator = self._streams.engine.scheduler, self._streams.engine.speculator
         manager = scheduler.manager
         free, cached = manager.free, manager.cached
         return Stats(
@@ -79,15 +79,8 @@ class EngineBackend:
             prefix_queries=manager.counts.asked,
             prefix_hits=manager.counts.hit,
             preemptions=scheduler.preemptions,
-            speculation=self._speculation(),
+            speculation=None if speculator is None else speculator.counts.copy(),
         )
-
-    def _speculation(self) -> Speculation | None:
-        speculator = self._streams.engine.speculator
-        if speculator is None:
-            return None
-        counts = speculator.counts
-        return Speculation(counts.drafts, counts.drafted, counts.accepted, tuple(counts.accepted_at))
 
     async def close(self) -> None:
         self._open = False

@@ -8,23 +8,7 @@ from typing import Any, Protocol
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """Counts of speculative decoding since the start.
-
-    Attributes:
-        drafts: times a draft was verified.
-        drafted: tokens in them.
-        accepted: of these.
-        accepted_at: accepted tokens at each position of a draft, from the first.
-    """
-
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_at: tuple[int, ...] = ()
+from attar.runtime.speculate.counts import Counts
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,7 @@ class Stats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    speculation: Speculation | None = None
+    speculation: Counts | None = None
     free: int = 0
 
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from attar.runtime.results import Event
-from attar.runtime.server.backend import Backend, Speculation, Stats
+from attar.runtime.server.backend import Backend, Stats
+from attar.runtime.speculate.counts import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
@@ -143,7 +144,7 @@ class _State:
             gauge.add_metric([self._model, state], count)
         return gauge
 
-    def _positions(self, speculation: Speculation) -> Metric:
+    def _positions(self, speculation: Counts) -> Metric:
         counter = CounterMetricFamily(
             "attar:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens at each position of a draft.",

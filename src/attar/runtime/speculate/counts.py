@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -20,6 +20,10 @@ class Counts:
     drafted: int = 0
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
+
+    def copy(self) -> Counts:
+        """The counts as they are now, for another thread."""
+        return replace(self, accepted_at=list(self.accepted_at))
 
     def note(self, drafted: int, accepted: int) -> None:
         """A draft was verified."""

@@ -14,11 +14,9 @@ runner that rounds differently for several tokens at once may differ where two t
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attar.errors import DataError
 from attar.progress import SILENT, Progress
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
@@ -26,6 +24,7 @@ from attar.runtime.speculate.profile.meter import Meter
 from attar.runtime.speculate.profile.passes import Passes, speedup
 from attar.runtime.speculate.profile.rows import Profile, Row
 from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.timing import decoded, run_timed
 
 PLAIN = "plain"
 LEAST = 8  # tokens of a text: end tokens before are passed over
@@ -137,43 +136,24 @@ def _answer(
     speculator, meter = engine.speculator, None
     if speculator is not None:
         meter = speculator.proposer = Meter(speculator.proposer)
-    times, texts = _decoded(engine, batch, params, salt)
+    requests = run_timed(engine, [engine.add(prompt, params, salt=salt) for prompt in batch])
     if speculator is not None and meter is not None:
         speculator.proposer = meter.proposer
         if speculator.failure is not None:
             raise speculator.failure
-    start, end = max(each[0] for each in times), max(each[-1] for each in times)
-    later = sum(stamp > start for each in times for stamp in each)
+    later, seconds = decoded(requests)
     while len(seen.seconds) <= place:
         seen.seconds.append([])
         seen.tokens.append([])
-    seen.seconds[place].append(end - start)
+    seen.seconds[place].append(seconds)
     seen.tokens[place].append(later)
-    seen.texts += texts
+    seen.texts += [each.tokens for each in requests]
     if meter is None:
-        for text in texts:
-            seen.passes.counts[0, 0, 0] += len(text) - 1
+        for each in requests:
+            seen.passes.counts[0, 0, 0] += len(each.tokens) - 1
     else:
         seen.passes.counts += meter.passes.counts
         seen.drafting += meter.seconds
-
-
-def _decoded(
-    engine: Engine, batch: Batch, params: SamplingParams, salt: str
-) -> tuple[list[list[float]], list[list[int]]]:
-    """Times of every token of every text, and the tokens."""
-    names = [engine.add(prompt, params, salt=salt) for prompt in batch]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    texts: dict[str, list[int]] = {name: [] for name in names}
-    while not engine.idle:
-        events = engine.step()
-        now = time.perf_counter()
-        for event in events:
-            if event.error is not None:
-                raise engine.failure or DataError(event.error)
-            times[event.request] += [now] * len(event.token_ids)
-            texts[event.request] += event.token_ids
-    return list(times.values()), list(texts.values())
 
 
 def _row(kind: str, method: str, batch: int, plain: _Seen, seen: _Seen, rounds: int) -> Row:
