@@ -244,4 +244,4 @@ def test_the_server_sees_the_counts() -> None:
     said = EngineBackend(type("Quiet", (), {"engine": llm.engine})()).stats().speculation
     assert said is not None and said.drafts == counts.drafts > 0
     assert (said.drafted, said.accepted) == (counts.drafted, counts.accepted)
-    assert said.accepted_at == tuple(counts.accepted_at)
+    assert said.accepted_at == counts.accepted_at
