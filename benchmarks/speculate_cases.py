@@ -73,8 +73,8 @@ class Oracle:
 class Earliest(Ngram):
     """Of equal matches the first in the text, as vLLM takes it."""
 
-    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]]) -> None:
-        super()._grow(tree, index, sorted(matches, key=lambda match: (-match[0], match[1])))
+    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]], reach: int) -> None:
+        super()._grow(tree, index, sorted(matches, key=lambda match: (-match[0], match[1])), reach)
 
 
 def code(count: int, length: int) -> list[list[int]]:

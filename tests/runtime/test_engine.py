@@ -304,10 +304,12 @@ def test_what_can_never_run_is_refused_by_name() -> None:
 def test_several_texts_are_refused_where_the_runner_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REFUSED, ("h2o", "fork"), "because")
     runner = FakeRunner()
-    runner.features = ["dense", "h2o"]  # type: ignore[attr-defined]
+    runner.features = {"dense": None, "h2o": ("eviction", "h2o")}  # type: ignore[attr-defined]
     running = engine(runner)
     running.add([1])
-    with pytest.raises(SettingsError, match="h2o is 'on', but must be off together with fork: because"):
+    with pytest.raises(
+        SettingsError, match="n is 2, but must be something else beside eviction='h2o': because"
+    ):
         running.add([1], SamplingParams(n=2))
 
 

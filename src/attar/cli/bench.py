@@ -8,7 +8,7 @@ from typing import Any
 from attar.cli.bench_speculate import profile_text
 from attar.cli.command import Answer, argument, read_settings, settings_options, text_option
 from attar.cli.command import build as build_command
-from attar.errors import UsageError
+from attar.errors import OutputError, UsageError
 from attar.progress import Progress
 from attar.recipe.settings import settings_of
 from attar.recipe.stages import load
@@ -38,11 +38,14 @@ def build(verb: str) -> Any:
         chosen, how = read_settings(methods, verb, values), read_settings(engine, verb, rest)
         bench = read_settings(cases, verb, rest)
         if chosen.asked:
+            picture = _picture(values.get("picture"))
             batches = bench.batch if values.get("batch") else (1,)
             found = load(f"{_PROFILE}.run:run_profile")(
                 values["model"], chosen, bench, how, batches=batches, progress=progress
             )
-            _draw(values.get("picture"), found)
+            if picture is not None:
+                drawn = load("attar.measure.report.speculation:speculation_picture")(found.to_dict())
+                load("attar.checkpoint.atomic:write_bytes")(picture, drawn.encode())
             return Answer(found.to_dict(), profile_text(found))
         _refuse_without_methods(values, [*own, "picture"])
         with progress.task("load", total=1) as task:
@@ -58,10 +61,15 @@ def build(verb: str) -> Any:
     return build_command(verb, help, _EXAMPLE, parameters, act)
 
 
-def _draw(picture: str | None, found: Any) -> None:
-    if picture is not None:
-        drawn = load("attar.measure.report.speculation:speculation_picture")(found.to_dict())
-        load("attar.checkpoint.atomic:write_bytes")(Path(picture), drawn.encode())
+def _picture(written: str | None) -> Path | None:
+    """Where it goes; what cannot be a file is refused before anything is measured."""
+    if written is None:
+        return None
+    path = Path(written)
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise OutputError(f"{path} {why}", hint="--picture takes the name of a file")
+    return path
 
 
 def _refuse_without_methods(values: dict[str, Any], names: list[str]) -> None:

@@ -23,7 +23,8 @@ def profile_text(found: Any) -> str:
 
 
 def _row(row: Any) -> tuple[str, ...]:
-    reach = "" if row.low is None else f"{row.low:.2f} to {row.high:.2f}"
+    known = row.low is not None and row.low < row.high  # one prompt says nothing of the spread
+    reach = f"{row.low:.2f} to {row.high:.2f}" if known else "-"
     return (
         row.set,
         row.method,

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from attar.errors import AttarError, DataError, SettingsError
-from attar.runtime.kv.compose import check_together
+from attar.runtime.kv.compose import Asked, check_together
 from attar.runtime.kv.manager import Manager
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sequence import Request
@@ -54,7 +54,7 @@ class Limits:
             raise SettingsError("patience_s", self.patience_s, "0 or more seconds")
 
 
-def check_params(params: SamplingParams, features: Tokens[str], *, words: bool, grammars: bool) -> None:
+def check_params(params: SamplingParams, features: Asked, *, words: bool, grammars: bool) -> None:
     """Raises SettingsError where they ask for what the model cannot do.
 
     Args:
@@ -65,7 +65,7 @@ def check_params(params: SamplingParams, features: Tokens[str], *, words: bool, 
     if not words and params.stop:
         raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
     if params.n > 1:
-        check_together(*features, "fork")
+        check_together({**features, "fork": ("n", params.n)})
     if params.guide is not None and not grammars:
         name, text = params.guide
         raise SettingsError(name, text[:60], "None, for the model has no tokenizer")

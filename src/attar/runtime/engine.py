@@ -10,6 +10,7 @@ wrong in a step ends the requests of that step, whose blocks come back, and no o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -71,8 +72,9 @@ class Engine:
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
         self.failure: Exception | None = None  # the last one of the runner, for whoever wants to raise it
         self._jobs: dict[str, Job] = {}
-        self._next = 0
-        plan = speculator and partial(speculator.plan, scheduler=scheduler, text=self._text)
+        self._numbers = map(str, itertools.count())
+        inside = "kivi" in getattr(runner, "features", ())  # full blocks are rounded
+        plan = speculator and partial(speculator.plan, scheduler=scheduler, text=self._text, inside=inside)
         self._drafting: Drafting | None = plan or None
 
     @property
@@ -161,16 +163,13 @@ class Engine:
         if id in self._jobs:
             raise SettingsError("id", id, "one that no running request has")
         params.fit(self.vocabulary)
-        features = getattr(self.runner, "features", ())
+        features = getattr(self.runner, "features", {})
         check_params(params, features, words=self.decode is not None, grammars=self.grammars is not None)
         check_tokens(prompt, self.runner.vocabulary)
 
     def _name(self) -> str:
         """The next number that no request has taken for a name."""
-        while str(self._next) in self._jobs:
-            self._next += 1
-        self._next += 1
-        return str(self._next - 1)
+        return next(number for number in self._numbers if number not in self._jobs)
 
     def _text(self, sequence: Running) -> Text:
         return self._jobs[sequence.request.id].texts[sequence.index]

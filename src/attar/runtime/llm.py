@@ -20,6 +20,7 @@ from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
 from attar.runtime.codec import Codec, Prompt, each_prompt
 from attar.runtime.engine import DEFAULT, Engine
+from attar.runtime.kv.compose import evicting
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.loading import Loaded, load
 from attar.runtime.results import Event, Result, gather_result
@@ -81,12 +82,11 @@ class LLM:
         verification: str | None = None,
     ) -> None:
         wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
-        wanted.check_with([] if eviction is None else [type(eviction).__name__.lower()])
+        wanted.check_with(evicting(eviction))
         alike: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
         kept: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_tokens": kv_tokens, "eviction": eviction}
         loaded = load(model, runner=runner, weights=weights, **alike, **kept)
-        drafter = make_speculator(wanted, loaded, model, **alike)
-        self._assemble(loaded, limits, prefix_cache, drafter)
+        self._assemble(loaded, limits, prefix_cache, make_speculator(wanted, loaded, model, **alike))
 
     @classmethod
     def of(

@@ -76,7 +76,7 @@ class Loaded:
             SettingsError: it is asked for and does not go with the eviction.
         """
         if prefix_cache and isinstance(self.eviction, H2O):
-            check_together("h2o", "prefix_reuse")
+            check_together({"h2o": ("eviction", "h2o"), "prefix_reuse": ("prefix_cache", True)})
         reuse = not isinstance(self.eviction, H2O | SnapKV) if prefix_cache is None else prefix_cache
         window, sinks = self.lookback
         most = self.most(limits.chunk or limits.step_tokens)

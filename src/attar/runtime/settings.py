@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import DataError, SettingsError, nearest
+from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.wanted import Wanted
 
@@ -63,7 +64,13 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         name, _ = _eviction(self.eviction)
-        self._wanted().check_with([name] if name else [])
+        asked = {store_feature(self.kv_dtype): ("kv_dtype", self.kv_dtype)}
+        if name:
+            asked[name] = ("eviction", self.eviction)
+        if self.prefix_cache == "on":
+            asked["prefix_reuse"] = ("prefix_cache", "on")
+        check_together(asked)
+        self._wanted().check_with(asked)
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of :class:`attar.runtime.llm.LLM`.

@@ -27,12 +27,13 @@ def test_the_table_knows_every_store_and_method():
 def test_every_pair_has_one_answer(pair):
     one, two = pair
     assert reason(one, two) == reason(two, one)
+    asked = {one: ("first", 1), two: ("second", 2)}
     if reason(one, two) is None:
-        check_together(one, two)
+        check_together(asked)
     else:
         assert len(reason(one, two).split()) >= 5
-        with pytest.raises(SettingsError, match=two):
-            check_together(one, two)
+        with pytest.raises(SettingsError, match="second is 2, but must be something else beside first=1: "):
+            check_together(asked)
 
 
 def test_refusals_name_known_features_in_one_order():
@@ -40,9 +41,23 @@ def test_refusals_name_known_features_in_one_order():
         assert one in FEATURES and two in FEATURES and (two, one) not in REFUSED
 
 
-def test_the_first_pair_is_named():
-    with pytest.raises(SettingsError, match="kivi is 'on', but must be off together with h2o: KIVI's"):
-        check_together("chunked_prefill", "kivi", "h2o")
-    check_together(
-        "int8", "streaming", "prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation"
-    )
+def asked(*features):
+    return {feature: (f"set_{feature}", feature.upper()) for feature in features}
+
+
+def test_the_first_pair_is_named_by_its_settings():
+    with pytest.raises(SettingsError) as found:
+        check_together(asked("chunked_prefill", "kivi", "h2o", "speculation"))
+    told = f"set_h2o is 'H2O', but must be something else beside set_kivi='KIVI': {reason('kivi', 'h2o')}"
+    assert str(found.value) == told
+    scheduling = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation")
+    check_together(asked("int8", "streaming", *scheduling))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_the_model_is_made_of_is_not_asked_to_change(turned):
+    features = {"sliding_window": None, **asked("streaming")}
+    with pytest.raises(SettingsError) as found:
+        check_together(dict(reversed(features.items())) if turned else features)
+    told = "set_streaming is 'STREAMING', but must be something else beside the model's own sliding window: "
+    assert str(found.value).startswith(told)

@@ -32,14 +32,15 @@ lent = cache(load_tiny)
 
 
 @contextmanager
-def serving(limits=None, before=None, model=None, **settings):
+def serving(limits=None, before=None, model=None, speculator=None, **settings):
     """A server with an engine of its own: its address, the engine (to look at), the server.
 
     Args:
         model: its own; None: one that all use, one after the other, for it has one pool.
         before: is given the engine before its thread starts.
+        speculator: drafts for it.
     """
-    llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16))
+    llm = LLM.of(model or lent(), limits=limits or Limits(sequences=16), speculator=speculator)
     if before is not None:
         before(llm.engine)
     made = ServerSettings(port=0, **settings)

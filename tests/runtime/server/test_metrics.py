@@ -11,7 +11,11 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
-from tests.runtime.server.real import COMPLETIONS, body, load_tiny, serving, settled
+from attar.runtime.llm import LLM
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.draft import Draft
+from tests.runtime.server.real import COMPLETIONS, body, lent, load_tiny, serving, settled
+from tests.runtime.speculate.proposing import speculator
 
 NAMES = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time")
 
@@ -48,3 +52,50 @@ def test_a_slow_reader_is_not_in_the_times():
             while not (seen := settled(url))["e2e_request_latency_seconds_count"]:
                 time.sleep(0.02)
     assert seen["inter_token_latency_seconds_count"] == 199
+
+
+class Known:
+    """Two drafts in every pass: the text's own next token, and one that is never right."""
+
+    name, free, draws, looks = "known", False, False, False
+
+    def __init__(self, text):
+        self.text = text
+
+    def propose(self, wishes):
+        return [self.draft(len(wish.tokens)) if wish.most >= 2 else None for wish in wishes]
+
+    def draft(self, place):
+        return Draft.chain([self.text[place], (self.text[place + 1] + 1) % 300])
+
+    def observe(self, news):
+        pass
+
+    def forget(self, sequence):
+        pass
+
+
+def test_drafts_are_counted_under_the_names_that_are_scraped():
+    """20 tokens: the prompt's first, nine passes of two while two drafts have room, and the last alone."""
+    prompt, params = [*range(100, 140)], SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    text = [*prompt, *LLM.of(lent()).generate(prompt, params)[0].token_ids]
+    asked = body(prompt, max_tokens=20)
+    with serving() as (url, _, _):
+        quiet = httpx.post(url + COMPLETIONS, json=asked).raise_for_status().json()
+        assert not [name for name in settled(url) if "spec_decode" in name], "nothing is drafted"
+    made = speculator(Known(text), most=2)
+    with serving(model=load_tiny(), speculator=made) as (url, _, _):
+        told = httpx.post(url + COMPLETIONS, json=asked).raise_for_status().json()
+        seen, page = settled(url), httpx.get(url + "/metrics").text
+    assert told["choices"] == quiet["choices"] and made.failure is None
+    assert told["usage"]["completion_tokens"] == 20
+    found = {name: value for name, value in seen.items() if "spec_decode" in name and "_created" not in name}
+    assert found == {
+        "spec_decode_num_drafts_total": 9,
+        "spec_decode_num_draft_tokens_total": 18,
+        "spec_decode_num_accepted_tokens_total": 9,
+        'spec_decode_num_accepted_tokens_per_pos_total{position="0"}': 9,
+    }
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"):
+        assert f"# TYPE attar:spec_decode_num_{name}_total counter" in page
+    assert seen["generation_tokens_total"] == 20 and seen["inter_token_latency_seconds_count"] == 19

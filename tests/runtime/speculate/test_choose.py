@@ -2,15 +2,16 @@
 
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
 from attar.runtime.speculate.acceptance import FIRST, Acceptance, kind_of
-from attar.runtime.speculate.choose import PROBE, Chooser
+from attar.runtime.speculate.choose import PROBE, RARELY, Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import News
-from attar.runtime.speculate.purse import RATE, SPARE, Purse
+from attar.runtime.speculate.purse import FULL_ENOUGH, RATE, SPARE, Purse
 from attar.runtime.speculate.trim import trimmed
 
 MOST = 16
@@ -133,11 +134,46 @@ def test_prompts_beside_make_drafts_dear():
 def test_an_empty_purse_stops_everything_until_it_is_filled():
     chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
     assert chooser.choose([0], [MOST])[0] > 0
-    chooser.purse.left = 0.0
+    chooser.purse.note(SPARE + 1.0, 0.0)
     assert not chooser.open and chooser.choose([0], [MOST]) == [0]
+    closed = 0
+    while not chooser.open:
+        chooser.note([News(0, None, (), [1])], 1.0)
+        closed += 1
+    assert closed == math.ceil((1.0 + FULL_ENOUGH * SPARE) / RATE), "not before it can pay for something"
     for _ in range(400):
         chooser.note([News(0, None, (), [1])], 1.0)
     assert chooser.open and chooser.purse.left == SPARE
+
+
+def test_what_is_spent_once_costs_half_a_purse_at_most():
+    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
+    chooser.charge(1, 0.5)
+    assert chooser.purse.left == SPARE - 0.5
+    chooser.charge(1, 100.0)
+    assert chooser.purse.left == SPARE / 2 - 0.5 and chooser.open
+    chooser.charge(1, 100.0)
+    assert not chooser.open
+
+
+def test_nothing_is_drafted_before_plain_passes_have_set_the_times():
+    cost = Cost({1: {1: 1.0, 8: 2.0}, 8: {8: 2.0, 16: 3.0}}, settle=3)
+    chooser = Chooser(cost, MOST)
+    for seconds in (1.4, 9.0, 1.5):
+        assert not chooser.open and chooser.choose([0], [MOST]) == [0]
+        chooser.note([News(0, None, (), [1])], seconds)
+    assert chooser.open and chooser.choose([0], [MOST])[0] > 0
+    assert [cost.target(1, 1), cost.target(1, 8), cost.target(8, 16)] == [1.5, 2.5, 3.5], (
+        "the median's excess"
+    )
+
+
+def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
+    world = World(0.95, 0.02)
+    world.run(8000)
+    plain = [number for number, counts in enumerate(world.drafted) if counts == [0]]
+    gaps = [after - before for before, after in pairwise(plain)]
+    assert RARELY - 2 <= max(gaps) <= RARELY + 2
 
 
 def test_time_spent_asking_is_charged():

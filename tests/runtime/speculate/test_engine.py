@@ -212,17 +212,29 @@ def test_a_bad_row_ends_its_text_alone() -> None:
     assert last[names[1]].finish_reason == "length"
 
 
-def test_a_proposer_that_breaks_costs_no_text() -> None:
-    class Broken(Oracle):
-        def propose(self, wishes):
-            raise MemoryError("no room for the draft")
+@pytest.mark.parametrize("where", ["propose", "observe"])
+def test_a_proposer_that_breaks_costs_no_text(where: str, broken_proposers: list[str]) -> None:
+    """At once, or in the middle of a text; it is said once, and it is never asked again."""
+    for right in (0, 3):
+        oracle = Oracle(truths([([1, 2], GREEDY)]), chains=True)
+        method, calls = getattr(oracle, where), []
 
-    made = speculator(Broken([]))
-    running = engine(speculator=made)
-    name = running.add([1, 2], GREEDY)
-    got = results(finish(running), {name: ([1, 2], GREEDY)})[name]
-    assert list(got.token_ids) == alone([1, 2], GREEDY)
-    assert isinstance(made.failure, MemoryError) and not made.counts.drafts
+        def broken(given, right=right, method=method, calls=calls):
+            calls.append(given)
+            if len(calls) > right:
+                raise MemoryError("no room for the draft")
+            return method(given)
+
+        setattr(oracle, where, broken)
+        made = speculator(oracle)
+        running = engine(speculator=made)
+        name = running.add([1, 2], GREEDY)
+        got = results(finish(running), {name: ([1, 2], GREEDY)})[name]
+        assert list(got.token_ids) == alone([1, 2], GREEDY)
+        assert isinstance(made.failure, MemoryError) and len(calls) == right + 1
+        (told,) = broken_proposers
+        assert told.startswith("speculation is off: oracle failed: no room for the draft\nTraceback")
+        broken_proposers.clear()
 
 
 def test_a_step_that_fails_leaves_no_drafts_behind() -> None:

@@ -44,8 +44,7 @@ def plain_model(family: str):
 
 def made(family: str, proposer=None, *, limits=None, blocks=96, block_size=4, **options) -> LLM:
     runner = Modules(copy.deepcopy(plain_model(family)), blocks=blocks, block_size=block_size, **options)
-    inside = "kivi" in runner.features
-    drafter = None if proposer is None else speculator(proposer, most=10, inside=inside)
+    drafter = None if proposer is None else speculator(proposer, most=10)
     most = runner.most
     loaded = Loaded(runner, eviction=options.get("eviction"), lookback=runner.lookback, most=most)
     return LLM.of(loaded, limits=limits, speculator=drafter)

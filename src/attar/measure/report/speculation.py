@@ -1,6 +1,7 @@
 """The picture of ``attar bench --speculate``: speedup by set and method, and how many drafts are accepted.
 
-Bars begin at 1, where plain decoding is; whiskers are the 95 % interval.
+Bars begin at 1, where plain decoding is; whiskers are the 95 % interval, cut where the scale ends. The scale
+is logarithmic: twice and half as fast are equally far from 1.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 from attar.measure.numbers import significant
 from attar.measure.report.axis import Axis
 from attar.measure.report.labels import text_width
-from attar.measure.report.legend import Key, svg_legend
+from attar.measure.report.legend import FONT, cut
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import bottom_axis, left_axis, line, picture, style, text
 
-WIDTH, PANEL, GAP = 860.0, 150.0, 36.0
-BAR, BETWEEN = 15.0, 14.0  # pixels of a bar, and between sets
+WIDTH, PANEL, GAP, MARGIN = 860.0, 150.0, 36.0, 16.0
+HEAD, BAR, BETWEEN = 20.0, 15.0, 12.0  # pixels of a set's name, of a bar, and between sets
+NAMES, RESULTS = 220.0, 170.0  # of the longest name of a method, and of the figures on the right
 COLOURS = 6
 ACROSS = 3  # histograms side by side
 
@@ -32,32 +34,29 @@ def speculation_picture(found: Mapping[str, Any]) -> str:
     rows = [row for row in found["rows"] if row["speedup"] is not None]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     colour = {method: f"s{place % COLOURS}" for place, method in enumerate(methods)}
-    keys = [Key(colour[method], method) for method in methods]
-    legend, top = svg_legend(keys, WIDTH, 50)
-    bars, bottom = _bars(rows, colour, top + 4)
+    bars, bottom = _bars(rows, colour, 44)
     counts, end = _histograms(rows, methods, colour, bottom + GAP)
-    title = f"{found['model']}: times as fast as plain decoding, greedy"
-    if found["temperature"]:
-        title = f"{found['model']}: times as fast as plain decoding, temperature {found['temperature']:g}"
+    how = f"temperature {found['temperature']:g}" if found["temperature"] else "greedy"
+    title = f"{cut(found['model'])}: times as fast as plain decoding, {how}"
     card = el("rect", x=0.5, y=0.5, width=WIDTH - 1, height=end - 1, rx=6.0, class_="card")
-    head = text(16, 26, title, class_="label")
-    return picture(WIDTH, end, title, el("style", style("picture")), card, head, legend, bars, counts) + "\n"
+    head = text(MARGIN, 26, title, class_="label")
+    return picture(WIDTH, end, title, el("style", style("picture")), card, head, bars, counts) + "\n"
 
 
 def _bars(rows: Rows, colour: Mapping[str, str], top: float) -> tuple[Markup, float]:
-    """Horizontal bars by set and batch."""
+    """Horizontal bars by set and batch, each with its method on the left and its figures on the right."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     several = len({row["batch"] for row in rows}) > 1
     for row in rows:
-        groups.setdefault(f"{row['set']}, {row['batch']}" if several else row["set"], []).append(row)
-    left = 28 + max((text_width(name, 12) for name in groups), default=0.0)
-    right, height = WIDTH - 70, sum(len(each) * BAR + BETWEEN for each in groups.values())
-    low = min([0.9, *(row["low"] for row in rows)])
-    x = Axis(max(low - 0.05, 0.0), max([1.2, *(row["high"] for row in rows)]) * 1.02, left, right)
-    bottom, y = top + height + 6, top + 10
-    parts = [bottom_axis(x, top, bottom), line(x(1.0), top, x(1.0), bottom, "tick-mark")]
+        name = f"{row['set']}, {row['batch']} at a time" if several else row["set"]
+        groups.setdefault(name, []).append(row)
+    left = MARGIN + 10 + max((text_width(cut(method, NAMES), FONT) for method in colour), default=0.0)
+    x = _axis(rows, left, WIDTH - MARGIN - RESULTS)
+    bottom = top + sum(HEAD + len(each) * BAR + BETWEEN for each in groups.values())
+    parts, y = [bottom_axis(x, top, bottom), line(x(1.0), top, x(1.0), bottom, "tick-mark")], top
     for name, each in groups.items():
-        parts.append(text(left - 10, y + len(each) * BAR / 2 + 3, name, anchor="end"))
+        parts.append(text(MARGIN, y + HEAD - 6, cut(name, left - MARGIN), class_="panel-title"))
+        y += HEAD
         for row in each:
             parts.append(_bar(row, x, y, colour[row["method"]]))
             y += BAR
@@ -65,17 +64,27 @@ def _bars(rows: Rows, colour: Mapping[str, str], top: float) -> tuple[Markup, fl
     return join(parts), bottom + 24
 
 
+def _axis(rows: Rows, left: float, right: float) -> Axis:
+    """All speedups, and of their intervals what is not more than twice as far."""
+    values = [1.0, *(row["speedup"] for row in rows)]
+    low = max(min([0.9, *(row["low"] for row in rows)]), min(values) / 2)
+    high = min(max([1.1, *(row["high"] for row in rows)]), max(values) * 2)
+    return Axis(low / 1.04, high * 1.04, left, right, log=True)
+
+
 def _bar(row: Mapping[str, Any], x: Axis, y: float, colour: str) -> Markup:
     start, end = sorted((x(1.0), x(row["speedup"])))
+    low, high = (x(min(max(row[each], x.low), x.high)) for each in ("low", "high"))
     middle = y + BAR / 2 - 1
-    words = f"{row['set']}, {row['method']}: {significant(row['speedup'], 3)}"
-    reach = f" ({significant(row['low'], 3)} to {significant(row['high'], 3)})"
+    value, *reach = (significant(row[each], 3) for each in ("speedup", "low", "high"))
+    interval = f" ({reach[0]} to {reach[1]})" if row["low"] < row["high"] else ""
     return el(
         "g",
-        el("title", words + reach),
-        el("rect", x=start, y=y, width=max(end - start, 1.0), height=BAR - 3, class_="mark"),
-        line(x(row["low"]), middle, x(row["high"]), middle, "leader"),
-        text(x(max(row["high"], 1.0)) + 6, middle + 4, f"{row['speedup']:.2f}", class_="tick"),
+        el("title", f"{row['set']}, {row['method']}: {value}{interval}"),
+        text(x.start - 10, middle + 4, cut(row["method"], NAMES), anchor="end", class_="tick"),
+        el("rect", x=start, y=y, width=max(end - start, 1.0), height=BAR - 3, class_="point"),
+        line(low, middle, high, middle, "arrow") if interval else None,
+        text(x.end + 12, middle + 4, value + interval, class_="tick"),
         class_=colour,
     )
 
@@ -84,25 +93,26 @@ def _histograms(
     rows: Rows, methods: Sequence[str], colour: Mapping[str, str], top: float
 ) -> tuple[Markup, float]:
     """For each method the share of passes with n accepted drafts, all sets together."""
-    wide = (WIDTH - 32 - (ACROSS - 1) * GAP) / ACROSS
-    parts, end = [], top
+    wide = (WIDTH - 2 * MARGIN - (ACROSS - 1) * GAP) / ACROSS
+    title = "share of the passes with drafts by how many were accepted, all sets"
+    parts, end = [text(MARGIN, top, title, class_="label")], top
     for place, method in enumerate(methods):
-        x = 16 + place % ACROSS * (wide + GAP)
-        y = top + place // ACROSS * (PANEL + GAP)
+        x = MARGIN + place % ACROSS * (wide + GAP)
+        y = top + 26 + place // ACROSS * (PANEL + GAP)
         counts = _summed([row["histogram"] for row in rows if row["method"] == method])
         parts.append(_histogram(method, counts, colour[method], x, y, wide))
         end = y + PANEL
-    return join(parts), end + GAP
+    return join(parts), end + MARGIN
 
 
 def _histogram(method: str, counts: Sequence[int], colour: str, x: float, y: float, wide: float) -> Markup:
-    title = text(x, y, f"{method}: accepted drafts of a pass", class_="panel-title")
+    title = text(x, y, cut(method, wide), class_="panel-title")
     total = sum(counts)
     if not total:
         return join(title, text(x, y + 24, "nothing was drafted", class_="note"))
     shares = [count / total for count in counts]
     left, right, low, high = x + 34, x + wide, y + PANEL - 24, y + 16
-    axis = Axis(0.0, max(shares) * 1.05, low, high)
+    axis = Axis(0.0, max(shares), low, high)
     step = (right - left) / len(shares)
     bars = [
         el(
@@ -112,9 +122,10 @@ def _histogram(method: str, counts: Sequence[int], colour: str, x: float, y: flo
             y=axis(share),
             width=max(step - 2, 0.5),
             height=low - axis(share),
-            class_="mark",
+            class_="point",
         )
         for place, share in enumerate(shares)
+        if share
     ]
     every = -(-len(shares) // 8)
     marks = [

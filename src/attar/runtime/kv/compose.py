@@ -1,10 +1,13 @@
 """Which features of the KV cache work together: a table, and the sentence for each pair that does not.
 
 Everything that is not in :data:`REFUSED` works: ``tests/runtime/kv/test_matrix.py`` walks the table and runs
-every pair. What is refused is refused when the model is loaded, or when a text asks for it.
+every pair. What is refused is refused when the model is loaded, or when a text asks for it, under the name of
+the setting that asked for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from attar.errors import SettingsError
 
@@ -22,6 +25,9 @@ _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be taken back"
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, each in its place; modules run it"
 )
+
+Asked = Mapping[str, tuple[str, object] | None]
+"""Features, each with the setting that asks for it and its value; None: the model is made so."""
 
 REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "h2o"): _GROUPS,
@@ -58,17 +64,22 @@ def reason(one: str, two: str) -> str | None:
     return REFUSED.get((one, two)) or REFUSED.get((two, one))
 
 
-def check_together(*features: str) -> None:
+def check_together(features: Asked) -> None:
     """Refuse the first pair that does not work together.
 
+    Args:
+        features: what was there first goes first: the later setting of a pair is the one to change.
+
     Raises:
-        SettingsError: names both, with the sentence.
+        SettingsError: names both settings with their values, and the sentence.
     """
-    for place, one in enumerate(features):
-        for two in features[place + 1 :]:
+    names = list(features)
+    for place, one in enumerate(names):
+        for two in names[place + 1 :]:
             why = reason(one, two)
             if why is not None:
-                raise SettingsError(one, "on", f"off together with {two}: {why}")
+                first, second = (one, two) if features[two] else (two, one)
+                raise _refusal(features, first, second, why)
 
 
 def store_feature(kv_dtype: str) -> str:
@@ -76,3 +87,17 @@ def store_feature(kv_dtype: str) -> str:
     if kv_dtype.startswith("kivi"):
         return "kivi"
     return kv_dtype if kv_dtype in STORES else "dense"
+
+
+def evicting(eviction: object) -> dict[str, tuple[str, object]]:
+    """The row of an eviction, with its setting; nothing for None."""
+    name = type(eviction).__name__.lower()
+    return {} if eviction is None else {name: ("eviction", name)}
+
+
+def _refusal(features: Asked, first: str, second: str, why: str) -> SettingsError:
+    """The second's setting must change."""
+    beside, wrong = features[first], features[second]
+    assert wrong is not None, f"a model is made with {first} and {second}, which do not go together: {why}"
+    there = f"{beside[0]}={beside[1]!r}" if beside else f"the model's own {first.replace('_', ' ')}"
+    return SettingsError(*wrong, f"something else beside {there}: {why}")

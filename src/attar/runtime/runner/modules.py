@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.compose import check_together, store_feature
+from attar.runtime.kv.compose import Asked, check_together, evicting, store_feature
 from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
 from attar.runtime.kv.pool import Pool
 from attar.runtime.kv.store import Geometry
@@ -37,7 +37,7 @@ class Modules:
         eviction: how a sequence's places are bounded; None: not at all.
 
     Attributes:
-        features: rows of ``kv/compose.py``; who schedules checks its own together with them.
+        features: rows of ``kv/compose.py`` and what asked for them; who schedules checks its own with them.
 
     Raises:
         ModelError: the model's attention is not what the runtime does, by name.
@@ -58,7 +58,7 @@ class Modules:
         found = probe(model)
         kept = str(model.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
         self.features = _features(kept, eviction, found)
-        check_together(*self.features)
+        check_together(self.features)
         geometry = Geometry(found.layers, blocks, block_size, found.kv_heads, found.head_dim)
         self.pool = Pool(geometry, kept, dtype=model.dtype, device=model.device)
         self.vocabulary, self.window = found.vocabulary, found.window
@@ -141,11 +141,8 @@ def _watch(eviction: Eviction | None) -> HeavyWatch | TailWatch | None:
     return TailWatch(eviction) if isinstance(eviction, SnapKV) else None
 
 
-def _features(kv_dtype: str, eviction: Eviction | None, found: Found) -> list[str]:
+def _features(kv_dtype: str, eviction: Eviction | None, found: Found) -> Asked:
     """Rows of ``kv/compose.py`` that the runner knows of."""
-    features = [store_feature(kv_dtype)]
-    if eviction is not None:
-        features.append(type(eviction).__name__.lower())
-    if any(window is not None for window in found.windows):
-        features.append("sliding_window")
-    return features
+    windows = any(window is not None for window in found.windows)
+    asked = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}
+    return {**asked, "sliding_window": None} if windows else asked

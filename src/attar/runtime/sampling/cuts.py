@@ -31,6 +31,17 @@ def top_k_(x: Row, k: int) -> None:
     np.putmask(x, x < np.partition(near, len(near) - k)[len(near) - k], -np.inf)
 
 
+def top(x: Row, count: int) -> NDArray[np.int64]:
+    """Where the ``count`` largest of a row (V,) are, the largest first, the lowest id among equals."""
+    if count == 1:
+        return np.array([x.argmax()])
+    left, found = x.copy(), np.empty(count, dtype=np.int64)
+    for rank in range(count):
+        found[rank] = left.argmax()
+        left[found[rank]] = -np.inf
+    return found
+
+
 def mass_(p: Row, top_p: float, min_p: float) -> None:
     """Make 0 what top-p and then min-p drop of a row (V,) of sum 1, and the sum 1 again."""
     if top_p >= 1.0 and min_p <= 0.0:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attar.runtime.sampling.cuts import top
 from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
 
 TOKEN, ACCEPT, RESAMPLE = 0, 1, 2
@@ -68,6 +69,20 @@ def draw(p: Tensor, keys: Sequence[int]) -> list[int]:
     return [_draw_one(row, key) for row, key in zip(p.cpu().numpy(), keys, strict=True)]
 
 
+def draw_distinct(p: Tensor, key: int, count: int) -> list[int]:
+    """Several tokens without putting back, in the order drawn: the first of one race (Gumbel top-k).
+
+    Args:
+        p: probabilities (V,), or weights that are not normalised; not modified.
+        key: the stream; the first token is the one that ``draw`` takes with it.
+        count: how many; fewer come where fewer have p > 0.
+    """
+    tokens, race = _race(p.cpu().numpy(), key, count)
+    best = np.argsort(-race, kind="stable")[:count]
+    found: list[int] = tokens[best].tolist()
+    return found
+
+
 def sample(logits: Tensor, rows: Sequence[Row], keys: Sequence[int]) -> list[int]:
     """Warp and draw: a token for each row. Rows at temperature 0 take the likeliest without any noise.
 
@@ -96,22 +111,29 @@ def sample(logits: Tensor, rows: Sequence[Row], keys: Sequence[int]) -> list[int
 
 def _draw_one(p: NDArray[np.float32], key: int) -> int:
     """A token from one row (V,)."""
-    if 4 * np.count_nonzero(p) < len(p):
+    tokens, race = _race(p, key)
+    return int(tokens[race.argmax()])
+
+
+def _race(p: NDArray[np.float32], key: int, count: int = 1) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Tokens, the first ``count`` of the race among them, and -e / p of each, largest where p / e is."""
+    some = int(np.count_nonzero(p))
+    if 4 * some < len(p):
         tokens = np.flatnonzero(p)
         u = uniforms(key, tokens)
     else:
         bits = _mixed_(_counters(len(p)).copy(), key)
-        tokens = _contenders(p, bits)
+        tokens = _contenders(p, bits, min(count, some))
         u = _unit(bits[tokens])
     race = np.log(u)
-    race /= p[tokens]  # -e / p: the largest is where p / e is
-    return int(tokens[race.argmax()])
+    race /= p[tokens]
+    return tokens, race
 
 
-def _contenders(p: NDArray[np.float32], bits: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Tokens that may win the race: all others are behind the likeliest one."""
-    likely = int(p.argmax())
-    c = -float(np.log(_unit(bits[likely : likely + 1]))[0]) / float(p[likely])
+def _contenders(p: NDArray[np.float32], bits: NDArray[np.uint64], count: int) -> NDArray[np.int64]:
+    """Tokens that may be among the first ``count``: all others are behind so many of the likeliest."""
+    likely = top(p, count)
+    c = float((-np.log(_unit(bits[likely])) / p[likely]).max())
     below_one = (_WHOLE - bits.view(np.int64)).astype(np.float32)  # 1 - u, in steps of 2^-53
     return np.flatnonzero(below_one <= p * np.float32(c * 2.0**53 * _SLACK))
 

@@ -27,17 +27,16 @@ class Acceptance:
     def __init__(self) -> None:
         self._pool: Counts = {}
         self._own: dict[int, Counts] = {}
+        self._known: dict[tuple[int, int, int, float], list[float]] = {}  # rates, until something changes
 
-    def rates(self, sequence: int, group: int = 0, levels: int = LEVELS - 1) -> list[float]:
-        """a of levels 1..``levels`` of a group."""
-        own = self._own.get(sequence, {})
-        found: list[float] = []
-        pooled = mine = FIRST
-        for kind in range(group * LEVELS + 1, group * LEVELS + levels + 1):
-            before, pooled = pooled, _mixed(self._pool.get(kind), POOL, pooled)
-            mine = _mixed(own.get(kind), OWN, min(max(mine + pooled - before, 0.0), 1.0))
-            found.append(mine)
-        return found
+    def rates(
+        self, sequence: int, group: int = 0, levels: int = LEVELS - 1, first: float = FIRST
+    ) -> list[float]:
+        """a of levels 1..``levels`` of a group, not to be changed; ``first`` is believed before any was seen."""
+        asked = sequence, group, levels, first
+        if asked not in self._known:
+            self._known[asked] = self._rates(*asked)
+        return self._known[asked]
 
     def seen(self, kind: int) -> float:
         """Drafts of a kind in memory."""
@@ -45,6 +44,7 @@ class Acceptance:
 
     def note(self, sequence: int, kind: int, accepted: bool) -> None:
         """A draft was accepted, or was the first rejected."""
+        self._known.clear()
         own = self._own.setdefault(sequence, {})
         for counts, decay in ((self._pool, POOL_DECAY), (own, OWN_DECAY)):
             good, count = counts.get(kind, (0.0, 0.0))
@@ -52,12 +52,24 @@ class Acceptance:
 
     def fork(self, sequence: int, child: int) -> None:
         """``child`` begins with what is believed of ``sequence``."""
+        self._known.clear()
         if sequence in self._own:
             self._own[child] = dict(self._own[sequence])
 
     def forget(self, sequence: int) -> None:
         """A sequence ended; the pool keeps what it taught."""
+        self._known.clear()
         self._own.pop(sequence, None)
+
+    def _rates(self, sequence: int, group: int, levels: int, first: float) -> list[float]:
+        own = self._own.get(sequence, {})
+        found: list[float] = []
+        pooled = mine = first
+        for kind in range(kind_of(group, 1), kind_of(group, levels) + 1 if levels else 0):
+            before, pooled = pooled, _mixed(self._pool.get(kind), POOL, pooled)
+            mine = _mixed(own.get(kind), OWN, min(max(mine + pooled - before, 0.0), 1.0))
+            found.append(mine)
+        return found + found[-1:] * (levels - len(found))
 
 
 def kind_of(group: int, level: int) -> int:

@@ -17,6 +17,7 @@ from attar.runtime.speculate.verify import Mode
 from attar.runtime.speculate.wanted import Wanted
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
+SETTLE = 4  # plain passes before the first drafts
 
 
 def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: Any) -> Speculator | None:
@@ -32,17 +33,16 @@ def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: An
     """
     if not wanted:
         return None
-    features = list(getattr(target.runner, "features", ()))
-    wanted.check_with(features)
+    wanted.check_with(getattr(target.runner, "features", {}))
     proposer = _proposer(wanted, target, model, settings)
     most = wanted.drafts or (FREE if proposer.free else MODEL)
     drafting = {}
     if not proposer.free:
         times = measure(cast(Any, proposer).runner, {1: (1,), 8: (8,)})
         drafting = {batch: points[batch] for batch, points in times.items()}
-    chooser = Chooser(Cost(measure(target.runner), drafting), most=most)
+    chooser = Chooser(Cost(measure(target.runner), drafting, settle=SETTLE), most=most)
     mode = cast("Mode | None", wanted.verification)
-    return Speculator(proposer, chooser, most=most, verification=mode, inside="kivi" in features)
+    return Speculator(proposer, chooser, most=most, verification=mode)
 
 
 def _proposer(wanted: Wanted, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:

@@ -21,21 +21,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-from attar.runtime.speculate.acceptance import LEVELS, Acceptance
+from attar.runtime.speculate.acceptance import Acceptance
 from attar.runtime.speculate.cost import MOST, Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.plan import Chance, Pass
 from attar.runtime.speculate.proposer import News
 from attar.runtime.speculate.purse import Purse
-from attar.runtime.speculate.trim import kinds_of, trimmed
+from attar.runtime.speculate.trim import kinds_of, survivals, trimmed
 from attar.runtime.speculate.watch import Watch
 
 MARGIN = 0.02  # of tokens a second, gained at least
 LEAST = 0.01  # survival below which no draft is looked at
 PROBE = 0.005  # of the time, for probes in the long run
 HOPELESS = 8  # times rarer where drafts would not pay if all were accepted
-DOUBTFUL, LOOK = 1.25, 64  # below this speedup, a plain pass is measured after so many without
+DOUBTFUL = 1.25  # a smaller speedup
+LOOK, RARELY = 64, 256  # passes with drafts after which a plain one is measured, where doubtful and where not
 
 
 class Chooser:
@@ -56,8 +58,8 @@ class Chooser:
 
     @property
     def open(self) -> bool:
-        """Whether a free proposer should be asked at all: asking takes time too."""
-        return self.purse.left > 0
+        """Whether anything should be asked at all: asking takes time too."""
+        return self.purse.open and self.cost.settled
 
     def choose(self, sequences: Sequence[int], most: Sequence[int], beside: int = 0) -> list[int]:
         """K for each sequence of the batch, before a draft model is run.
@@ -136,6 +138,12 @@ class Chooser:
         for each in news:
             self._learn(each)
 
+    def charge(self, batch: int, seconds: float) -> None:
+        """Time that was spent once, and says nothing of the next pass: half a purse pays for all of it."""
+        plain = self.cost.plain(batch)
+        if plain > 0:
+            self.purse.note(min(seconds / plain, self.purse.spare / 2), 0.0)
+
     def fork(self, sequence: int, child: int) -> None:
         """``child`` begins with what is believed of ``sequence``."""
         self.acceptance.fork(sequence, child)
@@ -148,15 +156,9 @@ class Chooser:
         self._watches.pop(sequence, None)
 
     def _chances(self, place: int, sequence: int, draft: Draft) -> list[Chance]:
-        """Every node of a draft with its survival."""
-        kinds = kinds_of(draft)
-        groups = sorted({kind // LEVELS for kind in kinds})
-        tables = {group: self.acceptance.rates(sequence, group) for group in groups}
-        found = [Chance(1.0, place, 0, 0)]
-        for node, (parent, kind) in enumerate(zip(draft.parents, kinds, strict=True), 1):
-            rate = tables[kind // LEVELS][kind % LEVELS - 1]
-            found.append(Chance(found[parent].survival * rate, place, found[parent].depth + 1, node))
-        return found[1:]
+        """Every node of a draft that may be worth a look."""
+        rates = partial(self.acceptance.rates, sequence)
+        return [each for each in survivals(draft, place, rates) if each.survival >= LEAST]
 
     def _passes(self, batch: int, tokens: int, seconds: float, beside: int) -> float:
         """What a pass cost in plain ones; a hiccup of the machine is no draft's fault. Beside prompts, whose
@@ -171,13 +173,13 @@ class Chooser:
         self, sequences: Sequence[int], chances: list[Chance], beside: int, drafted: bool
     ) -> list[list[int]]:
         """The nodes of each sequence that are run."""
-        plan = Pass(self.cost, len(sequences), beside, drafted)
         kept: list[list[int]] = [[] for _ in sequences]
-        if plan.plain <= 0:
+        if not (chances and self.cost.known and self.cost.settled):
             return kept
+        plan = Pass(self.cost, len(sequences), beside, drafted, sum(each.size for each in chances))
         chances.sort(key=lambda each: (-each.survival, each.depth, each.place, each.node))
         count = self._front(plan, chances)
-        if self._doubtful and self._since_plain >= LOOK:
+        if self._since_plain >= (LOOK if self._doubtful else RARELY):
             return kept
         for chance in chances[:count]:
             kept[chance.place].append(chance.node)

@@ -3,6 +3,9 @@
     t(batch, tokens)    the target, for all tokens of a pass (one certain token a sequence, drafts, prompts)
     draft(batch)        one step of the draft model; 0 where drafts are free
 
+What an engine does around a pass is not in what was measured without one: the first plain passes of a real
+text say how much it is, and that is added to every size. Nothing should be drafted before (``settled``).
+
 A curve has knots (tokens, seconds), straight lines between them, the last slope beyond, and never falls. A
 step that took s where the curve says e changes it by the ratio r = s / e, taken between 2/3 and 3/2 so that a
 hiccup of the machine is no lesson:
@@ -18,8 +21,12 @@ costs.
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_left
 from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 LEVEL = 0.10  # of log r, to all knots
 SHAPE = 0.05  # of log r, to the knots around
@@ -55,6 +62,17 @@ class Curve:
         share = (size - knots[right - 1]) / (knots[right] - knots[right - 1])
         return values[right - 1] + share * (values[right] - values[right - 1])
 
+    def over(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """``at`` of many sizes (S,): seconds (S,)."""
+        knots, values = self._knots, self._values
+        if len(knots) < 2:
+            return np.array([self.at(int(size)) for size in sizes])
+        slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
+        found: NDArray[np.float64] = np.interp(sizes, knots, values) + slope * np.maximum(
+            sizes - knots[-1], 0
+        )
+        return found
+
     def note(self, size: int, seconds: float) -> float:
         """Learns from a step; r, the step's share of what was expected, 1 where the size was new."""
         if self._is_new(size):
@@ -73,6 +91,11 @@ class Curve:
     def scale(self, factor: float) -> None:
         """All seconds times a factor."""
         self._raw = [seconds * factor for seconds in self._raw]
+        self._settle()
+
+    def shift(self, seconds: float) -> None:
+        """All seconds so many more; none falls below half."""
+        self._raw = [max(each + seconds, each / 2) for each in self._raw]
         self._settle()
 
     def table(self) -> dict[int, float]:
@@ -104,15 +127,23 @@ class Cost:
     Args:
         target: {batch: {tokens of the pass: seconds}}, measured; what is missing is learnt from steps.
         draft: {batch: seconds of one step of the draft}; empty: drafts are free until steps say otherwise.
+        settle: plain passes that say what is to be added to ``target``.
     """
 
     def __init__(
         self,
         target: Mapping[int, Mapping[int, float]] | None = None,
         draft: Mapping[int, float] | None = None,
+        settle: int = 0,
     ) -> None:
         self._target = {batch: Curve(points) for batch, points in sorted((target or {}).items()) if points}
         self._draft = Curve(draft)
+        self._settle, self._added = settle if self._target else 0, list[float]()
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough plain passes were seen."""
+        return len(self._added) >= self._settle
 
     @property
     def known(self) -> bool:
@@ -126,15 +157,16 @@ class Cost:
 
     def target(self, batch: int, tokens: int) -> float:
         """Seconds of a pass over ``tokens`` tokens, of ``batch`` sequences."""
-        sizes = list(self._target)
-        if not sizes:
-            return 0.0
-        right = bisect_left(sizes, batch)
-        if right == len(sizes) or sizes[right] == batch or right == 0:
-            return self._target[sizes[min(right, len(sizes) - 1)]].at(tokens)
-        low, high = sizes[right - 1], sizes[right]
-        share = (batch - low) / (high - low)
-        return (1 - share) * self._target[low].at(tokens) + share * self._target[high].at(tokens)
+        return sum(share * curve.at(tokens) for share, curve in self._curves(batch))
+
+    def targets(self, batch: int, tokens: int, count: int) -> list[float]:
+        """Seconds of passes over ``tokens``, ``tokens`` + 1, ... tokens, ``count`` of them."""
+        sizes = np.arange(tokens, tokens + count)
+        found = np.zeros(count)
+        for share, curve in self._curves(batch):
+            found += share * curve.over(sizes)
+        times: list[float] = found.tolist()
+        return times
 
     def plain(self, batch: int, beside: int = 0) -> float:
         """Seconds of a pass without drafts, ``beside`` tokens of prompts in it."""
@@ -146,6 +178,9 @@ class Cost:
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """A pass took so long."""
+        if not self.settled:
+            self._note_first(batch, tokens, seconds)
+            return
         batch = _rounded(batch)
         curve = self._target.get(batch)
         if curve is None:
@@ -155,6 +190,14 @@ class Cost:
         for each in self._target.values():
             each.scale(level)
 
+    def _note_first(self, batch: int, tokens: int, seconds: float) -> None:
+        """One of the first plain passes; with the last of them all curves are shifted."""
+        if tokens == batch:
+            self._added.append(seconds - self.plain(batch))
+        if self.settled:
+            for each in self._target.values():
+                each.shift(statistics.median(self._added))
+
     def note_draft(self, batch: int, steps: int, seconds: float) -> None:
         """``steps`` steps of the draft took so long together."""
         if steps > 0:
@@ -163,6 +206,18 @@ class Cost:
     def table(self) -> dict[int, dict[int, float]]:
         """{batch: {tokens: seconds}} as it is known now."""
         return {batch: curve.table() for batch, curve in self._target.items()}
+
+    def _curves(self, batch: int) -> list[tuple[float, Curve]]:
+        """The curves that a batch is reckoned from, with their shares."""
+        sizes = list(self._target)
+        if not sizes:
+            return [(1.0, Curve())]
+        right = bisect_left(sizes, batch)
+        if right == len(sizes) or sizes[right] == batch or right == 0:
+            return [(1.0, self._target[sizes[min(right, len(sizes) - 1)]])]
+        low, high = sizes[right - 1], sizes[right]
+        share = (batch - low) / (high - low)
+        return [(1 - share, self._target[low]), (share, self._target[high])]
 
     def _nearest(self, batch: int) -> Mapping[int, float]:
         sizes = sorted(self._target, key=lambda size: abs(size - batch))

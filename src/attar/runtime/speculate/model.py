@@ -2,97 +2,33 @@
 
     propose    rejected drafts are taken back; what the model has not seen of each text is run, all texts in
                one pass; then a pass for every further draft, of the sequences that still want one
-    x_i        the likeliest token where the request is greedy ("fixed"); else drawn from q_i, the draft's
-               logits after the same warps
     rules      ``Drafting``: drawn with the round's own noise, q goes with the draft, for exact verification;
                the text itself: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
 
-Drafts are chains. x_K is not run: if it becomes text, the next round runs it with the token behind it. A
-draft ends at an end token, at the model's context, where the noise or the grammar leaves nothing to draw, and
-behind a draft in whose row the likeliest token has less than ``doubt``: the row is made before its token is
-drawn, so which tokens are kept never depends on how they fell out.
+How a draft comes of rows is said in ``growth.py``: a chain x_1..x_K with siblings. x_K is not run, nor is any
+sibling: if one becomes text, the next round runs it with the token behind it. A draft ends at an end token,
+at the model's context, where the noise or the grammar leaves nothing to draw, and behind a doubtful row.
 
 A pass has at most ``step_tokens`` tokens: a long prompt that is new is run in several, beside those that
 draft already. What the model makes of it can only cost time: tokens are the target's in any vocabulary
 (``vocabulary.py``), tables may go and come again (``tables.py``), and logits that are NaN end the draft.
 
-Letters: K drafts, q_i the distribution of x_i, V the target's vocabulary.
+Letters: K drafts of a chain, q_i the distribution of x_i, V the target's vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from attar.errors import NumericsError
 from attar.runtime.kv.manager import Manager
-from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.sample import draw
-from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
-from attar.runtime.speculate.draft import Draft, Floats
-from attar.runtime.speculate.noise import Drafting
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.tables import Tables
 from attar.runtime.speculate.vocabulary import Reader, Same, Vocabulary
 from attar.runtime.step import Runner, Step
 
-GREEDY = Row(SamplingParams(temperature=0.0))
-
-
-@dataclass
-class Chain:
-    """A draft while it grows.
-
-    Args:
-        wish: whose.
-        text: the sequence so far, in tokens of the draft model; x_1..x_(i-1) behind it.
-        certain: how many of these are text.
-        most: K.
-        ends: nothing is drafted behind one.
-        doubt: see :class:`DraftModel`.
-    """
-
-    wish: Wish
-    text: list[int]
-    certain: int
-    most: int
-    ends: frozenset[int]
-    doubt: float
-    tokens: list[int] = field(default_factory=list)
-    q: list[Floats] = field(default_factory=list)
-    open: bool = True
-
-    def extend(self, logits: Tensor) -> None:
-        """One more draft, from the logits (1, V) behind the last; or none."""
-        try:
-            token, largest = self._chosen(logits)
-        except NumericsError:  # NaN, or nothing that may follow is a token of both
-            self.open = False
-            return
-        self.tokens.append(token)
-        sure = largest is None or largest >= self.doubt
-        self.open = sure and len(self.tokens) < self.most and token not in self.ends
-
-    def draft(self) -> Draft | None:
-        """What was drafted; None where that is nothing."""
-        if not self.tokens:
-            return None
-        return Draft.chain(self.tokens, self.q or None)
-
-    def _chosen(self, logits: Tensor) -> tuple[int, float | None]:
-        """The token, and the probability of the likeliest; None where nobody asks for it."""
-        rules = self.wish.rules
-        row = GREEDY if rules is None else rules.row(self.tokens)
-        if rules is None or row.params.greedy:
-            x = adjust(logits, [row])
-            token = likeliest(x)[0]
-            return token, float(x.softmax(-1).amax()) if self.doubt else None
-        p = warp(logits, [row])
-        if isinstance(rules, Drafting):
-            self.q.append(p[0].cpu().numpy())
-        return draw(p, [rules.key(len(self.tokens))])[0], float(p.amax())
+BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
 
 
 class DraftModel:
@@ -104,6 +40,7 @@ class DraftModel:
         name: for people and metrics.
         ends: the target's end tokens.
         doubt: where the likeliest token of a row has less probability, its draft is the last; 0: never.
+        branches: drafts of a row at most: one of the chain, and its siblings; 1: chains alone.
         step_tokens: tokens of a pass at most.
         reuse: whether beginnings of texts are shared.
         nbytes: of memory that drafting takes beside the target, for people; 0: unknown.
@@ -123,21 +60,25 @@ class DraftModel:
         name: str = "draft",
         ends: Sequence[int] = (),
         doubt: float = 0.0,
+        branches: int = BRANCHES,
         step_tokens: int = 2048,
         reuse: bool = True,
         nbytes: int = 0,
     ) -> None:
         assert 0 <= doubt < 1 and step_tokens >= 1, f"doubt {doubt}, step_tokens {step_tokens}"
+        assert branches >= 1, f"branches {branches}"
         self.runner, self.name, self.nbytes = runner, name, nbytes
         self.vocabulary = vocabulary or Same(runner.vocabulary, runner.vocabulary)
-        self.ends, self.doubt, self.step_tokens = frozenset(ends), doubt, step_tokens
+        self.ends, self.doubt = frozenset(ends), doubt
+        self.branches, self.step_tokens = branches, step_tokens
         manager = Manager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = Tables(manager, runner.forget)
         self.behind = 0
         self._readers: dict[int, Reader] = {}
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
-        """A chain of at most ``most`` drafts for each wish.
+        """A chain of at most ``most`` drafts for each wish; where it is wide, all siblings beside: which of
+        these are run is said in ``siblings.py``.
 
         What the runner raises is raised; the tables of the round are gone then, and the next one may go on.
         """
@@ -177,7 +118,7 @@ class DraftModel:
         """Raises AssertionError naming what is wrong, such as blocks that leaked."""
         self.tables.check()
 
-    def _opened(self, wish: Wish) -> Chain | None:
+    def _opened(self, wish: Wish) -> Growing | None:
         """A draft for a wish begins; None where there is no room, or no context left."""
         if wish.most <= 0:
             return None
@@ -195,9 +136,10 @@ class DraftModel:
             return None
         if not self.tables.open(wish.sequence, text, most - 1, wish.salt):
             return None
-        return Chain(wish, text, len(text), most, self.ends, self.doubt)
+        branches = self.branches if wish.wide else 1
+        return Growing(wish, text, len(text), most, self.ends, self.doubt, branches)
 
-    def _pass(self, chains: Sequence[Chain]) -> None:
+    def _pass(self, chains: Sequence[Growing]) -> None:
         """Runs what is left of each text, the shortest first; where nothing is left, a draft is chosen."""
         room, parts = self.step_tokens, []
         for chain in sorted(chains, key=self._left):
@@ -221,5 +163,5 @@ class DraftModel:
             if chain.open:
                 chain.text.append(self.vocabulary.own(chain.tokens[-1]))
 
-    def _left(self, chain: Chain) -> int:
+    def _left(self, chain: Growing) -> int:
         return len(chain.text) - self.tables.length(chain.wish.sequence)

@@ -31,6 +31,7 @@ from attar.runtime.speculate.trie import Trie
 
 LENGTHS = (4, 2, 1)  # of the keys, the longest first
 WALK = 16  # occurrences looked at for each length
+NEAR = 4  # tokens of a continuation that are looked at in any case
 OWN, OTHER, SHARED = 1, 2, 3  # groups of kinds: the best match, a branch beside it, other texts
 
 
@@ -45,6 +46,7 @@ class Index:
         self.tokens: list[int] = []
         self._last: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LENGTHS)
         self._before: tuple[list[int], ...] = tuple([] for _ in LENGTHS)
+        self.reach = 1 << 30  # tokens of a continuation, as it has paid
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -81,7 +83,7 @@ class Index:
     def copy(self) -> Index:
         """Another index of the same tokens."""
         child = Index()
-        child.tokens = self.tokens.copy()
+        child.tokens, child.reach = self.tokens.copy(), self.reach
         child._last = tuple(each.copy() for each in self._last)
         child._before = tuple(each.copy() for each in self._before)
         return child
@@ -127,7 +129,11 @@ class Ngram:
         return [self._proposed(wish) for wish in wishes]
 
     def observe(self, news: Sequence[News]) -> None:
-        """Nothing to do: the next wish brings the tokens."""
+        """How deep the drafts were that were run says how far the next ones look ahead."""
+        for each in news:
+            if each.sequence in self._indices:
+                depth = 0 if each.draft is None else len(each.draft.counts)
+                self._indices[each.sequence].reach = min(2 * depth + NEAR, self.reach)
 
     def fork(self, sequence: int, child: int) -> None:
         """``child`` begins with the tokens of ``sequence``."""
@@ -143,20 +149,21 @@ class Ngram:
         tree = Trie(self.ends, wish.most)
         matches = [each for each in index.matches(self.longest) if each[0] >= self.shortest]
         strong = [each for each in matches if not self.shared or each[0] >= self.shared.context]
-        self._grow(tree, index, strong)
+        reach = min(index.reach, self.reach)
+        self._grow(tree, index, strong, reach)
         if self.shared is not None and tree.roots < self.branches:
-            for guess in self.shared.continuations(wish.salt, index.tokens, self.reach):
+            for guess in self.shared.continuations(wish.salt, index.tokens, reach):
                 if guess[0] in tree or tree.roots < self.branches:
                     tree.add(guess, [kind_of(SHARED, depth) for depth in range(1, len(guess) + 1)])
-        self._grow(tree, index, matches[len(strong) :])
+        self._grow(tree, index, matches[len(strong) :], reach)
         return tree.draft()
 
-    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]]) -> None:
+    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]], reach: int) -> None:
         for count, place in matches:
-            group = OTHER if tree.roots else OWN
-            guess = index.onwards(place, self.reach)
-            if guess[0] not in tree and tree.roots >= self.branches:
+            if tree.roots >= self.branches and index.tokens[place] not in tree:
                 continue
+            group = OTHER if tree.roots else OWN
+            guess = index.onwards(place, reach)
             tree.add(guess, [kind_of(group, count + ahead) for ahead in range(len(guess))])
 
     def _followed(self, wish: Wish) -> Index:

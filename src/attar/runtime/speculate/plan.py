@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from attar.runtime.speculate.cost import Cost
 
 
-@dataclass(frozen=True)
-class Chance:
+class Chance(NamedTuple):
     """A draft that could be made or kept.
 
-    Args:
+    Attributes:
         survival: tokens it adds to the pass.
         place: of its sequence in the batch.
         depth: from 1.
@@ -40,17 +39,19 @@ class Pass:
         batch: B, sequences that decode.
         beside: tokens of prompts in the pass.
         drafted: a model is run for the drafts, step by step: one step for every depth, at the width there.
+        most: tokens that may be added.
     """
 
-    def __init__(self, cost: Cost, batch: int, beside: int, drafted: bool) -> None:
-        self.cost, self.batch, self.beside, self.drafted = cost, batch, beside, drafted
+    def __init__(self, cost: Cost, batch: int, beside: int, drafted: bool, most: int) -> None:
+        self.cost, self.batch, self.drafted, self._base = cost, batch, drafted, batch + beside
         self.plain = cost.plain(batch)
-        self.prompts = cost.plain(batch, beside) - self.plain
+        self.prompts = cost.plain(batch, beside) - self.plain if beside else 0.0
+        self._times = cost.targets(batch, self._base, most + 1)
         self.reset(())
 
     def reset(self, chances: Sequence[Chance]) -> None:
         """Starts again, with these."""
-        self.tokens, self.gain, self.widths = self.batch + self.beside, 0.0, [0]
+        self.added, self.gain, self.steps, self._widths = 0, 0.0, 0.0, [0]
         for chance in chances:
             self._count(chance, 1)
 
@@ -70,14 +71,13 @@ class Pass:
         if self.cost.guesses:
             return math.inf
         steps = count * self.cost.draft(1) if self.drafted else 0.0
-        time = self.cost.target(self.batch, self.batch + self.beside + count) - self.prompts + steps
+        time = self.cost.target(self.batch, self._base + count) - self.prompts + steps
         return (self.batch + count) / time
 
     @property
     def time(self) -> float:
         """Seconds, without what the prompts beside take anyway."""
-        steps = sum(self.cost.draft(width) for width in self.widths) if self.drafted else 0.0
-        return self.cost.target(self.batch, self.tokens) - self.prompts + steps
+        return self._times[self.added] - self.prompts + self.steps
 
     @property
     def speed(self) -> float:
@@ -90,8 +90,14 @@ class Pass:
         return self.time / self.plain - 1
 
     def _count(self, chance: Chance, sign: int) -> None:
-        self.tokens += sign * chance.size
+        self.added += sign * chance.size
         self.gain += sign * chance.survival
-        while len(self.widths) < chance.depth:
-            self.widths.append(0)
-        self.widths[chance.depth - 1] += sign
+        if self.drafted:
+            self._widen(chance.depth, sign)
+
+    def _widen(self, depth: int, sign: int) -> None:
+        """So many more sequences in the draft model's step at a depth."""
+        self._widths += [0] * (depth - len(self._widths))
+        before = self._widths[depth - 1]
+        self._widths[depth - 1] += sign
+        self.steps += self.cost.draft(before + sign) - self.cost.draft(before)

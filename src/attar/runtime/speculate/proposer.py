@@ -45,7 +45,7 @@ class Wish:
         sequence: its id. tokens: all of them so far, the last one certain, but not yet run by the target.
         Not kept, not changed. most: drafts at most, all branches counted; 0 asks for none. salt: the
         tenant; what is learnt from a text is used only inside its salt. rules: warps and noise of its next
-        tokens; None where the proposer has no q.
+        tokens; None where the proposer has no q. wide: siblings are welcome beside the drafts of a model.
     """
 
     sequence: int
@@ -53,6 +53,7 @@ class Wish:
     most: int
     salt: str = ""
     rules: Rules | None = None
+    wide: bool = False
 
 
 @dataclass(frozen=True)

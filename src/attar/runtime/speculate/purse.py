@@ -11,13 +11,20 @@ that brings T tokens a sequence
 
     all loss <= SPARE + RATE T    (times as the cost model says; what it is wrong by is lost once a pass)
 
+An empty purse is closed until it is half full again, and meanwhile speculation rests: to ask what could be
+drafted takes time too, and where that is more than RATE of a pass, a purse that opened with the first penny
+would never hold a second.
+
 500 tokens: 5 + 0.015 * 500 = 12.5 passes, 2.5 %; and in the long run 1.5 %, whatever the text. Gains fill the
 purse, never above SPARE, so that a good hour does not pay for a bad one.
 """
 
 from __future__ import annotations
 
+import math
+
 SPARE = 5.0  # plain passes
+FULL_ENOUGH = 0.5  # of it, to begin again after it was empty
 RATE = 0.015
 
 
@@ -31,12 +38,25 @@ class Purse:
 
     def __init__(self, spare: float = SPARE, rate: float = RATE) -> None:
         self.spare, self.rate = spare, rate
-        self.left = spare
+        self.left, self.open = spare, True
 
     def affords(self, loss: float) -> bool:
         """Whether so much may be lost at once, plain passes."""
-        return loss <= self.left
+        return self.open and loss <= self.left
+
+    @property
+    def rest(self) -> int:
+        """Plain passes until a closed purse opens; 0 where it is open."""
+        return 0 if self.open else math.ceil((FULL_ENOUGH * self.spare - self.left) / self.rate)
+
+    def rested(self) -> None:
+        """So many plain passes are over."""
+        self.left, self.open = max(self.left, FULL_ENOUGH * self.spare), True
 
     def note(self, cost: float, tokens: float) -> None:
         """A pass cost so much, in plain passes, and brought so many tokens a sequence."""
         self.left = min(self.left + self.rate * tokens + tokens - cost, self.spare)
+        if self.left <= 0:
+            self.open = False
+        elif self.left >= FULL_ENOUGH * self.spare:
+            self.open = True

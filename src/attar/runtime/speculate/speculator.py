@@ -8,6 +8,9 @@
     note        proposer and chooser learn from the pass
     append      the accepted path's places are moved together, the rest is taken back
 
+Where nothing pays, even asking does not: while the chooser's purse is closed, passes are as without
+speculation (``_rest``).
+
 Sequences are followed by looking at who runs: one that ended, or lost its blocks, is forgotten before the
 next drafts are made. Texts fork with their first token, before anything is drafted for them.
 
@@ -19,7 +22,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,23 +34,13 @@ from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.counts import Counts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.nodes import Nodes
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import News, Proposer, Wish
+from attar.runtime.speculate.proposer import News, Proposer
+from attar.runtime.speculate.round import RESTING, Round, mode_of, noise_of, room, wish, writes
+from attar.runtime.speculate.siblings import Siblings
 from attar.runtime.speculate.verify import Mode, verify
 from attar.runtime.text import Text
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class _Round:
-    """One pass: the drafts in it by sequence, who decodes, tokens of prompts, and seconds of drafting."""
-
-    drafts: dict[int, Draft] = field(default_factory=dict)
-    decoding: tuple[int, ...] = ()
-    beside: int = 0
-    drafting: float = 0.0
-    began: float = 0.0
 
 
 class Speculator:
@@ -59,8 +51,6 @@ class Speculator:
         chooser: of how many.
         most: drafts of one sequence in a pass at most, all branches counted.
         verification: coupled, exact, or None: coupled where the request has a seed, else exact.
-        inside: drafts stay before the last place of a block: where full blocks are rounded, all that comes
-            behind must be run after that, as without drafts.
         clock: seconds.
 
     Attributes:
@@ -75,38 +65,51 @@ class Speculator:
         *,
         most: int,
         verification: Mode | None = None,
-        inside: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.proposer, self.chooser, self.most = proposer, chooser, most
-        self.verification, self.inside, self.clock = verification, inside, clock
-        self.counts = Counts()
+        self.verification, self.clock = verification, clock
+        self.counts, self.siblings = Counts(), Siblings()
         self.failure: Exception | None = None
         self._known: dict[int, None] = {}
-        self._round = _Round()
-        self._asking = False  # whether the proposer was asked for this pass
-        self._observing = 0.0  # seconds of the last pass that no pass has answered for
+        self._round = Round()
+        self._met: set[int] = set()  # of these, those that a draft model has read
+        self._asking = self._reading = False  # of this pass
+        self._noting = 0.0  # seconds after the last pass that none has answered for
+        self._resting = 0  # passes to come that are as without speculation
 
-    def plan(self, planned: Planned, scheduler: Scheduler, text: Callable[[Running], Text]) -> Planned:
+    def plan(
+        self,
+        planned: Planned,
+        scheduler: Scheduler,
+        text: Callable[[Running], Text],
+        inside: bool = False,
+    ) -> Planned:
         """Gives drafts to sequences of a planned step.
 
         Args:
             planned: sequences, each with its certain tokens of the step, for which places are reserved.
             text: of a sequence.
+            inside: drafts stay before the last place of a block: where full blocks are rounded, all that
+                comes behind must be run after that, as without drafts.
 
         Returns:
             the same with drafts, for which places are reserved too.
         """
-        began, self._observing, self._asking = self.clock() - self._observing, 0.0, False
+        if self._resting:
+            self._rest()
+            return planned
+        began, self._noting = self.clock() - self._noting, 0.0
+        self._asking = self._reading = False
         self.follow(scheduler.running)
-        decoding = [each for each, _ in planned if _writes(each)]
+        decoding = [each for each, _ in planned if writes(each)]
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         beside = total - len(decoding)
-        rooms = [self._room(each, scheduler, left) for each in decoding]
+        rooms = [room(each, scheduler, min(self.most, left), inside) for each in decoding]
         drafts: dict[int, Draft] = {}
         if self.failure is None and any(rooms):
-            for each, draft in zip(decoding, self._asked(decoding, rooms, beside, text), strict=True):
+            for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
                 draft = draft and self._fitted(draft, left)
                 if draft is not None and scheduler.manager.reserve(each.id, 1 + len(draft)):
                     drafts[each.id], left = draft, left - len(draft)
@@ -114,7 +117,8 @@ class Speculator:
                     each.parents = None if draft.is_chain else list(draft.parents)
         now = self.clock()
         drafting = now - began if self._asking else 0.0
-        self._round = _Round(drafts, tuple(each.id for each in decoding), beside, drafting, now)
+        ids = tuple(each.id for each in decoding)
+        self._round = Round(drafts, ids, beside, drafting, self._reading, now)
         return [(each, share + len(each.drafts)) for each, share in planned]
 
     def has(self, output: Output) -> bool:
@@ -134,7 +138,7 @@ class Speculator:
         rows = output.rows[-output.draws :]
         assert sequence.drafts == list(draft.tokens), f"sequence {sequence.id} ran other drafts"
         nodes = Nodes(logits[rows.start : rows.stop], text, draft, text)
-        verdict = verify(draft, nodes, _noise(sequence, text), self._mode(text))
+        verdict = verify(draft, nodes, noise_of(sequence, text), mode_of(text, self.verification))
         self.counts.note(len(draft), len(verdict.path))
         return Drawn(
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
@@ -142,21 +146,29 @@ class Speculator:
 
     def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | NumericsError], logits: Tensor) -> None:
         """A pass is over, and its tokens are decided."""
-        took = self.clock() - self._round.began
+        if self._round is RESTING:
+            return
+        now = self.clock()
+        took = now - self._round.began
         news = [
             self._news(output, each, logits)
             for output, each in zip(outputs, drawn, strict=True)
             if isinstance(each, Drawn)
         ]
         decoded = [each for each in news if each.sequence in self._round.decoding]
-        self.chooser.note(decoded, took, self._round.drafting, self._round.beside)
-        began = self.clock()
+        drafting = self._round.drafting
+        if self._round.reading:
+            self.chooser.charge(len(self._round.decoding), drafting)
+            drafting = 0.0
+        self.chooser.note(decoded, took, drafting, self._round.beside)
+        self.siblings.learn(self.chooser.acceptance, decoded)
         if self.failure is None:
             try:
                 self.proposer.observe(news)
             except Exception as failure:
                 self._broken(failure)
-        self._observing = self.clock() - began
+        self._resting = 0 if self.chooser.open else self.chooser.purse.rest
+        self._noting = self.clock() - now
 
     def follow(self, running: Sequence[Running]) -> None:
         """Forgets sequences that run no longer."""
@@ -164,56 +176,58 @@ class Speculator:
         for gone in [each for each in self._known if each not in now]:
             self.chooser.forget(gone)
             self.proposer.forget(gone)
+            self._met.discard(gone)
         self._known = now
 
-    def _room(self, sequence: Running, scheduler: Scheduler, left: int) -> int:
-        """Drafts that a sequence may have."""
-        limits, manager = scheduler.limits, scheduler.manager
-        longest = min(self.most, left, (limits.chunk or limits.step_tokens) - 1)
-        if self.inside:
-            longest = min(
-                longest, manager.block_size - 2 - manager.table(sequence.id).length % manager.block_size
-            )
-        return max(min(longest, sequence.limit - len(sequence.tokens) - 1), 0)
+    def _meet(self, ids: Sequence[int], rooms: Sequence[int]) -> None:
+        """Who is asked for drafts, of a proposer that runs a model."""
+        asked = {each for each, most in zip(ids, rooms, strict=True) if most}
+        self._reading = not asked <= self._met
+        self._met |= asked
+
+    def _rest(self) -> None:
+        """Nothing is asked, learnt or measured in the coming pass."""
+        self._round = RESTING
+        self._resting -= 1
+        if not self._resting:
+            self.chooser.purse.rested()
 
     def _asked(
-        self, decoding: Sequence[Running], rooms: list[int], beside: int, text: Callable[[Running], Text]
+        self,
+        decoding: Sequence[Running],
+        rooms: list[int],
+        left: int,
+        beside: int,
+        text: Callable[[Running], Text],
     ) -> list[Draft | None]:
         """What is proposed and pays, for each."""
         ids, nothing = [each.id for each in decoding], [None] * len(decoding)
-        free = self.proposer.free
-        if free and not self.chooser.open:
+        if not self.chooser.open:
             return [*nothing]
+        self._asking, free, wide = True, self.proposer.free, False
         if not free:
-            rooms = self.chooser.choose(ids, rooms, beside)
+            limits, rooms = rooms, self.chooser.choose(ids, rooms, beside)
             if not any(rooms):
                 return [*nothing]
-        self._asking = True
-        wishes = [self._wish(each, most, text) for each, most in zip(decoding, rooms, strict=True)]
+            wide, siblings = self.siblings.wanted(self.chooser, ids, rooms, limits, left, beside)
+            self._meet(ids, rooms)
+        wishes = [
+            wish(each, most, self.proposer, text(each), mode_of(text(each), self.verification), wide)
+            for each, most in zip(decoding, rooms, strict=True)
+        ]
         try:
             drafts = self.proposer.propose(wishes)
         except Exception as failure:
             self._broken(failure)
             return [*nothing]
         if not free:
-            return drafts
+            return self.siblings.kept(ids, drafts, siblings)
         pick = self.chooser.whole if self.proposer.looks else self.chooser.prune
         return pick(ids, drafts, beside)
-
-    def _wish(self, sequence: Running, most: int, text: Callable[[Running], Text]) -> Wish:
-        if not self.proposer.draws:
-            return Wish(sequence.id, sequence.tokens, most, sequence.request.salt)
-        rules = text(sequence)
-        exact = self._mode(rules) == "exact" and not rules.params.greedy
-        shown = Drafting(rules, _noise(sequence, rules)) if exact else rules
-        return Wish(sequence.id, sequence.tokens, most, sequence.request.salt, shown)
 
     def _fitted(self, draft: Draft, left: int) -> Draft | None:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
         return draft if len(draft) <= left else None if self.proposer.looks else draft.cut(left)
-
-    def _mode(self, text: Text) -> Mode:
-        return self.verification or ("exact" if text.params.seed is None else "coupled")
 
     def _news(self, output: Output, drawn: Drawn, logits: Tensor) -> News:
         sequence = output.sequence.id
@@ -227,12 +241,3 @@ class Speculator:
     def _broken(self, failure: Exception) -> None:
         self.failure = failure
         logger.error("speculation is off: %s failed: %s", self.proposer.name, failure, exc_info=failure)
-
-
-def _writes(sequence: Running) -> bool:
-    """Whether its next token alone is to come: not a prompt, nor a text that will fork."""
-    return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
-
-
-def _noise(sequence: Running, text: Text) -> Noise:
-    return Noise(text.seed, text.sample, len(sequence.tokens))

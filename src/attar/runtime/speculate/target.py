@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from attar.runtime.sampling.sample import sample
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import Row, argmax, check_finite, warp
 from attar.runtime.speculate.draft import Draft, Floats
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.proposer import Rules
@@ -19,7 +21,7 @@ class Logits:
     """The logits of a pass over a draft.
 
     A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
-    path cost nothing.
+    path cost nothing; where a greedy request changes no logits, the likeliest of all rows is found at once.
 
     Args:
         logits: (n + 1, V), row i behind node i; not modified.
@@ -37,10 +39,14 @@ class Logits:
     @property
     def greedy(self) -> bool:
         """Whether the request takes the likeliest token."""
-        return self.rules.row().params.greedy
+        return self._first.params.greedy
 
     def token(self, node: int) -> int:
         """Plain decoding's token behind the node."""
+        if self._likeliest is not None:
+            tokens, largest = self._likeliest
+            check_finite(math.isfinite(largest[node]))
+            return tokens[node]
         key = self.rules.key(self.draft.depths[node])
         return sample(self.logits[node : node + 1], [self._row(node)], [key])[0]
 
@@ -48,6 +54,16 @@ class Logits:
         """float32 (V,)."""
         found: Floats = warp(self.logits[node : node + 1], [self._row(node)])[0].cpu().numpy()
         return found
+
+    @cached_property
+    def _first(self) -> Row:
+        """What decides the row behind node 0; where it changes no logits, no later one does."""
+        return self.rules.row()
+
+    @cached_property
+    def _likeliest(self) -> tuple[list[int], list[float]] | None:
+        """Of every row the likeliest token and its logit; None where they are not plain decoding's."""
+        return argmax(self.logits.float()) if self.greedy and not self._first.adjusts else None
 
     def _row(self, node: int) -> Row:
         return self.rules.row(self.draft.text(self.draft.path(node)))

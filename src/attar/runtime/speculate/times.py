@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import Row, adjust, likeliest
 from attar.runtime.step import Runner, Span, Step
@@ -50,7 +52,13 @@ def measure(
             found.setdefault(batch, {})[count] = _best(runner, step, budget / 8, clock)
     for place in range(max(found, default=0)):
         runner.forget(PROBE - place)
-    return found
+    return {batch: _rising(points) for batch, points in found.items()}
+
+
+def _rising(points: dict[int, float]) -> dict[int, float]:
+    """Each no longer than any after it."""
+    seconds = np.minimum.accumulate(list(points.values())[::-1])[::-1]
+    return dict(zip(points, seconds.tolist(), strict=True))
 
 
 def _best(runner: Runner, step: Step, enough: float, clock: Callable[[], float]) -> float:

@@ -18,6 +18,7 @@ class Trie:
     def __init__(self, ends: frozenset[int] = frozenset(), most: int = 1 << 30) -> None:
         self.ends, self.most = ends, most
         self.kinds: list[int] = []
+        self.roots = 0  # different first tokens
         self._nodes: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -26,11 +27,6 @@ class Trie:
     def __contains__(self, token: int) -> bool:
         """Whether a continuation begins with the token."""
         return (0, token) in self._nodes
-
-    @property
-    def roots(self) -> int:
-        """Different first tokens."""
-        return sum(parent == 0 for parent, _ in self._nodes)
 
     def add(self, tokens: Sequence[int], kinds: Sequence[int], parent: int = 0) -> list[int]:
         """Adds a continuation of a node; the nodes of its tokens, as many as there was room for."""
@@ -41,6 +37,7 @@ class Trie:
                 if len(self) >= self.most:
                     break
                 node = self._nodes[parent, token] = len(self) + 1
+                self.roots += not parent
                 self.kinds.append(kind)
             found.append(node)
             parent = node

@@ -1,12 +1,13 @@
-"""What a draft's nodes are counted under, and a draft cut to some of them."""
+"""What a draft's nodes are counted under, what is believed of them, and a draft cut to some of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from attar.runtime.speculate.acceptance import kind_of
+from attar.runtime.speculate.acceptance import LEVELS, kind_of
 from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.plan import Chance
 
 
 def kinds_of(draft: Draft) -> Sequence[int]:
@@ -14,6 +15,23 @@ def kinds_of(draft: Draft) -> Sequence[int]:
     if draft.kinds is not None:
         return draft.kinds
     return [kind_of(0, depth) for depth in draft.depths[1:]]
+
+
+def survivals(draft: Draft, place: int, rates: Callable[[int, int], Sequence[float]]) -> list[Chance]:
+    """Every node with its survival: the product of the a's on its path.
+
+    Args:
+        place: of the draft's sequence in the batch.
+        rates: a of levels 1..n of a group, from the group and n.
+    """
+    kinds = kinds_of(draft)
+    deepest = {kind // LEVELS: kind % LEVELS for kind in sorted(set(kinds))}
+    tables = {group: rates(group, last) for group, last in deepest.items()}
+    found = [Chance(1.0, place, 0, 0)]
+    for node, (parent, kind) in enumerate(zip(draft.parents, kinds, strict=True), 1):
+        survival = found[parent].survival * tables[kind // LEVELS][kind % LEVELS - 1]
+        found.append(Chance(survival, place, draft.depths[node], node))
+    return found[1:]
 
 
 def trimmed(draft: Draft, nodes: Sequence[int]) -> Draft | None:

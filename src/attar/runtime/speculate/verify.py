@@ -2,7 +2,7 @@
 
     greedy request, coupled mode, or a fixed draft    coupled.py     the target's own token is followed
     exact, a chain drawn from q                       chain.py       block verification
-    exact, a tree drawn from q                        tree.py        by the draft's rule, iid or distinct
+    exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
 
 All of them give tokens of the target's law. Coupled gives moreover the very text of plain decoding; exact
 accepts more where the draft has a q, at the price that the text depends on what was drafted. p is always the
@@ -50,6 +50,6 @@ def verify(draft: Draft, target: Target, noise: Noise, mode: Mode = "coupled") -
     """
     if target.greedy or mode == "coupled" or draft.rule == "fixed":
         return follow(draft, target.token)
-    if draft.is_chain:
+    if draft.rule == "iid" and draft.is_chain:
         return block(draft, target.p, noise)
     return walk(draft, target.p, noise)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import SettingsError, nearest
-from attar.runtime.kv.compose import check_together
+from attar.runtime.kv.compose import Asked, check_together
 
 METHODS = ("ngram", "lookahead", "self")
 MODES = ("coupled", "exact")
@@ -47,14 +47,16 @@ class Wanted:
         """Whether anything is drafted."""
         return self.speculate is not None or self.draft is not None
 
-    def check_with(self, features: list[str]) -> None:
+    def check_with(self, features: Asked) -> None:
         """Refuse what does not go together with it.
 
         Args:
-            features: of ``kv/compose.py``.
+            features: what else is asked for, rows of ``kv/compose.py``.
 
         Raises:
-            SettingsError: names both, with the sentence.
+            SettingsError: names both settings, with the sentence.
         """
         if self:
-            check_together(*features, "speculation", "tree")
+            drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or text
+            how = ("draft", drafter) if self.speculate is None else ("speculate", self.speculate)
+            check_together({**features, "speculation": how, "tree": how})

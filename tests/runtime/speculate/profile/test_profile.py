@@ -118,11 +118,12 @@ def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, .
     assert all(each.same == each.texts and each.batch == 2 for each in found.rows)
 
 
-def test_a_proposer_that_breaks_is_an_error(engine: Engine) -> None:
+def test_a_proposer_that_breaks_is_an_error(engine: Engine, broken_proposers: list[str]) -> None:
     broken = Speculator(Knows({}, 0), Fixed(2), most=2)
     with pytest.raises(StopIteration):
         profile(engine, "fake", {"broken": broken}, PROMPTS, tokens=4, rounds=1)
     assert engine.speculator is None
+    assert broken_proposers.pop().startswith("speculation is off: knows failed")
 
 
 def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
@@ -132,6 +133,6 @@ def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
     root = ElementTree.fromstring(drawn)
     words = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a", "b", "all", "none"} <= set(words)
-    assert any(word.startswith("two of three: accepted") for word in words)
+    assert words.count("two of three") == 2 + 1, "beside each of its bars, and above its histogram"
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in each.text]
     assert len(bars) == 2

@@ -1,0 +1,72 @@
+"""One pass of speculation: what is in it, and what is asked for its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from attar.runtime.scheduler import Scheduler
+from attar.runtime.sequence import Sequence as Running
+from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.noise import Drafting, Noise
+from attar.runtime.speculate.proposer import Proposer, Wish
+from attar.runtime.speculate.verify import Mode
+from attar.runtime.text import Text
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """A pass.
+
+    Args:
+        drafts: in it, by sequence.
+        decoding: the sequences that write.
+        beside: tokens of prompts.
+        drafting: seconds that asking took; 0 where nobody was asked.
+        reading: whether a draft model met a text for the first time, and so read all of it.
+        began: when it began, on the speculator's clock.
+    """
+
+    drafts: dict[int, Draft] = field(default_factory=dict)
+    decoding: tuple[int, ...] = ()
+    beside: int = 0
+    drafting: float = 0.0
+    reading: bool = False
+    began: float = 0.0
+
+
+RESTING = Round()
+"""A pass as without speculation."""
+
+
+def writes(sequence: Running) -> bool:
+    """Whether its next token alone is to come: not a prompt, nor a text that will fork."""
+    return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
+
+
+def room(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> int:
+    """Drafts that a sequence may have, ``most`` at most; see ``Speculator.plan`` for ``inside``."""
+    limits, manager = scheduler.limits, scheduler.manager
+    longest = min(most, (limits.chunk or limits.step_tokens) - 1, sequence.limit - len(sequence.tokens) - 1)
+    if inside:
+        used = manager.table(sequence.id).length % manager.block_size
+        longest = min(longest, manager.block_size - 2 - used)
+    return max(longest, 0)
+
+
+def mode_of(text: Text, verification: Mode | None) -> Mode:
+    """As asked for; else coupled where the request has a seed, and exact where it has none."""
+    return verification or ("exact" if text.params.seed is None else "coupled")
+
+
+def noise_of(sequence: Running, text: Text) -> Noise:
+    """The sequence's in this round."""
+    return Noise(text.seed, text.sample, len(sequence.tokens))
+
+
+def wish(sequence: Running, most: int, proposer: Proposer, text: Text, mode: Mode, wide: bool) -> Wish:
+    """What a proposer is asked for a sequence; rules only where it draws."""
+    shown = None
+    if proposer.draws:
+        exact = mode == "exact" and not text.params.greedy
+        shown = Drafting(text, noise_of(sequence, text)) if exact else text
+    return Wish(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)

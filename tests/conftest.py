@@ -1,0 +1,28 @@
+"""What every test is held to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def broken_proposers() -> Iterator[list[str]]:
+    """No proposer may break unseen: the engine goes on without drafts, and every text would still be right.
+
+    Yields:
+        what was logged of those that broke; a test that breaks one on purpose looks at it and clears it.
+    """
+    seen: list[str] = []
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(self.format(record))
+
+    logger, handler = logging.getLogger("attar.runtime.speculate.speculator"), Seen(logging.ERROR)
+    logger.addHandler(handler)
+    yield seen
+    logger.removeHandler(handler)
+    assert not seen, seen[0]

@@ -1,0 +1,143 @@
+"""What the speculator tells others: wishes to the proposer, times and counts to the chooser, ends to both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attar.runtime.admission import Limits
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.speculator import Speculator
+from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator
+from tests.runtime.speculate.test_engine import GREEDY, same, truths
+from tests.runtime.test_engine import engine, finish, results
+
+
+def watched(proposer: Oracle) -> list[Wish]:
+    """The wishes that a proposer gets from now on."""
+    seen: list[Wish] = []
+    propose = proposer.propose
+    proposer.propose = lambda wishes: seen.extend(wishes) or propose(wishes)  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("kind", [Oracle, Drawer])
+def test_a_wish_has_its_tenant_and_its_tokens(kind: type[Oracle]) -> None:
+    proposer = kind([])
+    running, wishes = engine(speculator=speculator(proposer)), watched(proposer)
+    for salt in ("one", "two"):
+        running.add([ord(salt[0]) % 50, 2], replace(GREEDY, max_tokens=6), salt=salt)
+    finish(running)
+    assert {wish.salt for wish in wishes} == {"one", "two"}
+    for wish in wishes:
+        assert wish.salt == {ord("o") % 50: "one", ord("t") % 50: "two"}[wish.tokens[0]]
+
+
+def test_no_noise_is_given_twice() -> None:
+    """Exact rounds of all texts of a request, and of requests with different seeds."""
+    drawer = Drawer([])
+    wishes: list[Any] = []
+    propose = drawer.propose
+    drawer.propose = lambda asked: (
+        wishes.extend(  # type: ignore[method-assign]
+            (wish.rules.noise, len(wish.tokens)) for wish in asked
+        )
+        or propose(asked)
+    )
+    running = engine(FakeRunner(blocks=200), speculator=speculator(drawer, verification="exact"))
+    for seed in range(3):
+        running.add([1, 2], SamplingParams(seed=seed, n=3, max_tokens=12, ignore_eos=True))
+    finish(running)
+    noises = [noise for noise, _ in wishes]
+    assert len(noises) > 30 and len(set(noises)) == len(noises)
+    assert {(noise.seed, noise.sample) for noise in noises} == {(s, n) for s in range(3) for n in range(3)}
+    assert all(noise.position == count for noise, count in wishes)
+
+
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_a_pass_runs_no_more_of_a_text_than_a_chunk(chunk: int) -> None:
+    """Eviction counts on it (``Eviction.most``)."""
+    requests = [([1, 2, 3], GREEDY), ([4], GREEDY)]
+    runner = FakeRunner()
+    made = speculator(Oracle(truths(requests), right=0.9), most=8)
+    same(engine(runner, limits=Limits(sequences=4, chunk=chunk), speculator=made), requests)
+    assert max(span.count for step in runner.steps for span in step.spans) == chunk and made.counts.accepted
+
+
+class Clock:
+    """Seconds that pass where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float, method: Any) -> Any:
+        def slow(*given: Any) -> Any:
+            self.now += seconds
+            return method(*given)
+
+        return slow
+
+
+class Told(Eager):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: list[tuple[list[int], float, float, int]] = []
+        self.gone: list[int] = []
+
+    def note(self, news: Sequence[News], target: float, draft: float = 0.0, beside: int = 0) -> None:
+        self.passes.append(([each.sequence for each in news], target, draft, beside))
+
+    def forget(self, sequence: int) -> None:
+        self.gone.append(sequence)
+
+
+def test_the_chooser_hears_of_every_pass_what_it_took() -> None:
+    """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; prompts beside."""
+    requests = [([1, 2, 3], replace(GREEDY, max_tokens=9)), ([4, 5, 6, 7], replace(GREEDY, max_tokens=3))]
+    oracle, chooser, clock, runner = Oracle(truths(requests), chains=True), Told(), Clock(), FakeRunner()
+    oracle.propose = clock.spend(3.0, oracle.propose)  # type: ignore[method-assign]
+    oracle.observe = clock.spend(2.0, oracle.observe)  # type: ignore[method-assign]
+    runner.run = clock.spend(10.0, runner.run)  # type: ignore[method-assign]
+    running = engine(runner, speculator=Speculator(oracle, chooser, most=4, clock=clock))
+    running.add(*requests[0])
+    running.step()
+    running.add(*requests[1])
+    running.step()
+    first, second = chooser.passes
+    assert first == ([], 10.0, 0.0, 3), "a prompt alone: its token is not decoded, nothing is drafted"
+    assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is beside"
+    running.step()
+    assert chooser.passes[2] == ([0, 1], 10.0, 5.0, 0)
+    finish(running)
+    assert sorted(chooser.gone) == sorted(oracle.forgotten) == [0, 1]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_usage_of_a_request_is_what_was_counted(n: int) -> None:
+    request = ([1, 2, 3], replace(GREEDY, n=n, temperature=0.7, seed=1))
+    made = speculator(Oracle(truths([request]), right=0.5))
+    running = engine(FakeRunner(blocks=200), speculator=made)
+    name = running.add(*request)
+    usage = results(finish(running), {name: request})[name].usage
+    counts = made.counts
+    assert 0 < counts.accepted < counts.drafted
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (counts.drafted, counts.accepted)
+
+
+def test_counts_for_another_thread_stay_as_they_were() -> None:
+    counts = Counts()
+    counts.note(4, 2)
+    kept = counts.copy()
+    counts.note(3, 3)
+    assert kept == Counts(1, 4, 2, [1, 1]) and counts == Counts(2, 7, 5, [2, 2, 1])
