@@ -8,9 +8,9 @@
 
 ``oracle``: Llamas of random weights. The target (shape M) writes its greedy text once; then drafts are
 right with chance a for each token, K of them in every pass, free or, with ``--draft-shape S``, at the time of
-a draft model that is really run; and as many as the chooser likes. ``predicted`` is (1 - a^(K+1)) / (1 - a)
-t(1) / (t(K+1) + K d) from times measured before. All timings are interleaved with plain decoding; the
-interval is 95 %.
+a draft model that is really run; and as many as the chooser likes. ``predicted`` is theory t(1) / (t(K+1) + K d), from
+times measured before and theory = (1 - a^(K+1)) / (1 - a) of the a that was met. All timings are interleaved
+with plain decoding; the interval is 95 %.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.profile.fixed import Fixed
-from attar.runtime.speculate.profile.passes import expected_tokens
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
@@ -110,19 +109,18 @@ def oracle(arguments: argparse.Namespace) -> None:
     if arguments.draft_shape:
         step = _stepper(_random(arguments.draft_shape, arguments.draft_weights, arguments.threads))
         price = _seconds(step)
-    took = {size: round(1e3 * seconds, 2) for size, seconds in times.items()}
-    print(f"{arguments.shape} {arguments.weights}, t(T), ms: {took}")
+    shown = {size: round(1e3 * seconds, 2) for size, seconds in times.items()}
+    print(f"{arguments.shape} {arguments.weights}, t(T), ms: {shown}")
     if price:
         print(f"a draft ({arguments.draft_shape} {arguments.draft_weights}): {1e3 * price:.2f} ms")
     llm, prompts, texts = _written(Loaded(runner), arguments)
-    methods, predicted = {}, {}
+    methods, took = {}, {}
     for chance in arguments.chances:
         for most in arguments.drafts:
             name = f"a {chance}, K {most}"
             proposer = Oracle(texts, chance, step, runner.vocabulary, seed=most)
             methods[name] = Speculator(proposer, Fixed(most), most=most)
-            gain = expected_tokens(chance, most) * times[1] / (times[most + 1] + most * price)
-            predicted[name] = gain
+            took[name] = (times[most + 1] + most * price) / times[1]
         name, most = f"a {chance}, chosen", max(arguments.drafts)
         drafting = {1: price} if price else {}
         methods[name] = Speculator(
@@ -132,8 +130,8 @@ def oracle(arguments: argparse.Namespace) -> None:
     for row in _raced(llm.engine, methods, prompts, arguments).rows:
         if row.speedup is not None:
             reach = f"{row.low:.2f} to {row.high:.2f}"
-            known = predicted.get(row.method)
-            gain = f"{known:11.2f}" if known else f"{'':11}"
+            known = row.method in took
+            gain = f"{row.theory / took[row.method]:11.2f}" if known else f"{'':11}"
             print(f"{row.method:16}{row.speedup:9.2f}{reach:>16}{gain}{row.tokens_per_pass:10.2f}", end="")
             print(f"{row.theory:8.2f}{f'{row.same}/{row.texts}':>6}")
 

@@ -24,6 +24,9 @@ class Eager(Chooser):
 
     open = True  # type: ignore[assignment]
 
+    def rest(self, batch, asking):
+        return 0
+
     def choose(self, sequences, most, beside=0):
         return list(most)
 

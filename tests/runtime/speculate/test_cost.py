@@ -39,6 +39,14 @@ def test_a_slow_machine_is_not_taken_for_a_flat_curve():
     assert cost.target(8, 16) > 3.5, "the other batches' curves move along"
 
 
+def test_steps_with_drafts_say_little_of_plain_ones():
+    cost = Cost({1: {1: 1.0, 8: 2.0, 16: 4.0}})
+    for _ in range(40):
+        cost.note_target(1, 8, 3.0)
+    assert cost.target(1, 8) == pytest.approx(3.0, rel=0.05)
+    assert cost.target(1, 1) < 1.1
+
+
 def test_a_hiccup_is_no_lesson():
     cost = Cost({1: {1: 1.0, 4: 1.5}})
     cost.note_target(1, 1, 50.0)

@@ -10,8 +10,11 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.choose import Chooser
+from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.counts import Counts
 from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.purse import FULL_ENOUGH, PAUSE, RATE, SPARE
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator
@@ -141,3 +144,67 @@ def test_counts_for_another_thread_stay_as_they_were() -> None:
     kept = counts.copy()
     counts.note(3, 3)
     assert kept == Counts(1, 4, 2, [1, 1]) and counts == Counts(2, 7, 5, [2, 2, 1])
+
+
+class Barren(Oracle):
+    """Is asked, and has nothing to say."""
+
+    def propose(self, wishes: Sequence[Wish]) -> list[None]:
+        return [None] * len(wishes)
+
+
+def asked_in(passes: int, seconds: float) -> tuple[list[bool], Chooser]:
+    """In which passes of one text a barren proposer is asked, where asking takes so many plain passes."""
+    clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
+    wishes = watched(proposer)
+    proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
+    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=passes + 1))
+    running.step()
+    found = []
+    for _ in range(passes):
+        before = len(wishes)
+        running.step()
+        found.append(len(wishes) > before)
+    finish(running)
+    return found, chooser
+
+
+def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
+    cheap, _ = asked_in(40, RATE / 2)
+    assert all(cheap[:-1]), "the last token needs no drafts"
+    dear, _ = asked_in(40, 4.5 * RATE)
+    assert [place for place, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
+    dearest, _ = asked_in(40, 0.5)
+    assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 40, PAUSE + 1))
+
+
+def test_a_closed_purse_means_passes_as_without_speculation() -> None:
+    asked, chooser = asked_in(400, 1.0)
+    last = max(place for place in range(100) if asked[place])
+    again = asked.index(True, last + 1)
+    assert again - last > FULL_ENOUGH * SPARE / RATE, "as long as the purse needs"
+    assert sum(asked) * 1.0 <= SPARE + 1.0 + RATE * 400, "what was lost is what the purse had"
+    assert chooser.cost.target(1, 1) == pytest.approx(1.0)
+
+
+def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
+    """The first round of each text is charged, with half a purse at most; the others tell a step's time."""
+    requests = [([1, 2, 3], replace(GREEDY, max_tokens=30))]
+    oracle, clock, runner = Oracle(truths(requests), chains=True), Clock(), FakeRunner()
+    oracle.free = False
+    propose, rounds = oracle.propose, []
+    oracle.propose = lambda wishes: (  # type: ignore[method-assign]
+        rounds.append(clock.spend(0.1 if rounds else 50.0, propose)(wishes)) or rounds[-1]
+    )
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.1}}, {1: 0.05}), most=4)
+    running = engine(runner, speculator=Speculator(oracle, chooser, most=4, clock=clock))
+    running.add(*requests[0])
+    running.step()
+    running.step()
+    assert SPARE / 2 <= chooser.purse.left < SPARE and chooser.cost.draft(1) == 0.05
+    finish(running)
+    assert len(rounds) > 3 and 0.02 < chooser.cost.draft(1) < 0.1

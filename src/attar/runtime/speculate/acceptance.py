@@ -32,7 +32,7 @@ class Acceptance:
     def rates(
         self, sequence: int, group: int = 0, levels: int = LEVELS - 1, first: float = FIRST
     ) -> list[float]:
-        """a of levels 1..``levels`` of a group, not to be changed; ``first`` is believed before any was seen."""
+        """a of levels 1..``levels`` of a group, not to be changed; ``first`` is believed of the unseen."""
         asked = sequence, group, levels, first
         if asked not in self._known:
             self._known[asked] = self._rates(*asked)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from attar.runtime.speculate.acceptance import Acceptance
-from attar.runtime.speculate.cost import MOST, Cost
+from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.plan import Chance, Pass
 from attar.runtime.speculate.proposer import News
@@ -127,7 +127,7 @@ class Chooser:
         plain = self.cost.plain(batch)
         if plain > 0 and (drafts or draft > 0):
             brought = sum(len(each.path) + 1 for each in news) / batch
-            passes = self._passes(batch, tokens, target, beside) if drafts else 1.0
+            passes = self.cost.passes(batch, tokens, target, beside) if drafts else 1.0
             self.purse.note(passes + draft / plain, brought)
         elif plain > 0:
             self.purse.note(1.0, 1.0)
@@ -137,6 +137,18 @@ class Chooser:
             self.cost.note_draft(len(drafts), max(len(each.counts) for each in drafts), draft)
         for each in news:
             self._learn(each)
+
+    def rest(self, batch: int, asking: float) -> int:
+        """Passes to come that should be as without speculation: nothing asked, learnt or measured.
+
+        Args:
+            batch: sequences of the last pass.
+            asking: seconds that were spent for no draft in it; 0: nobody was asked, or there were drafts.
+        """
+        if not self.open:
+            return self.purse.rest
+        plain = self.cost.plain(batch)
+        return self.purse.pause(asking / plain) if plain > 0 else 0
 
     def charge(self, batch: int, seconds: float) -> None:
         """Time that was spent once, and says nothing of the next pass: half a purse pays for all of it."""
@@ -159,15 +171,6 @@ class Chooser:
         """Every node of a draft that may be worth a look."""
         rates = partial(self.acceptance.rates, sequence)
         return [each for each in survivals(draft, place, rates) if each.survival >= LEAST]
-
-    def _passes(self, batch: int, tokens: int, seconds: float, beside: int) -> float:
-        """What a pass cost in plain ones; a hiccup of the machine is no draft's fault. Beside prompts, whose
-        noise is larger, the times say it.
-        """
-        plain = self.cost.plain(batch)
-        if not beside:
-            return min(seconds, MOST * self.cost.target(batch, tokens)) / plain
-        return 1 + (self.cost.target(batch, tokens) - self.cost.plain(batch, beside)) / plain
 
     def _best(
         self, sequences: Sequence[int], chances: list[Chance], beside: int, drafted: bool

@@ -10,8 +10,10 @@ A curve has knots (tokens, seconds), straight lines between them, the last slope
 step that took s where the curve says e changes it by the ratio r = s / e, taken between 2/3 and 3/2 so that a
 hiccup of the machine is no lesson:
 
-    every knot *= r^LEVEL    (another process came, the contexts have grown)
-    the two knots around *= r^(SHAPE w),  w the weight of each in the straight line
+    every knot *= r^level            (another process came, the contexts have grown)
+    the two knots around *= r^(shape w),  w the weight of each in the straight line
+    (level, shape) is PLAIN where the step had no drafts, and DRAFTED where it had: that is first of all news
+    of such steps
 
 so that a machine that became slow while only one size is run is not taken for a curve that became flat. A
 size far from every knot becomes a knot. Batches have a curve each; between two of them the time is
@@ -28,8 +30,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-LEVEL = 0.10  # of log r, to all knots
-SHAPE = 0.05  # of log r, to the knots around
+PLAIN, DRAFTED = (0.10, 0.05), (0.025, 0.12)  # level and shape
 LEAST, MOST = 2 / 3, 3 / 2  # of r
 APART = 1.6  # a size this far from every knot becomes one
 
@@ -73,7 +74,7 @@ class Curve:
         )
         return found
 
-    def note(self, size: int, seconds: float) -> float:
+    def note(self, size: int, seconds: float, shape: float) -> float:
         """Learns from a step; r, the step's share of what was expected, 1 where the size was new."""
         if self._is_new(size):
             place = bisect_left(self._knots, size)
@@ -84,7 +85,7 @@ class Curve:
         expected = self.at(size)
         ratio = min(max(seconds / expected, LEAST), MOST) if expected > 0 else 1.0
         for place, weight in self._around(size):
-            self._raw[place] *= ratio ** (SHAPE * weight)
+            self._raw[place] *= ratio ** (shape * weight)
         self._settle()
         return ratio
 
@@ -172,6 +173,15 @@ class Cost:
         """Seconds of a pass without drafts, ``beside`` tokens of prompts in it."""
         return self.target(batch, batch + beside)
 
+    def passes(self, batch: int, tokens: int, seconds: float, beside: int = 0) -> float:
+        """What a pass that took so long cost in plain ones; a hiccup of the machine is no draft's fault.
+        Beside prompts, whose noise is larger, the curves say it.
+        """
+        plain, expected = self.plain(batch), self.target(batch, tokens)
+        if not beside:
+            return min(seconds, MOST * expected) / plain
+        return 1 + (expected - self.plain(batch, beside)) / plain
+
     def draft(self, batch: int) -> float:
         """Seconds of one step of the draft for ``batch`` sequences."""
         return self._draft.at(batch) if batch else 0.0
@@ -181,14 +191,15 @@ class Cost:
         if not self.settled:
             self._note_first(batch, tokens, seconds)
             return
-        batch = _rounded(batch)
+        plain, batch = tokens == batch, _rounded(batch)
         curve = self._target.get(batch)
         if curve is None:
             curve = Curve(self._nearest(batch))
             self._target = dict(sorted([*self._target.items(), (batch, curve)]))
-        level = curve.note(tokens, seconds) ** LEVEL
+        level, shape = PLAIN if plain else DRAFTED
+        ratio = curve.note(tokens, seconds, shape)
         for each in self._target.values():
-            each.scale(level)
+            each.scale(ratio**level)
 
     def _note_first(self, batch: int, tokens: int, seconds: float) -> None:
         """One of the first plain passes; with the last of them all curves are shifted."""
@@ -201,7 +212,8 @@ class Cost:
     def note_draft(self, batch: int, steps: int, seconds: float) -> None:
         """``steps`` steps of the draft took so long together."""
         if steps > 0:
-            self._draft.scale(self._draft.note(batch, seconds / steps) ** LEVEL)
+            level, shape = PLAIN
+            self._draft.scale(self._draft.note(batch, seconds / steps, shape) ** level)
 
     def table(self) -> dict[int, dict[int, float]]:
         """{batch: {tokens: seconds}} as it is known now."""

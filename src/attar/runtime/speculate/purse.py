@@ -13,7 +13,8 @@ that brings T tokens a sequence
 
 An empty purse is closed until it is half full again, and meanwhile speculation rests: to ask what could be
 drafted takes time too, and where that is more than RATE of a pass, a purse that opened with the first penny
-would never hold a second.
+would never hold a second. For the same reason an answer without any draft is followed by a pause, so long
+that asking takes RATE of the time, but not so long that a text that begins to repeat itself is missed.
 
 500 tokens: 5 + 0.015 * 500 = 12.5 passes, 2.5 %; and in the long run 1.5 %, whatever the text. Gains fill the
 purse, never above SPARE, so that a good hour does not pay for a bad one.
@@ -26,6 +27,7 @@ import math
 SPARE = 5.0  # plain passes
 FULL_ENOUGH = 0.5  # of it, to begin again after it was empty
 RATE = 0.015
+PAUSE = 8  # passes at most in which nothing is asked because the last answer was empty
 
 
 class Purse:
@@ -49,9 +51,13 @@ class Purse:
         """Plain passes until a closed purse opens; 0 where it is open."""
         return 0 if self.open else math.ceil((FULL_ENOUGH * self.spare - self.left) / self.rate)
 
-    def rested(self) -> None:
+    def pause(self, asking: float) -> int:
+        """Passes in which not to ask, after asking took so much of a plain pass and brought no draft."""
+        return min(int(asking / self.rate), PAUSE)
+
+    def rested(self, passes: int) -> None:
         """So many plain passes are over."""
-        self.left, self.open = max(self.left, FULL_ENOUGH * self.spare), True
+        self.note(passes, passes)
 
     def note(self, cost: float, tokens: float) -> None:
         """A pass cost so much, in plain passes, and brought so many tokens a sequence."""

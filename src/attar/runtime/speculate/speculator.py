@@ -8,8 +8,8 @@
     note        proposer and chooser learn from the pass
     append      the accepted path's places are moved together, the rest is taken back
 
-Where nothing pays, even asking does not: while the chooser's purse is closed, passes are as without
-speculation (``_rest``).
+Where nothing pays, even asking does not: then some passes are as without speculation, and the
+last of these is measured, so that what is compared with it stays true (``_rests``).
 
 Sequences are followed by looking at who runs: one that ended, or lost its blocks, is forgotten before the
 next drafts are made. Texts fork with their first token, before anything is drafted for them.
@@ -76,7 +76,7 @@ class Speculator:
         self._met: set[int] = set()  # of these, those that a draft model has read
         self._asking = self._reading = False  # of this pass
         self._noting = 0.0  # seconds after the last pass that none has answered for
-        self._resting = 0  # passes to come that are as without speculation
+        self._pause = self._resting = 0  # passes that are as without speculation, and those still to come
 
     def plan(
         self,
@@ -96,8 +96,8 @@ class Speculator:
         Returns:
             the same with drafts, for which places are reserved too.
         """
-        if self._resting:
-            self._rest()
+        rested = self._resting > 0
+        if rested and self._rests():
             return planned
         began, self._noting = self.clock() - self._noting, 0.0
         self._asking = self._reading = False
@@ -108,7 +108,7 @@ class Speculator:
         beside = total - len(decoding)
         rooms = [room(each, scheduler, min(self.most, left), inside) for each in decoding]
         drafts: dict[int, Draft] = {}
-        if self.failure is None and any(rooms):
+        if self.failure is None and not rested and any(rooms):
             for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
                 draft = draft and self._fitted(draft, left)
                 if draft is not None and scheduler.manager.reserve(each.id, 1 + len(draft)):
@@ -167,7 +167,8 @@ class Speculator:
                 self.proposer.observe(news)
             except Exception as failure:
                 self._broken(failure)
-        self._resting = 0 if self.chooser.open else self.chooser.purse.rest
+        asking = 0.0 if self._round.drafts else self._round.drafting
+        self._pause = self._resting = self.chooser.rest(len(decoded), asking)
         self._noting = self.clock() - now
 
     def follow(self, running: Sequence[Running]) -> None:
@@ -185,12 +186,14 @@ class Speculator:
         self._reading = not asked <= self._met
         self._met |= asked
 
-    def _rest(self) -> None:
-        """Nothing is asked, learnt or measured in the coming pass."""
-        self._round = RESTING
+    def _rests(self) -> bool:
+        """Whether the coming pass is one in which nothing is asked, learnt or measured."""
         self._resting -= 1
-        if not self._resting:
-            self.chooser.purse.rested()
+        if self._resting:
+            self._round = RESTING
+        else:
+            self.chooser.purse.rested(self._pause)
+        return self._resting > 0
 
     def _asked(
         self,

@@ -25,6 +25,9 @@ class Fixed(Chooser):
     def open(self) -> bool:
         return True
 
+    def rest(self, batch: int, asking: float) -> int:
+        return 0
+
     def choose(self, sequences: Sequence[int], most: Sequence[int], beside: int = 0) -> list[int]:
         return [min(limit, self.most) for limit in most]
 
