@@ -8,9 +8,11 @@
 
 ``oracle``: Llamas of random weights. The target (shape M) writes its greedy text once; then drafts are
 right with chance a for each token, K of them in every pass, free or, with ``--draft-shape S``, at the time of
-a draft model that is really run; and as many as the chooser likes. ``predicted`` is theory t(1) / (t(K+1) + K d), from
-times measured before and theory = (1 - a^(K+1)) / (1 - a) of the a that was met. All timings are interleaved
-with plain decoding; the interval is 95 %.
+a draft model that is really run; and as many as the chooser likes. ``predicted`` is
+
+    theory t(1) / (t(K+1) + K d),    theory = (1 - a^(K+1)) / (1 - a) of the a that was met
+
+from times measured before. All timings are interleaved with plain decoding; the interval is 95 %.
 """
 
 from __future__ import annotations

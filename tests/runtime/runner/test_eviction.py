@@ -116,7 +116,7 @@ def test_rotary_is_proven_or_refused(family):
         with pytest.raises(ModelError, match=r"rotary|rotate"):
             make(family, Streaming(sinks=2, window=6))
     elif family in ("mistral", "gemma2", "gemma3"):
-        with pytest.raises(SettingsError, match=r"streaming.*sliding_window"):
+        with pytest.raises(SettingsError, match=r"streaming.*sliding window"):
             make(family, Streaming(sinks=2, window=6))
     else:
         assert make(family, Streaming(sinks=2, window=6)).context is None

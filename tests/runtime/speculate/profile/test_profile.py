@@ -11,6 +11,8 @@ from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.speculate.choose import Chooser
+from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.profile.passes import expected_tokens
@@ -136,3 +138,14 @@ def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
     assert words.count("two of three") == 2 + 1, "beside each of its bars, and above its histogram"
     bars = [each for each in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in each.text]
     assert len(bars) == 2
+
+
+def test_passes_that_rest_are_counted_too(
+    engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]
+) -> None:
+    """While the chooser's purse is closed nobody watches: a token a pass all the same."""
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.1}}))
+    chooser.purse.note(1e6, 0.0)
+    made = Speculator(Knows(texts, 9), chooser, most=4)
+    found = row(profile(engine, "fake", {"rests": made}, {"a": PROMPTS["a"]}, tokens=TOKENS), "a", "rests")
+    assert found.tokens_per_pass == 1.0 and found.histogram == () and found.same == 2

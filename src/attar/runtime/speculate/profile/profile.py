@@ -148,12 +148,12 @@ def _answer(
     seen.seconds[place].append(seconds)
     seen.tokens[place].append(later)
     seen.texts += [each.tokens for each in requests]
-    if meter is None:
-        for each in requests:
-            seen.passes.counts[0, 0, 0] += len(each.tokens) - 1
-    else:
+    if meter is not None:
         seen.passes.counts += meter.passes.counts
         seen.drafting += meter.seconds
+    counted = 0 if meter is None else meter.passes.total + meter.passes.accepted
+    written = sum(len(each.tokens) - 1 for each in requests)
+    seen.passes.counts[0, 0, 0] += max(written - counted, 0)  # in passes that nobody watched: a token each
 
 
 def _row(kind: str, method: str, batch: int, plain: _Seen, seen: _Seen, rounds: int) -> Row:
