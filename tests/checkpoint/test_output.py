@@ -343,3 +343,10 @@ def test_command_lines_name_teachers(make):
         "recover", {"top_k": 3, "keep": False}, 1, [(student, "weights"), (teacher, "signal")], Path("o")
     )
     assert line == f"attar recover {student.path} -o o --teacher {teacher.path} --top-k 3 --no-keep --seed 1"
+
+
+def test_command_lines_name_a_model_once(make):
+    """distill reads one model for its weights and for its outputs, and has no option for a second one."""
+    teacher = open_checkpoint(make("teacher"))
+    line = command_line("distill", {"layers": 2}, 1, [(teacher, "weights"), (teacher, "signal")], Path("o"))
+    assert line == f"attar distill {teacher.path} -o o --layers 2 --seed 1"

@@ -8,7 +8,7 @@ from huggingface_hub import errors
 
 import attar
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.paths import UNWANTED, WANTED, model_name, resolve
+from attar.checkpoint.paths import EMBEDDED, UNWANTED, WANTED, model_name, resolve
 from attar.errors import CheckpointError
 
 
@@ -45,6 +45,16 @@ def test_embedded_models(tmp_path, monkeypatch):
         resolve("attar:tiny")
     (tmp_path / "embedded" / "tiny").mkdir(parents=True)
     assert resolve("attar:tiny") == tmp_path / "embedded" / "tiny"
+
+
+def test_the_embedded_draft_is_of_the_embedded_model():
+    """One tokenizer, fewer layers, and a card that says how it was made and knows no folder of its maker."""
+    tiny, draft = (open_checkpoint(f"attar:{name}") for name in EMBEDDED)
+    assert (draft.path / "tokenizer.json").read_bytes() == (tiny.path / "tokenizer.json").read_bytes()
+    assert draft.config["num_hidden_layers"] < tiny.config["num_hidden_layers"]
+    assert {parent.name for parent in draft.card.parents} == {"attar:tiny"}
+    assert draft.card.command.startswith("attar distill attar:tiny -o draft ")
+    assert "/" not in draft.card.command
 
 
 def test_the_hub_is_asked_for_what_is_needed(make, monkeypatch):

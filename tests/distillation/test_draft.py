@@ -9,13 +9,14 @@ import torch
 
 from attar.checkpoint.hashing import sha256_file
 from attar.data.packing import PADDING
+from attar.distillation import draft
 from attar.distillation import samples as samples_module
-from attar.distillation import stage
-from attar.distillation.draft import report, words
+from attar.distillation.draft import Writer, report, words
 from attar.distillation.samples import write_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.stage import distill
 from attar.errors import SettingsError
+from attar.models.load import load_tokenizer
 from attar.models.student import fresh_student
 from attar.progress import SILENT
 from tests import tiny_models
@@ -37,7 +38,7 @@ SMALL = {
 
 @pytest.fixture
 def teacher(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage, "HELD_OUT_TOKENS", 1024)
+    monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 1024)
     return tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
 
 
@@ -103,6 +104,22 @@ def counted(calls, function):
         return function(*arguments)
 
     return wrapped
+
+
+def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
+    """So that cards of different seeds tell of the same rows; what is trained on follows the seed."""
+    monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 64)
+    model, text = tiny_models.build("llama3"), torch.zeros(1, 12, dtype=torch.int64)
+    tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
+    changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
+    writers = [
+        Writer(model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT)
+        for seed in (0, 1)
+    ]
+    one, other = (writer.held_out_rows() for writer in writers)
+    assert one.shape == (8, 12) and torch.equal(one, other)
+    one, other = (writer.training_rows(8, text) for writer in writers)
+    assert one.shape == (8, 12) and not torch.equal(one, other) and torch.equal(one[4:], text.expand(4, 12))
 
 
 @pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])

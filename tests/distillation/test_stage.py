@@ -5,13 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from attar.distillation.settings import DistillSettings, RecoverSettings
-from attar.distillation.stage import distill, recover, soft_loss
+from attar.distillation.stage import distill, recover
 from attar.errors import ModelError, SettingsError
-from attar.walks.objectives import next_token_loss
 from tests import tiny_models
 
 SMALL = {
@@ -49,23 +47,6 @@ def test_recover_keeps_the_shape_and_comes_closer(tmp_path):
     assert curve[-1] < 0.8 * curve[0]
 
 
-def test_alpha_weighs_the_soft_loss():
-    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
-    tokens = tiny_models.tokens(teacher)
-    hard = next_token_loss(student(input_ids=tokens).logits, tokens).item()
-    soft = soft_loss(teacher, 1.0, 1.0)(student, tokens).item()
-    mixed = soft_loss(teacher, 1.0, 0.3)(student, tokens).item()
-    assert soft_loss(teacher, 1.0, 0.0)(student, tokens).item() == pytest.approx(hard)
-    assert mixed == pytest.approx(0.3 * soft + 0.7 * hard, rel=1e-5)
-    assert soft_loss(teacher, 1.0, 1.0)(teacher, tokens).item() == pytest.approx(0.0, abs=1e-5)
-
-
-def test_padded_vocabularies_compare_over_the_common_part():
-    teacher, student = tiny_models.build("llama3", vocab_size=384), tiny_models.build("llama3")
-    tokens = tiny_models.tokens(student)
-    assert torch.isfinite(soft_loss(teacher, 1.0, 1.0)(student, tokens))
-
-
 def test_another_tokenizer_is_refused(tmp_path):
     pruned, teacher = save("smollm", tmp_path, "pruned"), save("smollm", tmp_path, "teacher")
     content = json.loads((teacher / "tokenizer.json").read_text())
@@ -83,16 +64,6 @@ def test_too_many_layers_and_encoders_are_refused(tmp_path):
     with pytest.raises(ModelError, match="not a causal"):
         distill(save("bert", tmp_path), tmp_path / "out", DistillSettings(layers=2, **SMALL))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "llama3"]
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-def test_padding_changes_nothing(alpha):
-    """A row padded on the right has the loss of the row without its padding."""
-    teacher, student = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
-    tokens = tiny_models.tokens(teacher, batch=1, length=9)
-    padded = torch.cat([tokens, torch.full((1, 5), -100)], dim=1)
-    loss = soft_loss(teacher, 2.0, alpha)
-    assert loss(student, padded).item() == pytest.approx(loss(student, tokens).item(), rel=1e-4)
 
 
 def test_documents_can_be_kept_apart(tmp_path):

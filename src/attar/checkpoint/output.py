@@ -145,6 +145,8 @@ def command_line(
     """The shell command that does this work: the verb, its first parent, and every setting as an option."""
     words = ["attar", stage, *(_spelling(checkpoint) for checkpoint, _ in parents[:1]), "-o", out.name]
     for checkpoint, role in parents[1:]:
+        if checkpoint is parents[0][0]:  # a student learns from what it was cut from: one name says both
+            continue
         words += ["--teacher" if role == "signal" else "--model", _spelling(checkpoint)]
     for name, value in {**settings, "seed": seed}.items():
         words += _option(f"--{name.replace('_', '-')}", value)

@@ -1,5 +1,5 @@
-"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), or the
-embedded ``attar:tiny``."""
+"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), or one that
+is embedded: ``attar:tiny``, and ``attar:draft``, which drafts for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attar.errors import CheckpointError, nearest
 FILES = (".gguf",)
 """Suffixes of files that are models by themselves; open.py knows what opens them."""
 
-EMBEDDED = ("tiny",)
+EMBEDDED = ("tiny", "draft")
 """Models that travel inside the package, as folders of ``attar/embedded``."""
 
 WANTED = [

@@ -5,6 +5,9 @@
     ends      the first and the last layers, the middle left out: where block influence is smallest (ShortGPT,
         arXiv 2403.03853, figure 2)
     last      the last ones
+    0,3,6     these
+
+For few layers the choice decides much: what a layer reads may be written by one that was left out.
 
 Letters: L teacher layers, l student layers.
 """
@@ -13,13 +16,29 @@ from __future__ import annotations
 
 from attar.errors import SettingsError
 
+NAMED = ("uniform", "ends", "last")
 
-def layer_map(kind: str, teacher: int, student: int) -> list[int]:
+
+def is_map(kind: str) -> bool:
+    """Whether it is a name of ``NAMED``, or numbers with commas between them."""
+    return kind in NAMED or all(number.isdecimal() for number in kind.split(","))
+
+
+def layer_map(kind: str, teacher: int, student: int = 0) -> list[int]:
     """Teacher layer numbers, ascending and distinct, one per student layer.
 
+    Args:
+        kind: see :func:`is_map`.
+        teacher: L.
+        student: l; 0: half of the teacher's, or as many as there are numbers.
+
     Raises:
-        SettingsError: the student has more layers than the teacher, or none.
+        SettingsError: the student has more layers than the teacher, or none, or other ones than are named.
     """
+    assert is_map(kind), kind
+    if kind not in NAMED:
+        return _numbers(kind, teacher, student)
+    student = student or max(teacher // 2, 1)
     if not 1 <= student <= teacher:
         raise SettingsError("layers", student, f"between 1 and the teacher's {teacher}")
     if kind == "last":
@@ -30,3 +49,12 @@ def layer_map(kind: str, teacher: int, student: int) -> list[int]:
     if student == 1:
         return [teacher - 1]
     return [round(i * (teacher - 1) / (student - 1)) for i in range(student)]
+
+
+def _numbers(kind: str, teacher: int, student: int) -> list[int]:
+    layers = [int(number) for number in kind.split(",")]
+    if layers != sorted(set(layers)) or layers[-1] >= teacher:
+        raise SettingsError("layer_map", kind, f"ascending numbers below the teacher's {teacher} layers")
+    if student not in (0, len(layers)):
+        raise SettingsError("layers", student, f"0 or the {len(layers)} of layer_map {kind}")
+    return layers

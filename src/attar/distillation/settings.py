@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError
 from attar.walks.settings import TrainSettings, check_range
 
@@ -40,12 +41,14 @@ class DistillSettings(RecoverSettings):
     """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
-    layers: int = field(default=0, metadata={"help": "layers of the student; 0: half of the teacher's"})
+    layers: int = field(
+        default=0, metadata={"help": "layers of the student; 0: half of the teacher's, or as layer_map has"}
+    )
     layer_map: str = field(
         default="uniform",
         metadata={
-            "help": "teacher layers the student starts from: evenly spread, the first and last, or the last",
-            "choices": ("uniform", "ends", "last"),
+            "help": "teacher layers the student starts from: uniform (evenly spread), ends (first and last), "
+            "last, or their numbers: 0,3,6"
         },
     )
 
@@ -84,5 +87,5 @@ class DistillSettings(RecoverSettings):
         if self.draft_loss not in ("lk", "tv", "kl"):
             raise SettingsError("draft_loss", self.draft_loss, "lk, tv or kl")
         check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
-        if self.layer_map not in ("uniform", "ends", "last"):
-            raise SettingsError("layer_map", self.layer_map, "uniform, ends or last")
+        if not is_map(self.layer_map):
+            raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")

@@ -1,46 +1,34 @@
 """The verbs ``distill`` (a shallower student) and ``recover`` (a damaged model learns from the one it was
 made from).
 
-Both are the train walk with one loss: alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, the
-teacher run beside the student. ``alpha`` is the weight of the soft loss. A student that will draft gets
-another soft loss and rows of the teacher's own (draft.py).
+What they learn, and how, is in learn.py; for a student that will draft, in draft.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
-from attar.data.packing import PADDING, pack, row_length
-from attar.distillation.draft import LOSSES, Writer, report
-from attar.distillation.forward_kl import forward_kl
-from attar.distillation.layer_map import layer_map
+from attar.data.packing import row_length
+from attar.distillation.draft import Writer, report
+from attar.distillation.learn import beginner, learn
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.precision import stored_precision
-from attar.models.student import fresh_student, student_by_depth
 from attar.progress import SILENT, Progress
-from attar.walks.objectives import next_token_loss
-from attar.walks.train import History, Loss, train
+from attar.walks.train import History
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-
-HELD_OUT_TOKENS = 16_384
-
-Soft = Callable[[Tensor, Tensor, float], Tensor]
-"""``soft(student's logits, teacher's logits, temperature)``: a scalar, the mean over tokens."""
 
 
 def distill(
@@ -63,9 +51,7 @@ def distill(
     """
     source = open_checkpoint(teacher)
     model = _causal(source, settings)
-    depth = len(discover(model).blocks)
-    kept = layer_map(settings.layer_map, depth, settings.layers or max(depth // 2, 1))
-    student = _student(model, kept, settings)
+    kept, student = beginner(model, settings)
     with produce(
         out,
         stage="distill",
@@ -77,7 +63,16 @@ def distill(
         key=key,
     ) as output:
         writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
-        history = _learn(student, model, source, settings, output.work, progress, "distill", writer)
+        history = learn(
+            student,
+            model,
+            source,
+            settings,
+            work=output.work,
+            progress=progress,
+            what="distill",
+            writer=writer,
+        )
         _save(student, source, output, history)
         if settings.width:
             output.details["width"] = settings.width
@@ -85,7 +80,7 @@ def distill(
             output.details["layer_map"] = kept
         if writer is not None:
             made = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
-            rows = writer.held_out_rows(HELD_OUT_TOKENS)
+            rows = writer.held_out_rows()
             output.details["drafting"] = report(made, model, rows, writer.prompt, settings.batch_size)
     return open_checkpoint(out)
 
@@ -123,86 +118,9 @@ def recover(
         force=force,
         key=key,
     ) as output:
-        history = _learn(student, guide, source, settings, output.work, progress, "recover")
+        history = learn(student, guide, source, settings, work=output.work, progress=progress, what="recover")
         _save(student, source, output, history)
     return open_checkpoint(out)
-
-
-def soft_loss(teacher: nn.Module, temperature: float, alpha: float, soft: Soft = forward_kl) -> Loss:
-    """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted
-    tokens; ``soft`` may stand in KL's place.
-
-    Padded places are left out. Vocabularies padded to different widths are compared over the common part.
-    """
-
-    def loss(student: nn.Module, tokens: Tensor) -> Tensor:
-        shown = tokens.clamp(min=0)
-        logits = student(input_ids=shown).logits
-        predicted = tokens[:, 1:] != PADDING
-        total = logits.new_zeros((), dtype=torch.float32)
-        if alpha > 0.0:
-            with torch.no_grad():
-                guide = teacher(input_ids=shown).logits
-            width = min(guide.shape[-1], logits.shape[-1])
-            ours, theirs = (_at(z[:, :-1, :width], predicted) for z in (logits, guide))
-            total = total + alpha * soft(ours, theirs, temperature)
-        if alpha < 1.0:
-            total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
-        return total
-
-    return loss
-
-
-def _at(logits: Tensor, predicted: Tensor) -> Tensor:
-    """Logits (n, V) where a token is predicted; all of them, as they are, where nothing is padded."""
-    return logits if bool(predicted.all()) else logits[predicted]
-
-
-def _learn(
-    student: Any,
-    teacher: Any,
-    source: Checkpoint,
-    settings: RecoverSettings,
-    work: Path,
-    progress: Progress,
-    what: str,
-    writer: Writer | None = None,
-) -> History:
-    """Run the train walk; the student's weights change. A ``writer`` makes it a draft model."""
-    tokenizer = load_tokenizer(source)
-    wanted = settings.steps * settings.batch_size * settings.accumulate
-    length = row_length(settings.sequence_length, source.config)
-    packing = settings.packing
-    rows = pack(
-        tokenizer, settings.data, "train", length=length, rows=wanted, seed=settings.seed, packing=packing
-    )
-    held = max(HELD_OUT_TOKENS // length, 1)
-    kept = pack(tokenizer, settings.data, "calibration", length=length, rows=held, seed=0, packing=packing)
-    teacher.requires_grad_(False)
-    loss = soft_loss(teacher, settings.temperature, settings.alpha)
-    if writer is not None:
-        soft = LOSSES[writer.settings.draft_loss]
-        loss = soft_loss(teacher, settings.temperature, settings.alpha, soft)
-        rows, kept = writer.training_rows(wanted, rows), writer.held_out_rows(HELD_OUT_TOKENS)
-
-    def held_out(model: nn.Module) -> float:
-        """The training loss on rows never trained on."""
-        device = next(model.parameters()).device
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
-            parts = [
-                float(loss(model, batch.to(device))) * len(batch) for batch in kept.split(settings.batch_size)
-            ]
-        return sum(parts) / len(kept)
-
-    folder = work / "train"
-    return train(student, loss, rows, settings, work=folder, held_out=held_out, progress=progress, what=what)
-
-
-def _student(model: Any, kept: list[int], settings: DistillSettings) -> Any:
-    """The student before its first step."""
-    if not settings.width:
-        return student_by_depth(model, kept)
-    return fresh_student(model, kept, settings.width, settings.seed)
 
 
 def _writer(

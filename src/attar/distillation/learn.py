@@ -1,0 +1,133 @@
+"""What a student learns from its teacher: the train walk with the teacher run beside the student.
+
+    alpha T^2 KL(teacher || student) + (1 - alpha) cross-entropy, mean over the predicted tokens
+
+``alpha`` is the weight of the soft loss. A student that will draft gets another soft loss in KL's place, and
+rows that the teacher wrote (draft.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.data.packing import PADDING, pack, row_length
+from attar.distillation.draft import HELD_OUT_TOKENS, LOSSES, Writer
+from attar.distillation.forward_kl import forward_kl
+from attar.distillation.layer_map import layer_map
+from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.models.anatomy import discover
+from attar.models.load import load_tokenizer
+from attar.models.student import fresh_student, student_by_depth
+from attar.progress import Progress
+from attar.walks.objectives import next_token_loss
+from attar.walks.train import History, Loss, train
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+Soft = Callable[[Tensor, Tensor, float], Tensor]
+"""``soft(student's logits, teacher's logits, temperature)``: a scalar, the mean over tokens."""
+
+
+def beginner(teacher: Any, settings: DistillSettings) -> tuple[list[int], Any]:
+    """The teacher's layers that a student begins with, or that its own are like where it is narrower; and the
+    student before its first step.
+
+    Raises:
+        SettingsError: more layers than the teacher has, or a width that it cannot have.
+    """
+    depth = len(discover(teacher).blocks)
+    kept = layer_map(settings.layer_map, depth, settings.layers)
+    if settings.width:
+        return kept, fresh_student(teacher, kept, settings.width, settings.seed)
+    return kept, student_by_depth(teacher, kept)
+
+
+def learn(
+    student: Any,
+    teacher: Any,
+    source: Checkpoint,
+    settings: RecoverSettings,
+    *,
+    work: Path,
+    progress: Progress,
+    what: str,
+    writer: Writer | None = None,
+) -> History:
+    """Train the student, in place.
+
+    Args:
+        student: every parameter is trained, in float32.
+        teacher: gives ``.logits``; none of its parameters gets a gradient afterwards.
+        source: a checkpoint with the tokenizer and the context of both.
+        work: folder of resumable states.
+        what: the name shown beside the bar.
+        writer: makes the student a draft model: its rows, and the loss of its settings.
+    """
+    wanted = settings.steps * settings.batch_size * settings.accumulate
+    rows, kept = _text(source, settings, wanted)
+    soft: Soft = forward_kl
+    if writer is not None:
+        soft = LOSSES[writer.settings.draft_loss]
+        rows, kept = writer.training_rows(wanted, rows), writer.held_out_rows()
+    teacher.requires_grad_(False)
+    student.requires_grad_(True)
+    loss = soft_loss(teacher, settings.temperature, settings.alpha, soft)
+
+    def held_out(model: nn.Module) -> float:
+        """The training loss on rows never trained on."""
+        device = next(model.parameters()).device
+        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+            parts = [
+                float(loss(model, batch.to(device))) * len(batch) for batch in kept.split(settings.batch_size)
+            ]
+        return sum(parts) / len(kept)
+
+    folder = work / "train"
+    return train(student, loss, rows, settings, work=folder, held_out=held_out, progress=progress, what=what)
+
+
+def _text(source: Checkpoint, settings: RecoverSettings, wanted: int) -> tuple[Tensor, Tensor]:
+    """Rows of text: at most ``wanted`` to train on, and some that are held out."""
+    tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+
+    def rows(split: str, count: int, seed: int) -> Tensor:
+        packing, data = settings.packing, settings.data
+        return pack(tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing)
+
+    return rows("train", wanted, settings.seed), rows("calibration", max(HELD_OUT_TOKENS // length, 1), 0)
+
+
+def soft_loss(teacher: nn.Module, temperature: float, alpha: float, soft: Soft = forward_kl) -> Loss:
+    """The loss of distillation: alpha T^2 KL(teacher || student) + (1 - alpha) CE, mean over the predicted
+    tokens; ``soft`` may stand in KL's place.
+
+    Padded places are left out. Vocabularies padded to different widths are compared over the common part.
+    """
+
+    def loss(student: nn.Module, tokens: Tensor) -> Tensor:
+        shown = tokens.clamp(min=0)
+        logits = student(input_ids=shown).logits
+        predicted = tokens[:, 1:] != PADDING
+        total = logits.new_zeros((), dtype=torch.float32)
+        if alpha > 0.0:
+            with torch.no_grad():
+                guide = teacher(input_ids=shown).logits
+            width = min(guide.shape[-1], logits.shape[-1])
+            ours, theirs = (_at(z[:, :-1, :width], predicted) for z in (logits, guide))
+            total = total + alpha * soft(ours, theirs, temperature)
+        if alpha < 1.0:
+            total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
+        return total
+
+    return loss
+
+
+def _at(logits: Tensor, predicted: Tensor) -> Tensor:
+    """Logits (n, V) where a token is predicted; all of them, as they are, where nothing is padded."""
+    return logits if bool(predicted.all()) else logits[predicted]
