@@ -12,7 +12,7 @@ from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import News
 from attar.runtime.speculate.purse import FULL_ENOUGH, RATE, SPARE, Purse
-from attar.runtime.speculate.trim import trimmed
+from attar.runtime.speculate.trim import survivals, trimmed
 
 MOST = 16
 
@@ -146,16 +146,6 @@ def test_an_empty_purse_stops_everything_until_it_is_filled():
     assert chooser.open and chooser.purse.left == SPARE
 
 
-def test_what_is_spent_once_costs_half_a_purse_at_most():
-    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
-    chooser.charge(1, 0.5)
-    assert chooser.purse.left == SPARE - 0.5
-    chooser.charge(1, 100.0)
-    assert chooser.purse.left == SPARE / 2 - 0.5 and chooser.open
-    chooser.charge(1, 100.0)
-    assert not chooser.open
-
-
 def test_nothing_is_drafted_before_plain_passes_have_set_the_times():
     cost = Cost({1: {1: 1.0, 8: 2.0}, 8: {8: 2.0, 16: 3.0}}, settle=3)
     chooser = Chooser(cost, MOST)
@@ -258,3 +248,55 @@ def test_what_was_true_long_ago_is_forgotten():
             acceptance.note(0, 1, accepted)
     assert acceptance.rates(0)[0] < 0.15
     assert acceptance.rates(1)[0] < 0.6, "the pool too, later"
+
+
+def test_a_closed_purse_says_how_long_it_stays_so() -> None:
+    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
+    purse = chooser.purse
+    assert (purse.rest, chooser.rest(1, 0.0), chooser.rest(0, 0.0)) == (0, 0, 0)
+    purse.note(SPARE + 1.0, 0.0)
+    purse.rested(100)
+    assert 0 < purse.left < FULL_ENOUGH * SPARE and not purse.affords(0.0), (
+        "something is in it, but it is closed"
+    )
+    passes = math.ceil((FULL_ENOUGH * SPARE - purse.left) / RATE)
+    assert purse.rest == chooser.rest(1, 0.0) == chooser.rest(0, 9.0) == passes
+    purse.rested(passes - 1)
+    assert not purse.open
+    purse.rested(1)
+    assert purse.open and chooser.rest(1, 0.0) == 0
+
+
+def test_beliefs_are_asked_anew_where_something_changed() -> None:
+    acceptance = Acceptance()
+    assert acceptance.rates(0, 1, 3, first=0.0) == [0.0] * 3 and acceptance.rates(0, 1, 3) == [FIRST] * 3
+    for accepted in (True, True, False):
+        acceptance.note(0, kind_of(1, 1), accepted)
+    own, pool = acceptance.rates(0, 1), acceptance.rates(7, 1)
+    assert own != pool
+    acceptance.fork(0, 7)
+    assert acceptance.rates(7, 1) == own
+
+
+def test_a_node_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
+    table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
+    kinds = tuple(kind_of(*each) for each in ((1, 3), (1, 1), (2, 2), (1, 2)))
+    draft = Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds)
+    found = survivals(draft, 4, lambda group, levels: table[group][:levels])
+    assert [each.survival for each in found] == pytest.approx([0.7, 0.35, 0.2, 0.21])
+    assert [tuple(each[1:]) for each in found] == [(4, 1, 1, 1), (4, 2, 2, 1), (4, 1, 3, 1), (4, 3, 4, 1)]
+
+
+def test_a_free_draft_is_probed_however_often_it_has_failed():
+    chooser = Chooser(Cost({1: {1: 1.0, 32: 4.1}}))
+    draft = Draft.chain([7] * 8)
+
+    def turn(right):
+        (kept,) = chooser.prune([0], [draft])
+        path = tuple(range(1, len(kept) + 1)) if kept and right else ()
+        chooser.note([News(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
+        return len(kept or ())
+
+    for _ in range(1500):
+        turn(False)
+    assert sum(turn(True) for _ in range(4 * math.ceil(0.1 / PROBE))) > 0

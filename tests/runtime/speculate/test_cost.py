@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.cost import Cost, Curve
+from attar.runtime.speculate.cost import DRAFTED, LEAST, MOST, PLAIN, Cost, Curve
 
 
 def test_a_curve_is_straight_between_its_knots_and_goes_on_behind_them():
@@ -69,3 +69,42 @@ def test_batches_between_measured_ones():
     assert cost.draft(0) == 0 and cost.draft(2) == pytest.approx(0.2)
     cost.note_draft(1, 5, 0.5)
     assert cost.draft(1) == pytest.approx(0.1)
+
+
+def test_many_sizes_at_once_are_as_one_by_one() -> None:
+    tables = (
+        {1: {1: 1.0, 8: 2.0, 16: 4.0}, 8: {8: 4.0, 16: 5.0, 32: 9.0}},
+        {1: {2: 1.0}},
+        {4: {4: 1.0, 5: 1.1}},
+    )
+    for cost in map(Cost, tables):
+        for batch in (1, 3, 8, 20):
+            one_by_one = [cost.target(batch, tokens) for tokens in range(batch, batch + 60)]
+            assert cost.targets(batch, batch, 60) == pytest.approx(one_by_one)
+
+
+def test_only_plain_passes_set_the_times() -> None:
+    cost = Cost({1: {1: 1.0, 8: 2.0}}, settle=2)
+    for tokens, seconds in ((1, 0.2), (5, 9.0), (300, 50.0), (1, 0.2)):
+        assert not cost.settled
+        cost.note_target(1, tokens, seconds)
+    assert cost.settled
+    assert (cost.target(1, 1), cost.target(1, 8)) == (0.5, 1.2), "none falls below half"
+    assert Cost(settle=3).settled, "nothing was measured: all is learnt"
+
+
+def test_a_plain_pass_is_one_whatever_curve_its_batch_shares() -> None:
+    cost = Cost({4: {4: 1.0, 8: 2.0}, 64: {64: 10.0, 128: 20.0}})
+    cost.note_target(3, 3, 2.0)
+    assert cost.target(64, 64) == pytest.approx(10 * 1.5 ** PLAIN[0])
+    cost.note_target(3, 5, 1e-9)
+    assert cost.target(64, 64) == pytest.approx(10 * 1.5 ** PLAIN[0] * LEAST ** DRAFTED[0])
+
+
+def test_what_a_pass_cost_in_plain_ones() -> None:
+    cost = Cost({1: {1: 2.0, 5: 4.0, 101: 52.0}})
+    assert cost.passes(1, 5, 5.0) == 2.5 and cost.passes(1, 5, 1.0) == 0.5
+    assert cost.passes(1, 5, 900.0) == MOST * 2, "a hiccup is no draft's fault"
+    assert cost.passes(1, 105, 900.0, beside=100) == pytest.approx(2.0), (
+        "as the curve says: 4 tokens more, 1 pass"
+    )

@@ -6,8 +6,8 @@ import pytest
 
 from attar.runtime.speculate.acceptance import kind_of
 from attar.runtime.speculate.grams import NEXT, Grams
-from attar.runtime.speculate.ngram import OTHER, OWN, SHARED, Index, Ngram
-from attar.runtime.speculate.proposer import Wish
+from attar.runtime.speculate.ngram import NEAR, OTHER, OWN, SHARED, Index, Ngram
+from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.trie import Trie
 
 
@@ -144,3 +144,15 @@ def test_equal_beginnings_are_one_branch_of_a_trie():
     assert (draft.tokens, draft.parents) == ((1, 2, 3, 4, 5, 9), (0, 1, 2, 2, 0, 5))
     assert draft.kinds == (1, 1, 1, 2, 3, 3) and trie.roots == 2 and 5 in trie and 2 not in trie
     assert Trie().draft() is None
+
+
+def test_it_looks_as_far_ahead_as_has_paid():
+    proposer, text = Ngram(reach=11, branches=1), [1, 2, 3, 4] * 6
+    draft = ask(proposer, text, most=40)
+    assert len(draft) == 11, "the first time as far as is allowed"
+    for run, ahead in ((None, NEAR), (2, 2 * 2 + NEAR), (3, 2 * 3 + NEAR), (9, 11), (1, 2 + NEAR)):
+        proposer.observe([News(0, run and draft.cut(run), (), [1]), News(5, None, (), [1])])
+        proposer.fork(0, 1)
+        assert len(ask(proposer, text, most=40)) == len(ask(proposer, text, most=40, sequence=1)) == ahead
+    proposer.forget(0)
+    assert len(ask(proposer, text, most=40)) == 11

@@ -10,9 +10,10 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.choose import Chooser
+from attar.runtime.speculate.choose import RARELY, Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.purse import FULL_ENOUGH, PAUSE, RATE, SPARE
 from attar.runtime.speculate.speculator import Speculator
@@ -192,7 +193,7 @@ def test_a_closed_purse_means_passes_as_without_speculation() -> None:
 
 def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
     """The first round of each text is charged, with half a purse at most; the others tell a step's time."""
-    requests = [([1, 2, 3], replace(GREEDY, max_tokens=30))]
+    requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=30))]
     oracle, clock, runner = Oracle(truths(requests), chains=True), Clock(), FakeRunner()
     oracle.free = False
     propose, rounds = oracle.propose, []
@@ -208,3 +209,94 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
     assert SPARE / 2 <= chooser.purse.left < SPARE and chooser.cost.draft(1) == 0.05
     finish(running)
     assert len(rounds) > 3 and 0.02 < chooser.cost.draft(1) < 0.1
+
+
+def test_of_a_pause_only_the_last_pass_is_measured() -> None:
+    """Four passes that are as without speculation: three of them nobody hears of, the last is a plain one."""
+    clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
+    proposer.propose = clock.spend(4.5 * RATE, proposer.propose)  # type: ignore[method-assign]
+    proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
+    heard, note = [], chooser.note
+    chooser.note = lambda news, target, draft, beside: (  # type: ignore[method-assign]
+        heard.append((target, draft > 0)) or note(news, target, draft, beside)
+    )
+    chooser.purse.pause = lambda asking: 4 if asking else 0  # type: ignore[method-assign]
+    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
+    running.step()
+    heard.clear()
+    for _ in range(20):
+        running.step()
+    assert heard == [(1.0, True), (1.0, False)] * 4, "nor is what was observed before taken for asking"
+
+
+def test_who_gets_drafts_is_asked_again_however_dear() -> None:
+    requests = [([1, 2, 3], replace(GREEDY, max_tokens=60))]
+    oracle, clock, runner = Oracle(truths(requests), right=1.0, chains=True), Clock(), FakeRunner()
+    oracle.random.randint = lambda low, high: high  # type: ignore[method-assign]
+    wishes = watched(oracle)
+    oracle.propose = clock.spend(0.2, oracle.propose)  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    running = engine(
+        runner, speculator=Speculator(oracle, Chooser(Cost({1: {1: 1.0, 8: 1.0}})), most=4, clock=clock)
+    )
+    running.add(*requests[0])
+    running.step()
+    passes = 0
+    while not running.idle:
+        running.step()
+        passes += 1
+    assert len(wishes) in (passes, passes - 1), "but for the last token"
+
+
+def test_one_stall_while_asking_does_not_end_speculation() -> None:
+    """A machine that stood still for 300 passes in one proposal; half a purse is charged."""
+    requests = [([1, 2, 3], replace(GREEDY, max_tokens=900))]
+    clock, runner = Clock(), FakeRunner(blocks=2000, context=None)
+    oracle = Oracle(truths(requests), chains=True, size=4)
+    wishes, propose, calls = watched(oracle), oracle.propose, []
+
+    def slow(given: Sequence[Wish]) -> Any:
+        calls.append(0)
+        clock.now += 300.0 if len(calls) == 5 else 0.001
+        return propose(given)
+
+    oracle.propose = slow  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    made = Speculator(oracle, Chooser(Cost({1: {1: 1.0, 8: 1.0}})), most=4, clock=clock)
+    running = engine(runner, speculator=made)
+    running.add(*requests[0])
+    finish(running)
+    assert len(wishes) > 100 and made.counts.accepted > 300
+
+
+def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
+    clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Oracle([])
+    proposer.propose = lambda wishes: [Draft.chain([0, 0]) for _ in wishes]  # type: ignore[method-assign]
+    wishes = watched(proposer)
+    proposer.propose = clock.spend(0.2, proposer.propose)  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.0}}))
+    chooser._since_plain, chooser._doubtful = RARELY, False
+    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=12))
+    for _ in range(4):
+        running.step()
+    assert len(wishes) == 3, "in every pass behind the prompt's"
+
+
+@pytest.mark.parametrize("asking", [1.0, 1.5, 3.5])
+def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
+    clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
+    proposer.propose = clock.spend(asking * RATE, proposer.propose)  # type: ignore[method-assign]
+    runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
+    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
+    note, credited = chooser.purse.note, []
+    chooser.purse.note = lambda cost, tokens: credited.append(tokens) or note(cost, tokens)  # type: ignore
+    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=41))
+    running.step()
+    finish(running)
+    assert 32 <= sum(credited) <= 40

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from attar.errors import NumericsError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
@@ -294,3 +295,24 @@ def test_streams_are_apart() -> None:
     drafting = Drafting(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
     assert mine.key(1) == noise_key(5, 0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
+    logits, draft = torch.zeros(4, 12, dtype=dtype)[:, :9], Draft((7, 3, 4), (0, 0, 2))
+    logits[0, [3, 5]] = 2.0  # equals: the lower id
+    logits[1] = torch.nan  # behind a draft that is not taken
+    logits[2, 4] = logits[3, 8] = 1.0
+    verdict = verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+    assert (verdict.path, verdict.tokens(draft)) == ((2, 3), (3, 4, 8))
+    logits[3, 0] = torch.nan
+    with pytest.raises(NumericsError):
+        verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+
+
+def test_an_end_that_comes_too_early_is_not_the_likeliest() -> None:
+    early = Text("r", 0, PROMPT, SamplingParams(temperature=0.0, min_tokens=2), seed=5, limit=99, ends=(3,))
+    logits, draft = torch.zeros(3, 9), Draft.chain((5, 5))
+    logits[:, 3], logits[:, 5] = 2.0, 1.0
+    verdict = verify(draft, Logits(logits, early, draft), noise())
+    assert verdict.tokens(draft) == (5, 5, 3)

@@ -17,6 +17,7 @@ from attar.runtime.speculate.verify import Mode
 from attar.runtime.speculate.wanted import Wanted
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
+READ = 64  # tokens of a prompt, to measure how fast a draft model reads
 SETTLE = 4  # plain passes before the first drafts
 
 
@@ -36,11 +37,12 @@ def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: An
     wanted.check_with(getattr(target.runner, "features", {}))
     proposer = _proposer(wanted, target, model, settings)
     most = wanted.drafts or (FREE if proposer.free else MODEL)
-    drafting = {}
+    drafting, reading = {}, 0.0
     if not proposer.free:
-        times = measure(cast(Any, proposer).runner, {1: (1,), 8: (8,)})
+        times = measure(cast(Any, proposer).runner, {1: (1, READ), 8: (8,)})
         drafting = {batch: points[batch] for batch, points in times.items()}
-    chooser = Chooser(Cost(measure(target.runner), drafting, settle=SETTLE), most=most)
+        reading = times[1].get(READ, READ * times[1][1]) / READ
+    chooser = Chooser(Cost(measure(target.runner), drafting, SETTLE, reading), most=most)
     mode = cast("Mode | None", wanted.verification)
     return Speculator(proposer, chooser, most=most, verification=mode)
 

@@ -54,7 +54,7 @@ class Chooser:
         self.acceptance = Acceptance()
         self._watches: dict[int, Watch] = {}
         self._gap = 1  # of the last probe, whoever's: where new sequences begin
-        self._since_plain, self._doubtful = 0, True
+        self._since_plain, self._doubtful, self._held = 0, True, False  # held: a pass is plain to be measured
 
     @property
     def open(self) -> bool:
@@ -128,7 +128,8 @@ class Chooser:
         if plain > 0 and (drafts or draft > 0):
             brought = sum(len(each.path) + 1 for each in news) / batch
             passes = self.cost.passes(batch, tokens, target, beside) if drafts else 1.0
-            self.purse.note(passes + draft / plain, brought)
+            asking = min(draft / plain, self.purse.spare / 2)  # the machine may have stood still
+            self.purse.note(passes + asking, brought)
         elif plain > 0:
             self.purse.note(1.0, 1.0)
         self._since_plain = self._since_plain + 1 if drafts else 0
@@ -147,14 +148,10 @@ class Chooser:
         """
         if not self.open:
             return self.purse.rest
+        if self._held:
+            return 0
         plain = self.cost.plain(batch)
         return self.purse.pause(asking / plain) if plain > 0 else 0
-
-    def charge(self, batch: int, seconds: float) -> None:
-        """Time that was spent once, and says nothing of the next pass: half a purse pays for all of it."""
-        plain = self.cost.plain(batch)
-        if plain > 0:
-            self.purse.note(min(seconds / plain, self.purse.spare / 2), 0.0)
 
     def fork(self, sequence: int, child: int) -> None:
         """``child`` begins with what is believed of ``sequence``."""
@@ -168,21 +165,23 @@ class Chooser:
         self._watches.pop(sequence, None)
 
     def _chances(self, place: int, sequence: int, draft: Draft) -> list[Chance]:
-        """Every node of a draft that may be worth a look."""
+        """Every node of a draft that may be worth a look; first ones always, for probes."""
         rates = partial(self.acceptance.rates, sequence)
-        return [each for each in survivals(draft, place, rates) if each.survival >= LEAST]
+        return [each for each in survivals(draft, place, rates) if each.survival >= LEAST or each.depth == 1]
 
     def _best(
         self, sequences: Sequence[int], chances: list[Chance], beside: int, drafted: bool
     ) -> list[list[int]]:
         """The nodes of each sequence that are run."""
         kept: list[list[int]] = [[] for _ in sequences]
+        self._held = False
         if not (chances and self.cost.known and self.cost.settled):
             return kept
         plan = Pass(self.cost, len(sequences), beside, drafted, sum(each.size for each in chances))
         chances.sort(key=lambda each: (-each.survival, each.depth, each.place, each.node))
         count = self._front(plan, chances)
-        if self._since_plain >= (LOOK if self._doubtful else RARELY):
+        self._held = self._since_plain >= (LOOK if self._doubtful else RARELY)
+        if self._held:
             return kept
         for chance in chances[:count]:
             kept[chance.place].append(chance.node)

@@ -129,6 +129,7 @@ class Cost:
         target: {batch: {tokens of the pass: seconds}}, measured; what is missing is learnt from steps.
         draft: {batch: seconds of one step of the draft}; empty: drafts are free until steps say otherwise.
         settle: plain passes that say what is to be added to ``target``.
+        reading: seconds that the draft model takes to read a token of a text that it meets.
     """
 
     def __init__(
@@ -136,9 +137,10 @@ class Cost:
         target: Mapping[int, Mapping[int, float]] | None = None,
         draft: Mapping[int, float] | None = None,
         settle: int = 0,
+        reading: float = 0.0,
     ) -> None:
         self._target = {batch: Curve(points) for batch, points in sorted((target or {}).items()) if points}
-        self._draft = Curve(draft)
+        self._draft, self.reading = Curve(draft), reading
         self._settle, self._added = settle if self._target else 0, list[float]()
 
     @property

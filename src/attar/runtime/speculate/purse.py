@@ -9,7 +9,8 @@ and the purse, which begins with SPARE, becomes min(purse + RATE e / B - loss, S
 speculate where the most it can lose (every draft rejected) is in the purse. So over any stretch of passes
 that brings T tokens a sequence
 
-    all loss <= SPARE + RATE T    (times as the cost model says; what it is wrong by is lost once a pass)
+    all loss <= SPARE + RATE T    (times as the cost model says; what it is wrong by is lost once a pass, and
+                                   what the machine lost while it stood still is not counted)
 
 An empty purse is closed until it is half full again, and meanwhile speculation rests: to ask what could be
 drafted takes time too, and where that is more than RATE of a pass, a purse that opened with the first penny

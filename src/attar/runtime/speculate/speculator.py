@@ -35,6 +35,7 @@ from attar.runtime.speculate.counts import Counts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.proposer import News, Proposer
+from attar.runtime.speculate.reading import Reading
 from attar.runtime.speculate.round import RESTING, Round, mode_of, noise_of, room, wish, writes
 from attar.runtime.speculate.siblings import Siblings
 from attar.runtime.speculate.verify import Mode, verify
@@ -69,11 +70,10 @@ class Speculator:
     ) -> None:
         self.proposer, self.chooser, self.most = proposer, chooser, most
         self.verification, self.clock = verification, clock
-        self.counts, self.siblings = Counts(), Siblings()
+        self.counts, self.siblings, self.reading = Counts(), Siblings(), Reading()
         self.failure: Exception | None = None
         self._known: dict[int, None] = {}
         self._round = Round()
-        self._met: set[int] = set()  # of these, those that a draft model has read
         self._asking = self._reading = False  # of this pass
         self._noting = 0.0  # seconds after the last pass that none has answered for
         self._pause = self._resting = 0  # passes that are as without speculation, and those still to come
@@ -158,7 +158,7 @@ class Speculator:
         decoded = [each for each in news if each.sequence in self._round.decoding]
         drafting = self._round.drafting
         if self._round.reading:
-            self.chooser.charge(len(self._round.decoding), drafting)
+            self.reading.charge(self.chooser, len(self._round.decoding), drafting)
             drafting = 0.0
         self.chooser.note(decoded, took, drafting, self._round.beside)
         self.siblings.learn(self.chooser.acceptance, decoded)
@@ -177,14 +177,8 @@ class Speculator:
         for gone in [each for each in self._known if each not in now]:
             self.chooser.forget(gone)
             self.proposer.forget(gone)
-            self._met.discard(gone)
+            self.reading.forget(gone)
         self._known = now
-
-    def _meet(self, ids: Sequence[int], rooms: Sequence[int]) -> None:
-        """Who is asked for drafts, of a proposer that runs a model."""
-        asked = {each for each, most in zip(ids, rooms, strict=True) if most}
-        self._reading = not asked <= self._met
-        self._met |= asked
 
     def _rests(self) -> bool:
         """Whether the coming pass is one in which nothing is asked, learnt or measured."""
@@ -192,7 +186,7 @@ class Speculator:
         if self._resting:
             self._round = RESTING
         else:
-            self.chooser.purse.rested(self._pause)
+            self.chooser.purse.rested(self._pause - 1)  # the last one is noted as any other
         return self._resting > 0
 
     def _asked(
@@ -209,11 +203,12 @@ class Speculator:
             return [*nothing]
         self._asking, free, wide = True, self.proposer.free, False
         if not free:
+            rooms = [self._worth(each, most) for each, most in zip(decoding, rooms, strict=True)]
             limits, rooms = rooms, self.chooser.choose(ids, rooms, beside)
             if not any(rooms):
                 return [*nothing]
             wide, siblings = self.siblings.wanted(self.chooser, ids, rooms, limits, left, beside)
-            self._meet(ids, rooms)
+            self._reading = self.reading.meet(ids, rooms, [len(each.tokens) for each in decoding])
         wishes = [
             wish(each, most, self.proposer, text(each), mode_of(text(each), self.verification), wide)
             for each, most in zip(decoding, rooms, strict=True)
@@ -227,6 +222,12 @@ class Speculator:
             return self.siblings.kept(ids, drafts, siblings)
         pick = self.chooser.whole if self.proposer.looks else self.chooser.prune
         return pick(ids, drafts, beside)
+
+    def _worth(self, sequence: Running, most: int) -> int:
+        """``most`` where a model may draft, or 0."""
+        count = len(sequence.tokens)
+        to_come = sequence.limit - count
+        return most if self.reading.worth(self.chooser, sequence.id, most, count, to_come) else 0
 
     def _fitted(self, draft: Draft, left: int) -> Draft | None:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
