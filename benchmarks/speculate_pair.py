@@ -49,7 +49,7 @@ def _ours(tokens: int, draft: str | None) -> dict[str, Way]:
     plain, calls = LLM.of(loaded).engine, itertools.count()
 
     def way(**wanted: Any) -> Way:
-        engine = beside(plain, speculator(Wanted(**wanted), loaded, "attar:tiny", dtype="float32"))
+        engine = beside(plain, speculator(Wanted(**wanted), loaded, "attar:tiny"))
         return lambda ids: generated(engine, ids, tokens, f"{next(calls)}")
 
     ways = {"attar": way(), "attar, ngram": way(speculate="ngram")}

@@ -83,9 +83,9 @@ class LLM:
     ) -> None:
         wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
         wanted.check_with(evicting(eviction))
-        alike: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
+        alike: dict[str, Any] = {"device": device, "block_size": block_size}  # a draft keeps its own dtype
         kept: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_tokens": kv_tokens, "eviction": eviction}
-        loaded = load(model, runner=runner, weights=weights, **alike, **kept)
+        loaded = load(model, runner=runner, weights=weights, dtype=dtype, **alike, **kept)
         self._assemble(loaded, limits, prefix_cache, make_speculator(wanted, loaded, model, **alike))
 
     @classmethod

@@ -26,7 +26,8 @@ def chooser(reading: float = 0.1, a: float | None = None) -> Chooser:
         (1.0, 900, 100, False),
         (1.0, 900, 1000, True),
         (0.0, 600, 1000, False),  # nothing is ever accepted
-        (0.0, 40, 1000, True),  # the purse has 4 passes
+        (0.0, 40, 1000, True),  # the purse has 4 passes, and one more
+        (0.0, 41, 1000, False),
         (None, 200, 200, True),  # nothing is known: 20 passes for some hope
         (1.0, 900, 0, False),
     ],
@@ -50,6 +51,14 @@ def test_what_was_read_is_not_read_again():
 def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
     assert Reading().worth(chooser(a=0.0), 0, 0, 10_000, 10)
     assert Reading().worth(Chooser(Cost()), 0, 4, 10_000, 10)
+
+
+def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
+    believed = chooser(a=1.0)
+    believed.purse.left = SPARE / 2 + 0.9
+    assert not Reading().worth(believed, 0, 4, 600, 1000)
+    believed.purse.left = SPARE / 2 + 1.0
+    assert Reading().worth(believed, 0, 4, 600, 1000)
 
 
 def test_half_a_purse_at_most_is_charged():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 LEVELS = 32
 FIRST = 0.6  # believed of a kind's first level before anything was seen
-POOL, OWN = 4.0, 4.0  # M: drafts that the belief is worth
+POOL, OWN = 8.0, 4.0  # M: drafts that the belief is worth
 POOL_DECAY, OWN_DECAY = 0.99, 0.97
 
 Counts = dict[int, tuple[float, float]]  # kind: accepted, seen

@@ -18,7 +18,7 @@ from attar.runtime.speculate.wanted import Wanted
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
 READ = 64  # tokens of a prompt, to measure how fast a draft model reads
-SETTLE = 4  # plain passes before the first drafts
+SETTLE = 12  # plain passes before the first drafts
 
 
 def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: Any) -> Speculator | None:

@@ -12,7 +12,7 @@ that brings T tokens a sequence
     all loss <= SPARE + RATE T    (times as the cost model says; what it is wrong by is lost once a pass, and
                                    what the machine lost while it stood still is not counted)
 
-An empty purse is closed until it is half full again, and meanwhile speculation rests: to ask what could be
+An empty purse is closed until it is nearly full again, and meanwhile speculation rests: to ask what could be
 drafted takes time too, and where that is more than RATE of a pass, a purse that opened with the first penny
 would never hold a second. For the same reason an answer without any draft is followed by a pause, so long
 that asking takes RATE of the time, but not so long that a text that begins to repeat itself is missed.
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 
 SPARE = 5.0  # plain passes
-FULL_ENOUGH = 0.5  # of it, to begin again after it was empty
+FULL_ENOUGH = 0.8  # of it, to begin again after it was empty
 RATE = 0.015
 PAUSE = 8  # passes at most in which nothing is asked because the last answer was empty
 

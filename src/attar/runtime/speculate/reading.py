@@ -5,8 +5,9 @@
 
 A text is read where reading <= gain, or where the purse has all of it: long prompts with short answers are
 not, nor anything whose drafts have never been accepted. What was believed worth it is an investment: half a
-purse at most is charged, and nothing is learnt from it about the time of a step. A text that grew by more
-than BEHIND tokens while nobody asked is read again as far as it grew.
+purse at most is charged, and nothing is learnt from it about the time of a step; so some must be left for
+steps behind it. A text that grew by more than BEHIND tokens while nobody asked is read again as far as it
+grew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.plan import Chance, Pass
 
 BEHIND = 16
+LEFT = 1.0  # plain passes, in the purse after the charge: to draft with, once the text is read
 
 
 class Reading:
@@ -37,7 +39,8 @@ class Reading:
             return True
         reading = new * chooser.cost.reading / plain
         gain = to_come * (1 - 1 / (plain * _speed(chooser, sequence, min(most, chooser.most))))
-        return reading <= gain or chooser.purse.affords(reading)
+        charged = min(reading, chooser.purse.spare / 2) if reading <= gain else reading
+        return chooser.purse.affords(charged + LEFT)
 
     def meet(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether much is read by asking for drafts; all of these texts are read then.

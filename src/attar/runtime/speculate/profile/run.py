@@ -19,7 +19,7 @@ from attar.runtime.speculate.profile.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.wanted import Wanted
 
-ALIKE = ("runner", "dtype", "device", "block_size")  # of target and draft
+ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
 DRAFTING = tuple(each.name for each in fields(Wanted))
 
 
