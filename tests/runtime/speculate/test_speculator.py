@@ -14,6 +14,7 @@ from attar.runtime.speculate.choose import RARELY, Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.counts import Counts
 from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.purse import FULL_ENOUGH, PAUSE, RATE, SPARE
 from attar.runtime.speculate.speculator import Speculator
@@ -179,7 +180,7 @@ def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
     dear, _ = asked_in(40, 4.5 * RATE)
     assert [place for place, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
-    assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 40, PAUSE + 1))
+    assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
 
 
 def test_a_closed_purse_means_passes_as_without_speculation() -> None:
@@ -300,3 +301,29 @@ def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     running.step()
     finish(running)
     assert 32 <= sum(credited) <= 40
+
+
+def test_what_is_done_here_is_charged_also_where_nobody_is_asked() -> None:
+    """Two seconds after each of two plain passes, and the asking of the third pays for them."""
+    clock, runner, told, proposer = Clock(), FakeRunner(), Told(), Barren([])
+    proposer.observe = clock.spend(2.0, proposer.observe)  # type: ignore[method-assign]
+    running = engine(runner, speculator=Speculator(proposer, told, most=4, clock=clock))
+    running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
+    told.open = False  # type: ignore[assignment]
+    told.rest = lambda batch, asking: 0  # type: ignore[method-assign]
+    for _ in range(2):
+        running.step()
+    told.open = True  # type: ignore[assignment]
+    running.step()
+    assert [draft for _, _, draft, _ in told.passes] == [0.0, 0.0, 4.0]
+    finish(running)
+
+
+def test_fixed_numbers_are_drafted_whatever_reading_costs() -> None:
+    requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=20))]
+    oracle = Oracle(truths(requests), right=0.0, chains=True)
+    oracle.free = False
+    chooser = Fixed(2, Cost({1: {1: 1e-9, 8: 2e-9}}, {1: 1.0}, reading=1.0))
+    made = Speculator(oracle, chooser, most=2)
+    same(engine(FakeRunner(blocks=200), speculator=made), requests)
+    assert made.counts.drafts >= 10

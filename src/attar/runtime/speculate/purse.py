@@ -28,7 +28,7 @@ import math
 SPARE = 5.0  # plain passes
 FULL_ENOUGH = 0.8  # of it, to begin again after it was empty
 RATE = 0.015
-PAUSE = 8  # passes at most in which nothing is asked because the last answer was empty
+PAUSE = 12  # passes at most in which nothing is asked because the last answer was empty
 
 
 class Purse:

@@ -75,7 +75,7 @@ class Speculator:
         self._known: dict[int, None] = {}
         self._round = Round()
         self._asking = self._reading = False  # of this pass
-        self._noting = 0.0  # seconds after the last pass that none has answered for
+        self._spent = 0.0  # seconds here that nothing has been charged for: the next asking is
         self._pause = self._resting = 0  # passes that are as without speculation, and those still to come
 
     def plan(
@@ -99,7 +99,7 @@ class Speculator:
         rested = self._resting > 0
         if rested and self._rests():
             return planned
-        began, self._noting = self.clock() - self._noting, 0.0
+        began = self.clock()
         self._asking = self._reading = False
         self.follow(scheduler.running)
         decoding = [each for each, _ in planned if writes(each)]
@@ -116,7 +116,8 @@ class Speculator:
                     each.drafts = list(draft.tokens)
                     each.parents = None if draft.is_chain else list(draft.parents)
         now = self.clock()
-        drafting = now - began if self._asking else 0.0
+        spent = now - began + self._spent
+        drafting, self._spent = (spent, 0.0) if self._asking else (0.0, spent)
         ids = tuple(each.id for each in decoding)
         self._round = Round(drafts, ids, beside, drafting, self._reading, now)
         return [(each, share + len(each.drafts)) for each, share in planned]
@@ -169,7 +170,7 @@ class Speculator:
                 self._broken(failure)
         asking = 0.0 if self._round.drafts else self._round.drafting
         self._pause = self._resting = self.chooser.rest(len(decoded), asking)
-        self._noting = self.clock() - now
+        self._spent += self.clock() - now
 
     def follow(self, running: Sequence[Running]) -> None:
         """Forgets sequences that run no longer."""

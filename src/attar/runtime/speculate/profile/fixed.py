@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.purse import Purse
 
 
 class Fixed(Chooser):
@@ -19,7 +21,7 @@ class Fixed(Chooser):
     """
 
     def __init__(self, most: int, cost: Cost | None = None) -> None:
-        super().__init__(cost or Cost(), most)
+        super().__init__(cost or Cost(), most, Purse(spare=math.inf))
 
     @property
     def open(self) -> bool:
