@@ -13,6 +13,8 @@ import pytest
 from attar.cli.main import call
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
+from attar.runtime.speculate import build
+from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
 SMALL = ["--tokens", "10", "--rounds", "1", "--kv-tokens", "4096", "-q"]
@@ -60,8 +62,11 @@ def test_generate_says_the_same_with_every_method(
         assert generated(capsys, way, "--drafts", "3", *sampling)["samples"] == want["samples"], way
 
 
-def test_verification_is_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verification_is_handed_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exact sampled texts have other noise, so they are not those of plain decoding."""
+    monkeypatch.setattr(build, "Chooser", lambda cost, most: Fixed(most))  # drafts, whether they pay or not
     hot = ["--temperature", "1.5", "--seed", "3"]
     found = generated(capsys, "--draft", "attar:tiny", "--verification", "exact", *hot)
     assert found["usage"]["drafted_tokens"] and found["text"] != generated(capsys, *hot)["text"]
