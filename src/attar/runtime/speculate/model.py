@@ -44,10 +44,6 @@ class DraftModel:
         step_tokens: tokens of a pass at most.
         reuse: whether beginnings of texts are shared.
         nbytes: of memory that drafting takes beside the target, for people; 0: unknown.
-
-    Attributes:
-        behind: tokens of text that the last round ran, drafts not counted. In a settled one they are 1 or 2
-            for each sequence; more, and its time says little about the next one's.
     """
 
     free, draws, looks = False, True, False
@@ -73,7 +69,6 @@ class DraftModel:
         self.branches, self.step_tokens = branches, step_tokens
         manager = Manager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = Tables(manager, runner.forget)
-        self.behind = 0
         self._readers: dict[int, Reader] = {}
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
@@ -85,7 +80,6 @@ class DraftModel:
         self.tables.begin([wish.sequence for wish in wishes if wish.most > 0])
         chains = [self._opened(wish) for wish in wishes]
         going = [chain for chain in chains if chain is not None]
-        self.behind = sum(map(self._left, going))
         try:
             while going:
                 self._pass(going)
