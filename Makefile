@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test test-all lint bench clean
+.PHONY: demo test test-all lint bench fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/attar demo
@@ -23,6 +23,11 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
+
+# A million inputs for each reader of outside data (about an hour): make fuzz RUNS=20000 for a few minutes.
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run --runs $(or $(RUNS),1000000)
 
 # PyTorch comes first and alone: asked for by its exact version, pip finds the build without CUDA's packages.
 $(STAMP): pyproject.toml constraints.txt
