@@ -1,7 +1,7 @@
 """Mutations that keep an input's outer form, so that a parser is tried beyond its first check.
 
-JSON: one node of the document is replaced, removed, doubled or nested. Text: a line or a token is replaced,
-doubled or removed. Bytes: libFuzzer's own mutations, or, without it, flips, cuts, repeats and extreme integers.
+JSON: one node of the document is replaced, removed, doubled or nested. Text: a line or a token is
+replaced, doubled or removed. Bytes: bits flipped, stretches cut or repeated, extreme integers.
 
 Every function takes and returns bytes and is a pure function of its input and the random generator.
 """

@@ -1,9 +1,9 @@
 """Fuzz attar's readers: ``python -m tests.fuzz.run [TARGET ...] [--runs N]``, or ``make fuzz``.
 
-Each target runs in a process of its own under atheris (libFuzzer), which looks for inputs that reach new lines
-of attar. A finding is an input that escapes with another exception than an AttarError, takes more than a second
-of processor time, or more than 1 GB. Findings stay in the folder; once mended, they go to ``cases/TARGET/``,
-where the fast tests replay them.
+Each target runs in a process of its own under atheris (libFuzzer), which looks for inputs that reach new
+lines of attar. A finding is an input that escapes with another exception than an AttarError, takes more than
+a second of processor time, or more than 1 GB. Findings stay in the folder; once mended, they go to
+``cases/TARGET/``, where the fast tests replay them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main() -> int:
         return 0
     print(f"{folder}\n{'target':12} {'inputs':>9} {'per s':>7} {'slowest':>8}  findings", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        counts = pool.map(lambda name: _row(name, folder, options), options.targets or TARGETS)
-        return int(not all([clean for clean in counts]))
+        clean = list(pool.map(lambda name: _row(name, folder, options), options.targets or TARGETS))
+    return int(not all(clean))
 
 
 def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Every reader of outside data, on its seeds, on inputs that once broke it, and on a few hundred mutations."""
+"""Every reader of outside data, on its seeds, on inputs that once broke it, and on some mutations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_seeds_are_accepted_and_what_is_made_of_them_is_refused_by_name(name, tm
     (tmp_path / "seeds").mkdir()
     seeds = module.seeds(tmp_path / "seeds")
     handle = module.target(tmp_path)
-    assert all([handle(seed) for seed in seeds])
+    assert [handle(seed) for seed in seeds] == [True] * len(seeds)
     watched, rng = Watched(handle, tmp_path), random.Random(name)
     for _ in range(150):
         watched(mutate(TARGETS[name], rng.choice(seeds), rng))

@@ -2,7 +2,7 @@
 
 A target module has two functions:
 
-    seeds(folder) -> list[bytes]                     accepted inputs to begin from; ``folder`` is for scratch files
+    seeds(folder) -> list[bytes]                     accepted inputs to begin from; ``folder`` is scratch
     target(folder) -> Callable[[bytes], bool]        handles one input; raises only what a user may be shown
 """
 
