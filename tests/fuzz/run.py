@@ -58,9 +58,11 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     scratch, corpus = folder / "scratch", folder / "corpus"
     for place in (scratch, corpus):
         place.mkdir(parents=True, exist_ok=True)
+    handle = module.target(scratch)
     for number, data in enumerate(_inputs(name, module, scratch)):
         (corpus / f"seed-{number:04d}").write_bytes(data)
-    watched = Watched(module.target(scratch), folder)
+        handle(data)  # what is imported or compiled at first use is nobody's time
+    watched = Watched(handle, folder)
 
     def mutated(data: bytes, longest: int, number: int) -> bytes:
         rng = random.Random(number)

@@ -11,11 +11,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attar.errors import RecipeError
 from attar.recipe.located import Entry, Located
 from attar.recipe.stages import load
 
@@ -48,10 +50,11 @@ def read_merge(entry: Entry, recipe: str, known: Sequence[str]) -> MergeEntry:
     if isinstance(value.value, dict):
         documents: Any = load("attar.merging.reading:read_located")(value)
         text = _dump(value.plain())
+    elif not isinstance(value.value, str):
+        raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
     else:
-        given = str(value.value)
-        beside = Path(recipe).parent / given
-        path = str(beside) if "\n" not in given and beside.is_file() else given
+        beside = str(Path(recipe).parent / value.value)
+        path = beside if os.path.isfile(beside) else value.value  # noqa: PTH113 (Path's raises at long names)
         documents, text = load("attar.merging.written:read_configs")(path, value.where)
     names = [reference.model for document in documents for reference in document.models()]
     stages = tuple(dict.fromkeys(name for name in names if name in known))

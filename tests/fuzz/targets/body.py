@@ -24,7 +24,8 @@ def seeds(folder: Path) -> list[bytes]:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     common = {
         "model": "tiny", "n": 2, "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": -0.1, "logit_bias": {"5": 1.5},
+        "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.1, "frequency_penalty": -0.1,
+        "logit_bias": {"5": 1.5},
         "max_tokens": 3, "seed": 7, "stop": ["x", "yy"], "top_k": 5, "min_p": 0.1, "min_tokens": 1,
         "repetition_penalty": 1.1, "ignore_eos": False, "stop_token_ids": [3], "user": "u",
     }  # fmt: skip
