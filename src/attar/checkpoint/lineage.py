@@ -19,7 +19,8 @@ TEXTS = "attar-text.json"
 
 
 def texts_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """The records of the text that a checkpoint and its ancestors have read; none where attar did not make it.
+    """The records of the text that a checkpoint and its ancestors have read; none where attar did not make
+    it.
 
     Raises:
         CheckpointError: the file is damaged.

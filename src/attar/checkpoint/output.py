@@ -126,8 +126,8 @@ def stage_key(
     lineage: Sequence[Parent],
     text: str = "",
 ) -> str:
-    """Identity of a stage's work: hash of verb, code version, settings, seed, inputs with their roles, and the
-    fingerprint of the text it reads."""
+    """Identity of a stage's work: hash of verb, code version, settings, seed, inputs with their roles, and
+    the fingerprint of the text it reads."""
     inputs = [f"{parent.role}:{parent.fingerprint}" for parent in lineage]
     inputs += [f"text:{text}"] if text else []
     return hashing.identity(stage, version, {**plain(settings), "seed": seed}, inputs)

@@ -1,8 +1,8 @@
 """``data: auto``: which text fits a model, where the user names none.
 
-    a model of code        python-stdlib       by its name or an ancestor's, or made from an embedded model
-    a chat template        python-docs-chat
-    else                   python-docs
+a model of code        python-stdlib       by its name or an ancestor's, or made from an embedded model
+a chat template        python-docs-chat
+else                   python-docs
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
         fitted: T = replace(given, data=name)
         return fitted
     if given.data == CODE and name != CODE:
-        progress.log(f"warning: {CODE} is Python source, but {reason}; {name} fits better, or text of your own")
+        progress.log(
+            f"warning: {CODE} is Python source, but {reason}; {name} fits better, or text of your own"
+        )
     return settings
 
 

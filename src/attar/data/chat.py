@@ -12,7 +12,8 @@ def render(document: Document, tokenizer: Any) -> str:
     """The text a model would see: plain text as it is, messages through the tokenizer's chat template.
 
     Raises:
-        DataError: the document is a conversation and the tokenizer has no template, or the template refuses it.
+        DataError: the document is a conversation and the tokenizer has no template, or the template refuses
+            it.
     """
     if isinstance(document, str):
         return document

@@ -7,9 +7,9 @@ Two ways of packing into rows of S tokens:
 - ``separate``: no row holds two documents; each is cut into rows of its own, and what is shorter than S is
   filled up with :data:`PADDING`. Nothing leaks across documents, at the price of the padding.
 
-Every row begins as the model's texts do: where the tokenizer puts BOS in front of a text, it stands in front of
-each row, and the token after it is the first that is predicted. A model trained with BOS has learned to lean on
-it; without, its figures can be wrong by orders of magnitude.
+Every row begins as the model's texts do: where the tokenizer puts BOS in front of a text, it stands in front
+of each row, and the token after it is the first that is predicted. A model trained with BOS has learned to
+lean on it; without, its figures can be wrong by orders of magnitude.
 
 Padding stands at the end of a row, so a causal model never attends to it; losses leave it out, and models are
 shown token 0 in its place.
@@ -33,7 +33,7 @@ from attar.data.splits import Document
 from attar.errors import DataError
 
 PADDING = -100  # stands where there is no token
-CHUNK = 256  # documents tokenized in one call: enough to keep every core busy
+CHUNK = 256  # documents tokenized in one call, at most: enough to keep every core busy
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ class Packed:
 def tokenize(texts: Iterable[Document], tokenizer: Any) -> Iterator[list[int]]:
     """The token ids of each document, without special tokens; empty documents are left out."""
     chunk: list[str] = []
+    enough = 4  # few at first, for a few rows are often all that is asked for
     for text in texts:
         chunk.append(render(text, tokenizer))
-        if len(chunk) == CHUNK:
+        if len(chunk) == enough:
             yield from _encode(chunk, tokenizer)
-            chunk = []
+            chunk, enough = [], min(2 * enough, CHUNK)
     if chunk:
         yield from _encode(chunk, tokenizer)
 

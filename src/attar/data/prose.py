@@ -1,12 +1,13 @@
 """``python-docs``: English prose that every machine with attar has: the running Python's own documentation.
 
 Two parts, both of the Python Software Foundation: the help topics of the language reference
-(``pydoc_data/topics.py``, about 380,000 characters once what topics repeat of each other is left out), and the
+(``pydoc_data/topics.py``, about 380,000 characters without what topics repeat of each other), and the
 docstrings of 300 characters or more of the standard library without its tests.
 
 A docstring is in the split of its file in ``python-stdlib``, so that no text evaluated here was trained on
-there. Topics, which are no part of ``python-stdlib``, are divided 20 : 60 : 20: calibration needs the most, and
-has little otherwise. ``python-docs-chat`` is the same as conversations, for the model's own chat template.
+there. Topics, which are no part of ``python-stdlib``, are divided 20 : 60 : 20: calibration needs most and
+has little otherwise. ``python-docs-chat`` is the same as conversations, for the model's own chat
+template.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ def _split_topics(texts: list[str]) -> dict[str, list[str]]:
     hashed = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
     wrapped: list[Document] = [[{"text": text}] for text in hashed]  # messages are never cut
     parts = by_position(wrapped, SHARES)
-    return {name: [each[0]["text"] for each in part if isinstance(each, list)] for name, part in parts.items()}
+    return {
+        name: [each[0]["text"] for each in part if isinstance(each, list)] for name, part in parts.items()
+    }
 
 
 def _topics() -> list[tuple[str, str]]:

@@ -1,12 +1,12 @@
 """What text a stage read, and how much of an evaluation's text is among it.
 
-Splits keep text apart inside one source. Across sources (the same file under another name, one document in two
-folders, a recipe that recovers on one text and evaluates on another) it takes a record. A stage records each
-text it trains or calibrates on by the smallest :data:`KEPT` hashes of all runs of :data:`RUN` words (a bottom-k
-sketch: Broder, "On the resemblance and containment of documents", 1997); the records of a model's whole lineage
-travel in :data:`attar.checkpoint.lineage.TEXTS`. Of the evaluated text, the hashes up to the largest kept one are
-a sample; the share of them that a record holds estimates how much of the text was read. Where a text has fewer
-runs than are kept, the share is exact.
+Splits keep text apart inside one source. Across sources (the same file under another name, one document in
+two folders, a recipe that recovers on one text and evaluates on another) it takes a record. A stage records
+each text it trains or calibrates on by the smallest :data:`KEPT` hashes of all runs of :data:`RUN` words (a
+bottom-k sketch: Broder, "On the resemblance and containment of documents", 1997); the records of a model's
+whole lineage travel in :data:`attar.checkpoint.lineage.TEXTS`. Of the evaluated text, the hashes up to the
+largest kept one are a sample; the share of them that a record holds estimates how much of the text was read.
+Where a text has fewer runs than are kept, the share is exact.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Settings of every verb that reads text: which text, the token in front of each row, the seed. One rule for all
-of them; free of torch."""
+"""Settings of every verb that reads text: which text, the token in front of each row, the seed. One rule for
+all of them; free of torch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ BOS = ("auto", "always", "never")
 LARGEST_SEED = 2**63 - 1
 
 SOURCES = (
-    "auto (what fits the model), python-docs, python-docs-chat, python-stdlib, a file, a folder, "
+    "auto (what fits the model), python-docs, python-docs-chat, python-stdlib, FILE, FOLDER, "
     "JSONL[:field] or a hub data set"
 )
 
 
-def data_field(what: str = "") -> Any:
-    """The dataclass field ``data``.
-
-    Args:
-        what: what the text is for, such as ``held-out text``.
-    """
-    return field(default="auto", metadata={"help": f"{what}: {SOURCES}" if what else SOURCES})
+def data_field() -> Any:
+    """The dataclass field ``data``."""
+    return field(default="auto", metadata={"help": SOURCES})
 
 
 def bos_field() -> Any:
@@ -31,7 +27,7 @@ def bos_field() -> Any:
     return field(
         default="auto",
         metadata={
-            "help": "the tokenizer's BOS in front of every row; auto: where the tokenizer itself puts it there",
+            "help": "the tokenizer's BOS in front of every row; auto: where the tokenizer itself puts one",
             "choices": BOS,
         },
     )

@@ -11,11 +11,11 @@ A source is named by one string:
     chats.jsonl              one document a line, field ``text`` (or ``messages``: see chat.py)
     chats.jsonl:answer       the same with the field ``answer``
     org/name[:field]         a hub data set, through ``datasets`` (its split train)
-    whole:SOURCE             a file, folder or data set of one purpose, such as a test set: all of it, whatever
-                             split is asked for
+    whole:SOURCE             a file, folder or data set of one purpose, such as a test set: all of it,
+                             whatever split is asked for
 
-``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are split
-into text to train, to calibrate and to evaluate on (see splits.py).
+``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are
+split into text to train, to calibrate and to evaluate on (see splits.py).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _of_files(data: str, split: str, whole: bool) -> Split:
     if not every:
         raise DataError(f"{data}: no text in it", hint="the source must hold at least one non-empty document")
     if data.startswith(WHOLE):
-        return Split(every, f"{WHOLE} gives every split all of it")
+        return Split(every)  # the user says what it is for; who has read it is recorded (seen.py)
     if whole and len(every) < BY_HASH:
         return Split(every, "it is too short to be cut into splits of one row each")
     return take(every, split)
@@ -106,9 +106,8 @@ def fingerprint(data: str) -> str:
     """
     digest = hashlib.sha256(data.encode(errors="surrogateescape"))
     if data in ("python-stdlib", prose.PROSE, prose.CHAT):
-        for split in stdlib.SPLITS:
-            for relative, file in stdlib.files(split):
-                digest.update(f"{relative}:{file.stat().st_size}\n".encode())
+        for relative, file in stdlib.all_files():
+            digest.update(f"{relative}:{file.stat().st_size}\n".encode())
         return digest.hexdigest()
     name, _ = _field(data)
     path = Path(name)
@@ -213,7 +212,8 @@ def _check_unicode(where: str, value: Any) -> None:
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
         raise DataError(
-            f"{where} holds half of a surrogate pair ({half})", hint="write the whole character, or leave it out"
+            f"{where} holds half of a surrogate pair ({half})",
+            hint="write the whole character, or leave it out",
         ) from error
 
 

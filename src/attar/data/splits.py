@@ -2,14 +2,14 @@
 
     100 documents and more    each by a hash of its content: the same document is in the same split in every
                               source, however often it occurs
-    fewer                     by position: the first 80 % of the characters train, the next 10 % calibrate, the
-                              last 10 % evaluate. A cut moves to the end of a document, paragraph or line near
-                              it; conversations are never cut. What occurs twice counts once, so that no
+    fewer                     by position: the first 80 % of the characters train, the next 10 % calibrate,
+                              the last 10 % evaluate. A cut moves to the end of a document, paragraph or line
+                              near it; conversations are never cut. What occurs twice counts once, so that no
                               document and no long paragraph is on both sides
     under 1,000 characters    cannot be cut: every split is the whole, and says so
 
-Stretches are contiguous: interleaved ones would have a neighbour of each evaluated passage, on the same topic,
-in the training text.
+Stretches are contiguous: interleaved ones would have a neighbour of each evaluated passage, on the same
+topic, in the training text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ BY_HASH = 100  # documents from which on a hash splits well enough
 SHARES = {"train": 0.8, "calibration": 0.1, "evaluation": 0.1}
 LEAST = 1_000  # characters of a source that can be cut
 NEAR = 0.02  # of a source: how far a cut moves to fall between two documents
+PARAGRAPH = 2_000  # characters: as far a cut moves to fall between two paragraphs, or NEAR
 LONG = 200  # characters of a paragraph that may stand in one split only
 _BREAKS = ("\n\n", "\n", " ")
 
@@ -85,14 +86,16 @@ def _cut(documents: list[Document], wanted: float, near: float) -> tuple[list[Do
     document = documents[after - 1] if after else ""
     if abs(ends[nearest] - wanted) <= near or not isinstance(document, str):
         return documents[:nearest], documents[nearest:]
+    near = max(near, min(5 * near, PARAGRAPH))
     position = _break(document, int(wanted - ends[after - 1]), int(near))
     return [*documents[: after - 1], document[:position]], [document[position:], *documents[after:]]
 
 
 def _break(text: str, position: int, near: int) -> int:
-    """The end of a paragraph, else of a line, else of a word, at most ``near`` characters before a position."""
+    """The end of a paragraph, else of a line, else of a word, at most ``near`` characters before a
+    position."""
     for mark in _BREAKS:
-        found = text.rfind(mark, max(position - max(near, 100), 0), position)
+        found = text.rfind(mark, max(position - near, 0), position)
         if found > 0:
             return found + len(mark)
     return position

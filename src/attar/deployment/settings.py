@@ -95,7 +95,7 @@ class ExportSettings:
         default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
     )
     batch_size: int = field(default=8, metadata={"help": "sequences at once"})
-    data: str = data_field("calibration text")
+    data: str = data_field()
     bos: str = bos_field()
     precision: str = field(
         default="auto",

@@ -64,7 +64,7 @@ class Measurements(Quality):
 
     Attributes:
         model, reference: names.
-        data: the text; held_out: no stage of the model's lineage has read any of it, as far as it is recorded;
+        data: the text; held_out: no stage of the model's lineage has read any of it, as far as is recorded;
             held_out_note: what is against it, else empty.
         bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes /
             parameters.

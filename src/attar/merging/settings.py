@@ -48,7 +48,7 @@ class MergeSettings:
     sequence_length: int = field(
         default=256, metadata={"help": "tokens in a held-out sequence, at most the context"}
     )
-    data: str = data_field("held-out text")
+    data: str = data_field()
     bos: str = bos_field()
     shard_size: str = field(
         default="2GB", metadata={"help": "weights are written in files of this size at most, such as 5GB"}

@@ -133,6 +133,4 @@ def _records(checkpoint: Checkpoint, settings: QuantizeSettings, chosen: Plan) -
     if settings.rounding == "qat":
         reads.append(("train", settings.steps * settings.batch_size))
     tokenizer, length = load_tokenizer(checkpoint), row_length(settings.sequence_length, checkpoint.config)
-    return [
-        record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads
-    ]
+    return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]

@@ -116,13 +116,13 @@ def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) ->
     """The recipe with the text that fits its model wherever it says ``auto``; what was chosen is told."""
 
     def fit_one(settings: Any) -> Any:
-        return fit(settings, original) if hasattr(settings, "data") else settings
+        return fit(settings, original) if hasattr(settings, "data") else settings  # evaluate may be None
 
     every = [recipe.evaluate, *(entry.settings for entry in recipe.stages)]
     for data in dict.fromkeys(each.data for each in every if hasattr(each, "data")):
         fit(replace(recipe, data=data), original, progress)
     stages = tuple(replace(entry, settings=fit_one(entry.settings)) for entry in recipe.stages)
-    return replace(fit_one(recipe), evaluate=fit_one(recipe.evaluate), stages=stages)
+    return replace(fit(recipe, original), evaluate=fit_one(recipe.evaluate), stages=stages)
 
 
 @dataclass
