@@ -1,13 +1,24 @@
 """Packing: nothing lost, nothing leaked, masks where padding is."""
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
+from attar.data.batches import Batches
 from attar.data.calibration import calibration_batches
 from attar.data.chat import render
-from attar.data.packing import PADDING, evaluation_batches, pack, pack_separate, pack_stream
+from attar.data.packing import (
+    PADDING,
+    evaluation_batches,
+    front_tokens,
+    pack,
+    pack_separate,
+    pack_stream,
+)
 from attar.errors import DataError
 from tests import tiny_models
 
@@ -79,3 +90,86 @@ def test_conversations_go_through_the_models_template():
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert render(messages, tokenizer) == "<user>hello"
     assert render("plain", tokenizer) == "plain"
+
+
+def with_bos(template="<mask> $A", **more):
+    """The tiny tokenizer with <mask> (token 2) as BOS, which it puts in front of a text."""
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.bos_token = "<mask>"
+    for name, value in more.items():
+        setattr(tokenizer, name, value)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<mask>", 2), ("<pad>", 1)]
+    )
+    return tokenizer
+
+
+def test_what_the_tokenizer_puts_in_front_is_asked_of_it():
+    plain = tiny_models.tokenizer()
+    assert front_tokens(plain) == [] and front_tokens(plain, "always") == [plain.bos_token_id]
+    assert front_tokens(with_bos()) == [2] and front_tokens(with_bos(), "never") == []
+    assert front_tokens(with_bos("<mask> <pad> $A")) == [2, 1]
+    assert front_tokens(with_bos("$A <pad>")) == []
+    assert front_tokens(with_bos("<mask> $A <pad>", cls_token="<mask>")) == [], "an encoder's [CLS]"
+    plain.bos_token = None
+    with pytest.raises(DataError, match="no BOS token"):
+        front_tokens(plain, "always")
+
+
+@given(documents=DOCUMENTS, length=st.integers(3, 9))
+def test_rows_begin_with_bos_and_lose_no_token(documents, length):
+    rows = pack_stream([[77, *document] for document in documents], length, [0], front=[77])
+    flat = [token for document in documents for token in [*document, 0]]
+    assert (rows[:, 0] == 77).all() and not (rows[:, 1:] == 77).any(), "one in front, none of the template's"
+    assert rows[:, 1:].flatten().tolist() == flat[: len(flat) // (length - 1) * (length - 1)]
+    rows = pack_separate(documents, length, [0], front=[77])
+    assert (rows[:, 0] == 77).all()
+    assert rows[:, 1:][rows[:, 1:] != PADDING].tolist() == flat
+
+
+def test_every_kind_of_rows_begins_with_bos(tmp_path):
+    tokenizer, data = with_bos(), str(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(400)))
+    sizes = {"sequence_length": 16, "batch_size": 4, "seed": 0}
+    (calibrated,) = calibration_batches(tokenizer, data, samples=4, **sizes)
+    (evaluated,) = evaluation_batches(tokenizer, data, tokens=64, **sizes)
+    (bare,) = evaluation_batches(tokenizer, data, tokens=64, bos="never", **sizes)
+    assert (calibrated[:, 0] == 2).all() and (evaluated[:, 0] == 2).all() and not (bare == 2).any()
+    assert evaluated[:, 1:].flatten().tolist()[:60] == bare.flatten().tolist()[:60]
+
+
+def test_a_template_that_writes_bos_itself_gives_one(tmp_path):
+    tokenizer = with_bos()
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    rows = [{"messages": [{"role": "user", "content": f"question {n} " * 40}]} for n in range(30)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    packed = pack(tokenizer, str(tmp_path / "a.jsonl"), "train", length=32, rows=8, seed=0)
+    assert (packed[:, 0] == 2).all() and not (packed[:, 1:] == 2).any()
+
+
+def test_any_seed_gives_batches():
+    rows = torch.arange(12).reshape(6, 2)
+    for seed in (0, 1, 2**63 - 1, 10**23, -1):
+        batches = Batches(rows, 4, seed)
+        assert batches[0].shape == (4, 2) and torch.equal(batches[5], Batches(rows, 4, seed)[5])
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(3 * 1_000_003))
+    assert torch.equal(Batches(rows, 6, 3)[0], rows[order]), "small seeds draw what they drew"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ messages[0].name.first }}", "has no attribute"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate"),
+        ("{% for", "unexpected"),
+    ],
+)
+def test_a_template_that_refuses_is_one_line_with_the_place(tmp_path, template, reason):
+    tokenizer = tiny_models.tokenizer()
+    tokenizer.chat_template = template
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    with pytest.raises(DataError, match="chat template refuses") as raised:
+        pack(tokenizer, str(tmp_path / "a.jsonl"), "train", length=8, rows=1, seed=0)
+    assert f"{tmp_path}/a.jsonl:1" in raised.value.message and "\n" not in raised.value.message
+    assert reason in raised.value.message.lower() or reason in raised.value.message

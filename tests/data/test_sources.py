@@ -1,12 +1,13 @@
 """Text sources: splits, fields, order, and what is refused."""
 
+import importlib
 import json
 
 import pytest
 
 from attar.data import stdlib
 from attar.data.sources import documents, fingerprint
-from attar.errors import DataError
+from attar.errors import DataError, SettingsError
 
 
 def test_stdlib_splits_are_disjoint_and_whole_files():
@@ -56,6 +57,21 @@ def test_large_sources_are_split_by_content(tmp_path):
         ("{broken\n", "a.jsonl", "a.jsonl:1: not JSON"),
         ("   \n", "a.txt", "no text in it"),
         (b"\xff\xfe\x00", "a.txt", "not UTF-8"),
+        ("[1, 2]\n", "a.jsonl", "a.jsonl:1: a row must be a JSON object, not list"),
+        ('{"text": "x"}\n"x"\n', "a.jsonl", "a.jsonl:2: a row must be a JSON object, not str"),
+        ("null\n", "a.jsonl", "not NoneType"),
+        ('{"messages": ["hello"]}\n', "a.jsonl", r"messages\[0\] must be a message, not str"),
+        ('{"messages": [{"content": "x"}]}\n', "a.jsonl", r"a.jsonl:1: messages\[0\] has no role"),
+        ('{"messages": [{"role": "user"}]}\n', "a.jsonl", r"messages\[0\] has no content"),
+        ('{"text": [1]}\n', "a.jsonl", r"a.jsonl:1: text\[0\] must be a message, not int"),
+        ('{"text": "a\\ud800b"}\n', "a.jsonl", r"a.jsonl:1: text holds half of a surrogate pair \(U\+D800\)"),
+        (
+            '{"messages": [{"role": "user", "content": "\\udfff"}]}\n',
+            "a.jsonl",
+            r"messages holds half .*U\+DFFF",
+        ),
+        ("[" * 100_000 + "\n", "a.jsonl", "a.jsonl:1: not JSON that can be read: nested too deeply"),
+        ('{"text": ' + "1" * 5_000 + "}\n", "a.jsonl", "a.jsonl:1: not JSON: Exceeds the limit"),
     ],
 )
 def test_bad_files_are_named(tmp_path, content, name, match):
@@ -77,3 +93,42 @@ def test_fingerprint_follows_the_content(tmp_path):
     file.write_text("two")
     assert fingerprint(str(file)) != before
     assert fingerprint("python-stdlib") == fingerprint("python-stdlib")
+
+
+@pytest.mark.parametrize("data", ["", ":", " ", ":text", "whole:", "x" * 5_000])
+def test_data_without_a_name_is_no_folder(data, tmp_path, monkeypatch):
+    """The empty name was the current folder, with all that is below it."""
+    (tmp_path / "a.txt").write_text("a text that nobody named")
+    monkeypatch.chdir(tmp_path)
+    for read in (lambda: list(documents(data, "train")), lambda: fingerprint(data)):
+        with pytest.raises(DataError):
+            read()
+
+
+def test_json_strings_keep_their_line_separators(tmp_path):
+    text = "one\u2028two\x85three"
+    (tmp_path / "a.jsonl").write_text(
+        "\ufeff" + json.dumps({"text": text}, ensure_ascii=False) + "\r\n", "utf-8"
+    )
+    assert list(documents(str(tmp_path / "a.jsonl"), "train")) == [text]
+
+
+SETTINGS = (
+    "distillation.settings:DistillSettings",
+    "distillation.settings:RecoverSettings",
+    "pruning.settings:PruneSettings",
+    "quantization.settings:QuantizeSettings",
+    "deployment.settings:ExportSettings",
+    "merging.settings:MergeSettings",
+    "measure.settings:EvaluateSettings",
+)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_verb_has_one_rule_for_data_bos_and_seed(name):
+    module, _, cls = name.partition(":")
+    kind = getattr(importlib.import_module(f"attar.{module}"), cls)
+    assert (kind().data, kind().bos, kind(seed=2**63 - 1).seed) == ("auto", "auto", 2**63 - 1)
+    for wrong in ({"seed": -1}, {"seed": 2**63}, {"data": ""}, {"data": ":"}, {"data": " "}, {"bos": "yes"}):
+        with pytest.raises(SettingsError):
+            kind(**wrong)

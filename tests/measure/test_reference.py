@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from attar.data.packing import Packed
 from attar.errors import UsageError
 from attar.measure import reference
 from attar.measure.evaluate import measure_quality
@@ -77,7 +78,8 @@ def test_other_text_is_refused(subject: Subject, change: dict[str, Any]) -> None
 
 def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(reference, "evaluation_batches", lambda *_, **more: asked.update(more) or text())
+    packed = Packed(torch.cat(text()))
+    monkeypatch.setattr(reference, "evaluation_rows", lambda *_, **more: asked.update(more) or packed)
     held_out(subject, replace(SETTINGS, sequence_length=65))
     assert asked["sequence_length"] == 64
 
@@ -85,10 +87,11 @@ def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyP
 def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def batches(tokenizer: Any, data: str, **more: Any) -> list[torch.Tensor]:
+    def rows(tokenizer: Any, data: str, **more: Any) -> Packed:
         asked.update(more, data=data)
-        return text()
+        return Packed(torch.cat(text()), "too short")
 
-    monkeypatch.setattr(reference, "evaluation_batches", batches)
-    assert len(make_reference(subject, SETTINGS).batches) == 3
-    assert asked == {"data": "python-stdlib", "tokens": 96, "sequence_length": 16, "batch_size": 2, "seed": 0}
+    monkeypatch.setattr(reference, "evaluation_rows", rows)
+    made = make_reference(subject, replace(SETTINGS, data="python-stdlib"))
+    assert len(made.batches) == 3 and made.shared == "too short"
+    assert asked == {"data": "python-stdlib", "tokens": 96, "sequence_length": 16, "seed": 0, "bos": "auto"}

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from attar.checkpoint.atomic import write_json
 from attar.checkpoint.card import ROLES, Card, Parent
 from attar.checkpoint.identify import identify
+from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import Duties, duties, licence_ids
 from attar.checkpoint.open import Checkpoint
+
+TEXTS = "attar-text.json"
+"""Beside the card: what text every stage of the lineage read, as records of :mod:`attar.data.seen`."""
+
+
+def texts_of(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The records of the text that a checkpoint and its ancestors have read; none where attar did not make
+    it.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    source = checkpoint.source
+    places = [texts_beside(source), source.parent / TEXTS] if source.is_file() else [source / TEXTS]
+    for path in places:
+        if checkpoint.card is not None and path.is_file():
+            records = read_json(path).get("texts")
+            return [each for each in records if isinstance(each, dict)] if isinstance(records, list) else []
+    return []
+
+
+def texts_beside(file: Path) -> Path:
+    """Where the records of a model in a single file stand: ``NAME.attar-text.json``."""
+    return file.with_suffix(f".{TEXTS}")
+
+
+def write_texts(folder: Path, parents: Iterable[Checkpoint], own: list[dict[str, Any]]) -> None:
+    """Write the parents' records and those of a new stage, each once; nothing where there are none."""
+    records: list[dict[str, Any]] = []
+    for each in (record for texts in (*map(texts_of, parents), own) for record in texts):
+        if each not in records:
+            records.append(each)
+    if records:
+        write_json(folder / TEXTS, {"attar": 1, "texts": records})
 
 
 def as_parent(checkpoint: Checkpoint, role: str, fingerprint: str = "") -> Parent:

@@ -26,7 +26,7 @@ from attar.checkpoint import atomic, hashing
 from attar.checkpoint.card import FILE, Card, Parent, plain, versions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
-from attar.checkpoint.lineage import as_parent, compact
+from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
 from attar.errors import AttarError, CheckpointError, OutputError
 
@@ -45,6 +45,7 @@ class Output:
         details: becomes the card's details, such as ``layers`` and ``curve``.
         measurements: becomes the card's measurements.
         command: a command line that makes this checkpoint again.
+        texts: what text the stage read, as records of :mod:`attar.data.seen`.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Output:
     key: str
     resumed: bool
     command: str
+    texts: list[dict[str, Any]] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
     measurements: dict[str, Any] = field(default_factory=dict)
 
@@ -67,6 +69,7 @@ def produce(
     parents: Sequence[tuple[Checkpoint, str]],
     force: bool = False,
     key: str | None = None,
+    text: str = "",
     needed: int | None = None,
 ) -> Iterator[Output]:
     """Write a checkpoint: everything that can be refused is refused before any work, and nothing half-done
@@ -84,6 +87,7 @@ def produce(
         parents: the checkpoints it reads, each with its role: ``weights`` or ``signal``.
         force: replace an existing checkpoint.
         key: identity of the work; by default :func:`stage_key` of the arguments.
+        text: fingerprint of the text that the stage reads: another text is other work.
         needed: bytes that the work will write, where known: a disk with less space is refused at once.
 
     Raises:
@@ -105,19 +109,27 @@ def produce(
         prints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         marked = zip(parents, prints, strict=True)
         lineage = compact([as_parent(item, role, mark) for (item, role), mark in marked])
-        key = key or stage_key(stage, version, settings, seed, lineage)
+        key = key or stage_key(stage, version, settings, seed, lineage, text)
         resumed = _claim(work, stage, key)
         command = command_line(stage, settings, seed, parents, final)
         output = Output(folder, work, key, resumed, command)
         yield output
+        write_texts(folder, [parent for parent, _ in parents], output.texts)
         _card(final.name, stage, settings, seed, lineage, output).write(folder)
 
 
 def stage_key(
-    stage: str, version: int, settings: dict[str, Any], seed: int, lineage: Sequence[Parent]
+    stage: str,
+    version: int,
+    settings: dict[str, Any],
+    seed: int,
+    lineage: Sequence[Parent],
+    text: str = "",
 ) -> str:
-    """Identity of a stage's work: hash of verb, code version, settings, seed, and inputs with their roles."""
+    """Identity of a stage's work: hash of verb, code version, settings, seed, inputs with their roles, and
+    the fingerprint of the text it reads."""
     inputs = [f"{parent.role}:{parent.fingerprint}" for parent in lineage]
+    inputs += [f"text:{text}"] if text else []
     return hashing.identity(stage, version, {**plain(settings), "seed": seed}, inputs)
 
 

@@ -54,6 +54,8 @@ def _text(found: dict[str, Any]) -> str:
 
     rows = [(label, number(found[key], form)) for label, key, form in _ROWS]
     rows.insert(4, ("bytes", bytes_text(found["bytes"])))
+    if "data" in found:
+        rows.append(("text", found["data"] + (", held out" if found["held_out"] else ", NOT held out")))
     rows.append(("peak memory", bytes_text(found["peak_rss_bytes"])))
     text = table(("measurement", "value"), rows)
     sample = found.get("sample")

@@ -31,5 +31,9 @@ class Batches:
         return self.rows[torch.stack([orders[int(place) // total][int(place) % total] for place in places])]
 
     def _order(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(self.rows.shape[0], generator=generator)
+        return torch.randperm(self.rows.shape[0], generator=numbered_generator(self.seed, epoch))
+
+
+def numbered_generator(seed: int, number: int) -> torch.Generator:
+    """A generator for one of many draws of a seed; any whole numbers will do."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64)

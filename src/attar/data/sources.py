@@ -1,18 +1,21 @@
-"""Where text comes from: the standard library, files, folders, JSONL, hub data sets.
+"""Where text comes from: Python's documentation and source, files, folders, JSONL, hub data sets.
 
 A source is named by one string:
 
-    python-stdlib            the running Python's standard library (see stdlib.py)
+    python-docs              English prose: the running Python's documentation (see prose.py)
+    python-docs-chat         the same as conversations
+    python-stdlib            the running Python's standard-library source (see stdlib.py)
     notes.txt                one document
-    corpus/                  every .txt, .md, .py and .jsonl file below it, one document each (a JSONL line
-    each)
+    corpus/                  every .txt, .md, .py, .rst and .jsonl file below it, one document each (a JSONL
+                             line each)
     chats.jsonl              one document a line, field ``text`` (or ``messages``: see chat.py)
     chats.jsonl:answer       the same with the field ``answer``
-    org/name[:field]         a hub data set, through ``datasets`` (split train; validation or test for
-    evaluation)
+    org/name[:field]         a hub data set, through ``datasets`` (its split train)
+    whole:SOURCE             a file, folder or data set of one purpose, such as a test set: all of it,
+                             whatever split is asked for
 
-Apart from ``python-stdlib`` and hub data sets with splits of their own, documents are split by a hash of
-their content.
+``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are
+split into text to train, to calibrate and to evaluate on (see splits.py).
 """
 
 from __future__ import annotations
@@ -20,17 +23,33 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from attar.data import stdlib
+from attar.checkpoint.hashing import sha256_file
+from attar.data import prose, stdlib
+from attar.data.settings import SOURCES
+from attar.data.splits import BY_HASH, Document, Split, take
 from attar.errors import DataError
 
-Document = str | list[dict[str, Any]]
-"""A text, or the messages of a conversation."""
+T = TypeVar("T")
 
 SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
+WHOLE = "whole:"
+
+
+class Conversation(list[dict[str, Any]]):
+    """The messages of a conversation that know where they were read.
+
+    Args:
+        where: file and line, for errors.
+    """
+
+    def __init__(self, messages: list[dict[str, Any]], where: str) -> None:
+        super().__init__(messages)
+        self.where = where
 
 
 def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
@@ -44,31 +63,40 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
     Raises:
         DataError: the source does not exist, is empty, or lacks the field.
     """
+    yield from read_split(data, split, seed).documents
+
+
+def read_split(data: str, split: str, seed: int = 0, *, whole: bool = False) -> Split:
+    """The documents of one split in the seed's order, and whether other splits hold the same text.
+
+    Args:
+        whole: all of the source instead, if it is one that is split by position.
+
+    Raises:
+        DataError: as in :func:`documents`.
+    """
     if split not in stdlib.SPLITS:
         raise DataError(f"unknown split {split!r}", hint="train, calibration or evaluation")
     if data == "python-stdlib":
-        found: list[Document] = [text for _, text in stdlib.texts(split)]
+        chosen = Split([text for _, text in stdlib.texts(split)])
+    elif data in (prose.PROSE, prose.CHAT):
+        chosen = Split(prose.documents(data, split))
     else:
-        every = list(_read(data))
-        if not every:
-            raise DataError(
-                f"{data}: no text in it", hint="the source must hold at least one non-empty document"
-            )
-        found = _split(every, split)
-    random.Random(seed).shuffle(found)
-    yield from found
+        chosen = _of_files(data, split, whole)
+    shuffled = list(chosen.documents)
+    random.Random(seed).shuffle(shuffled)
+    return Split(shuffled, chosen.shared)
 
 
-def _split(every: list[Document], split: str) -> list[Document]:
-    """The documents whose content hash falls in the split; a source too small to be split serves every
-    split."""
-    if len(every) < 100:
-        return every
-    return [document for document in every if stdlib.split_of(_content(document)) == split]
-
-
-def _content(document: Document) -> str:
-    return document if isinstance(document, str) else json.dumps(document, sort_keys=True)
+def _of_files(data: str, split: str, whole: bool) -> Split:
+    every = list(_read(data))
+    if not every:
+        raise DataError(f"{data}: no text in it", hint="the source must hold at least one non-empty document")
+    if data.startswith(WHOLE):
+        return Split(every)  # the user says what it is for; who has read it is recorded (seen.py)
+    if whole and len(every) < BY_HASH:
+        return Split(every, "it is too short to be cut into splits of one row each")
+    return take(every, split)
 
 
 def fingerprint(data: str) -> str:
@@ -76,25 +104,41 @@ def fingerprint(data: str) -> str:
 
     It enters a stage's identity, so that an edited text file makes the stage run again.
     """
-    digest = hashlib.sha256(data.encode())
+    digest = hashlib.sha256(data.encode(errors="surrogateescape"))
+    if data in ("python-stdlib", prose.PROSE, prose.CHAT):
+        for relative, file in stdlib.all_files():
+            digest.update(f"{relative}:{file.stat().st_size}\n".encode())
+        return digest.hexdigest()
     name, _ = _field(data)
     path = Path(name)
-    if data == "python-stdlib":
-        for split in stdlib.SPLITS:
-            for relative, file in stdlib.files(split):
-                digest.update(f"{relative}:{file.stat().st_size}\n".encode())
-    elif path.exists():
-        for file in [path] if path.is_file() else _files(path):
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    for file in [path] if path.is_file() else _files(path) if path.is_dir() else []:
+        digest.update(f"{file.name}:{_explained(file, partial(sha256_file, file))}\n".encode())
     return digest.hexdigest()
 
 
 def _field(data: str) -> tuple[str, str | None]:
-    """Split ``name:field``; a Windows drive or an existing path keeps its colon."""
+    """Split ``name:field``; a Windows drive or an existing path keeps its colon.
+
+    Raises:
+        DataError: there is no name.
+    """
+    data = data.removeprefix(WHOLE)
     name, colon, field = data.rpartition(":")
-    if not colon or Path(data).exists():
-        return data, None
-    return name, field
+    if _explained(data, Path(data).exists) or not colon:
+        name, field = data, ""
+    if not name.strip():
+        raise DataError("the data has no name", hint=f"--data takes {SOURCES}")
+    return name, field or None
+
+
+def _explained(where: object, read: Callable[[], T]) -> T:
+    """The result of a reading; what the system refuses becomes one line."""
+    try:
+        return read()
+    except OSError as error:
+        raise DataError(f"{where}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in a path
+        raise DataError(f"{where!r}: cannot be read: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -112,34 +156,39 @@ def _read(data: str) -> Iterator[Document]:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and not path.suffix:
         yield from _read_hub(name, field)
     else:
-        raise DataError(
-            f"{name}: no such file or folder", hint="--data takes python-stdlib, a file, a folder or org/name"
-        )
+        raise DataError(f"{name}: no such file or folder", hint=f"--data takes {SOURCES}")
 
 
 def _read_file(file: Path, field: str | None) -> Iterator[Document]:
+    raw = _explained(file, file.read_bytes)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: not UTF-8 text (byte {error.start})", hint="convert it to UTF-8") from error
     if file.suffix != ".jsonl":
         if text.strip():
             yield text
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield from _read_row(f"{file}:{number}", line, field)
+            yield from _document(f"{file}:{number}", _row(f"{file}:{number}", line), field)
 
 
-def _read_row(where: str, line: str, field: str | None) -> Iterator[Document]:
+def _row(where: str, line: str) -> Any:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg}") from error
-    yield from _document(where, row, field)
+        return json.loads(line)
+    except RecursionError as error:
+        raise DataError(f"{where}: not JSON that can be read: nested too deeply") from error
+    except ValueError as error:  # not JSON, or an integer of thousands of digits
+        raise DataError(f"{where}: not JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _document(where: str, row: dict[str, Any], field: str | None) -> Iterator[Document]:
+def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where}: a row must be a JSON object, not {type(row).__name__}",
+            hint='write rows as {"text": "..."} or {"messages": [...]}',
+        )
     wanted = field or ("messages" if "messages" in row and "text" not in row else "text")
     value = row.get(wanted)
     if not isinstance(value, str | list):
@@ -147,8 +196,39 @@ def _document(where: str, row: dict[str, Any], field: str | None) -> Iterator[Do
         raise DataError(
             f"{where}: no text in field {wanted!r}; fields: {known}", hint="name the field: FILE.jsonl:FIELD"
         )
-    if value:
-        yield value
+    _check_unicode(f"{where}: {wanted}", value)
+    if isinstance(value, str):
+        if value.strip():
+            yield value
+    elif value:
+        _check_messages(f"{where}: {wanted}", value)
+        yield Conversation(value, where)
+
+
+def _check_unicode(where: str, value: Any) -> None:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise DataError(
+            f"{where} holds half of a surrogate pair ({half})",
+            hint="write the whole character, or leave it out",
+        ) from error
+
+
+def _check_messages(where: str, messages: list[Any]) -> None:
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{where}[{number}] must be a message, not {type(message).__name__}",
+                hint='a message is {"role": "user", "content": "..."}',
+            )
+        if not isinstance(message.get("role"), str):
+            raise DataError(f"{where}[{number}] has no role", hint="user, assistant or system")
+        calls = message.get("tool_calls") is not None
+        if not isinstance(message.get("content"), str | list) and not calls:
+            raise DataError(f"{where}[{number}] has no content", hint="content is a text, or a list of parts")
 
 
 def _read_hub(name: str, field: str | None) -> Iterator[Document]:

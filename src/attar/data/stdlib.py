@@ -27,13 +27,14 @@ def split_of(path: str) -> str:
 
 def files(split: str) -> list[tuple[str, Path]]:
     """(relative path, file) of one split, sorted by the path."""
+    return [(name, file) for name, file in all_files() if split_of(name) == split]
+
+
+def all_files() -> list[tuple[str, Path]]:
+    """(relative path, file) of every split, sorted by the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for file in root.rglob("*.py"):
-        name = file.relative_to(root).as_posix()
-        if not any(part in name for part in SKIP) and split_of(name) == split:
-            found.append((name, file))
-    return sorted(found)
+    named = ((file.relative_to(root).as_posix(), file) for file in root.rglob("*.py"))
+    return sorted((name, file) for name, file in named if not any(part in name for part in SKIP))
 
 
 def texts(split: str) -> Iterator[tuple[str, str]]:

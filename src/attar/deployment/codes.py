@@ -135,6 +135,7 @@ def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
         sequence_length=settings.sequence_length,
         batch_size=settings.batch_size,
         data=settings.data,
+        bos=settings.bos,
         precision=settings.precision,
         device=settings.device,
         seed=settings.seed,

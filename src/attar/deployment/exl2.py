@@ -96,6 +96,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
         sequence_length=row_length(settings.sequence_length, source.config),
         batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
 
     def walk(solver: Any, name: str) -> Swept:

@@ -88,6 +88,7 @@ def _compute(
         sequence_length=length,
         batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
     found = compute(
         source,

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from attar.checkpoint.units import byte_count
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
@@ -94,10 +95,8 @@ class ExportSettings:
         default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
     )
     batch_size: int = field(default=8, metadata={"help": "sequences at once"})
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "calibration text: python-stdlib, files, folders, JSONL, or a data set of the hub"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     precision: str = field(
         default="auto",
         metadata={
@@ -111,6 +110,7 @@ class ExportSettings:
     seed: int = field(default=0, metadata={"help": "of the choice of calibration text"})
 
     def __post_init__(self) -> None:
+        check_text(self)
         for name, allowed in (("format", FORMATS), ("dtype", DTYPES), ("rounding", ROUNDINGS)):
             if getattr(self, name) not in allowed:
                 raise SettingsError(name, getattr(self, name), ", ".join(allowed))

@@ -23,10 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.card import FILE
+from attar.checkpoint.lineage import TEXTS, texts_beside
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.data.auto import fit
+from attar.data.packing import row_length
+from attar.data.seen import record, remember
+from attar.data.sources import fingerprint
 from attar.deployment.settings import VERSION, ExportSettings
 from attar.errors import SettingsError
+from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -71,12 +77,20 @@ def export(
     source = open_checkpoint(model)
     writer = _writer(settings.format)
     writer.refuse(source, settings)
+    if _reads_text(settings):
+        settings = fit(settings, source, progress)
     if Path(out).suffix != GGUF:
         _write(source, Path(out), settings, writer, progress, force, key)
         return open_checkpoint(out)
     if settings.format != "gguf":
         raise SettingsError("format", settings.format, f"gguf for a file {Path(out).name}, or a folder as -o")
     return _write_file(source, Path(out), settings, writer, progress, force, key)
+
+
+def _reads_text(settings: ExportSettings) -> bool:
+    """Whether calibration text is run through the model."""
+    computed = settings.rounding != "nearest" or settings.imatrix == "compute"
+    return settings.format == "exl2" or computed or bool(settings.bits or settings.size)
 
 
 def _writer(name: str) -> ModuleType:
@@ -101,7 +115,12 @@ def _write(
         parents=[(source, "weights")],
         force=force,
         key=key,
+        text=fingerprint(settings.data),
     ) as output:
+        if _reads_text(settings):
+            tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+            read = record("export", tokenizer, settings, "calibration", length=length, rows=settings.samples)
+            remember(output, [read], progress)
         details: dict[str, Any] = output.details
         details["checks"] = writer.write(source, settings, output, progress)
         for note in (*details.get("notes", ()), *details.get("limits", ())):
@@ -127,6 +146,8 @@ def _write_file(
     with atomic.explain_os_errors(final):
         made = next(folder.glob(f"*{GGUF}"))
         (folder / FILE).replace(card_beside(final))
+        if (folder / TEXTS).is_file():
+            (folder / TEXTS).replace(texts_beside(final))
         made.replace(final)
         shutil.rmtree(folder)
     return open_checkpoint(final)

@@ -79,8 +79,8 @@ class Writer:
         return self._rows("calibration", rows, 1.0, 0, HELD_OUT_SEED, "held-out")
 
     def _rows(self, split: str, rows: int, temperature: float, order: int, seed: int, name: str) -> Tensor:
-        data, length = self.settings.data, self.prompt
-        prompts = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=order)
+        data, bos, length = self.settings.data, self.settings.bos, self.prompt
+        prompts = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=order, bos=bos)
         return write_rows(
             self.teacher,
             prompts[:, :length],

@@ -97,8 +97,8 @@ def _text(source: Checkpoint, settings: RecoverSettings, wanted: int) -> tuple[T
     tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
 
     def rows(split: str, count: int, seed: int) -> Tensor:
-        packing, data = settings.packing, settings.data
-        return pack(tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing)
+        packing, data, bos = settings.packing, settings.data, settings.bos
+        return pack(tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing, bos=bos)
 
     return rows("train", wanted, settings.seed), rows("calibration", max(HELD_OUT_TOKENS // length, 1), 0)
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import DynamicCache
 
+from attar.data.batches import numbered_generator
 from attar.data.packing import PADDING
 from attar.progress import Progress
 
@@ -55,7 +56,7 @@ def write_rows(
         for number, batch in enumerate(batches):
             file = work / f"{number:06d}.safetensors"
             if not file.exists():
-                generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+                generator = numbered_generator(seed, number)
                 rows = _write(teacher, batch, length, vocabulary, ends, temperature, generator)
                 partial = file.with_suffix(".partial")
                 save_file({"tokens": rows}, partial)

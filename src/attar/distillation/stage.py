@@ -15,8 +15,11 @@ import torch
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.distillation.draft import Writer, report
+from attar.data.seen import record, remember
+from attar.data.sources import fingerprint
+from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
 from attar.distillation.learn import beginner, learn
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.errors import ModelError
@@ -50,6 +53,7 @@ def distill(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(teacher)
+    settings = fit(settings, source, progress)
     model = _causal(source, settings)
     kept, student = beginner(model, settings)
     with produce(
@@ -61,7 +65,9 @@ def distill(
         parents=[(source, "weights"), (source, "signal")],
         force=force,
         key=key,
+        text=fingerprint(settings.data),
     ) as output:
+        remember(output, _records("distill", source, settings), progress)
         writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
         history = learn(
             student,
@@ -106,6 +112,7 @@ def recover(
         AttarError: see errors.py; nothing is left behind.
     """
     source, signal = open_checkpoint(model), open_checkpoint(teacher)
+    settings = fit(settings, source, progress)
     student, guide = _causal(source, settings), _causal(signal, settings)
     _same_tokens(source, signal)
     with produce(
@@ -117,7 +124,9 @@ def recover(
         parents=[(source, "weights"), (signal, "signal")],
         force=force,
         key=key,
+        text=fingerprint(settings.data),
     ) as output:
+        remember(output, _records("recover", source, settings), progress)
         history = learn(student, guide, source, settings, work=output.work, progress=progress, what="recover")
         _save(student, source, output, history)
     return open_checkpoint(out)
@@ -129,6 +138,25 @@ def _writer(
     """The teacher, ready to write rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
     return Writer(model, load_tokenizer(source), settings, length, work / "samples", progress)
+
+
+def _records(stage: str, source: Checkpoint, settings: RecoverSettings) -> list[dict[str, Any]]:
+    """The text that is trained on, and that the best state is chosen by."""
+    tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+    wanted, packing = settings.steps * settings.batch_size * settings.accumulate, settings.packing
+    return [
+        record(stage, tokenizer, settings, "train", length=length, rows=wanted, packing=packing),
+        record(
+            stage,
+            tokenizer,
+            settings,
+            "calibration",
+            length=length,
+            rows=max(HELD_OUT_TOKENS // length, 1),
+            seed=0,
+            packing=packing,
+        ),
+    ]
 
 
 def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:

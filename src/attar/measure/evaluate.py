@@ -7,7 +7,7 @@ only then come the logits of the whole text.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,21 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import Checkpoint
+from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError
 from attar.measure.divergence import agreement, kl, percentile
 from attar.measure.forward import next_token_logits, split
 from attar.measure.generation import complete, encode, words
 from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.perplexity import perplexity, token_losses
-from attar.measure.reference import Reference, check_same_text, check_same_tokens, held_out, make_reference
+from attar.measure.reference import (
+    Reference,
+    check_same_text,
+    check_same_tokens,
+    held_out,
+    make_reference,
+    text_note,
+)
 from attar.measure.settings import EvaluateSettings
 from attar.measure.size import measure_size
 from attar.measure.speed import Speed, measure_speed
@@ -56,6 +64,8 @@ class Measurements(Quality):
 
     Attributes:
         model, reference: names.
+        data: the text; held_out: no stage of the model's lineage has read any of it, as far as is recorded;
+            held_out_note: what is against it, else empty.
         bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes /
             parameters.
         prefill_tokens_per_s, decode_tokens_per_s: medians; the spreads are (max - min) / median over the
@@ -70,6 +80,9 @@ class Measurements(Quality):
 
     model: str
     reference: str | None
+    data: str
+    held_out: bool
+    held_out_note: str
     bytes: int
     parameters: int
     bits_per_weight: float
@@ -113,6 +126,7 @@ def evaluate(
     """
     settings = settings or EvaluateSettings()
     if isinstance(reference, Reference):
+        settings = replace(settings, data=reference.settings.data) if settings.data == AUTO else settings
         check_same_text(reference, settings)
     check_device(settings.device)
     start = time.monotonic()
@@ -129,6 +143,11 @@ def evaluate(
         other = load_subject(reference, dtype=settings.dtype, device=settings.device)
         check_same_tokens(subject, other)
         reference = make_reference(other, settings, progress=progress)
+    elif subject.checkpoint is not None:
+        settings = fit(settings, subject.checkpoint, progress)
+    note = text_note(subject, settings, reference)
+    if note:
+        progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
     quality = measure_quality(subject, settings, reference, progress=progress)
     size = measure_size(subject)
     return Measurements(
@@ -136,6 +155,9 @@ def evaluate(
         **asdict(size),
         model=subject.name,
         reference=reference.subject.name if reference else None,
+        data=reference.settings.data if reference else settings.data,
+        held_out=not note,
+        held_out_note=note,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         prefill_spread=speed.prefill_spread if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint import Checkpoint
-from attar.data.packing import evaluation_batches
+from attar.checkpoint.lineage import texts_of
+from attar.data.auto import AUTO, fit
+from attar.data.packing import Packed, evaluation_rows
+from attar.data.prose import PROSE
+from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.forward import next_token_logits, predicted, split
 from attar.measure.settings import EvaluateSettings
@@ -34,6 +38,7 @@ class Reference:
         settings: the evaluation's settings; another text or length needs another reference.
         batches: the text, int64 (B, S) each.
         width: columns of the logits that are compared.
+        shared: why the text is in other splits too, as in :class:`attar.data.packing.Packed`.
         logits: per batch, per sequence, float32 (n, width); None where the model is run again for each
             evaluation.
     """
@@ -43,6 +48,7 @@ class Reference:
     batches: list[Tensor]
     width: int
     logits: list[list[Tensor]] | None
+    shared: str = ""
 
     @property
     def kept(self) -> bool:
@@ -81,11 +87,16 @@ def make_reference(
         AttarError: the model or the text cannot be used.
     """
     subject = load_subject(model, dtype=settings.dtype, device=settings.device)
-    width = subject.vocabulary
-    pieces = split(held_out(subject, settings) if batches is None else batches, width)
+    if subject.checkpoint is not None:
+        settings = fit(settings, subject.checkpoint, progress)
+    width, shared = subject.vocabulary, ""
+    if batches is None:
+        packed = held_out_rows(subject, settings)
+        batches, shared = list(packed.rows.split(settings.batch_size)), packed.shared
+    pieces = split(batches, width)
     size = sum(int(predicted(piece).sum()) for piece in pieces) * width * 4
     if size > memory_limit:
-        return Reference(subject, settings, pieces, width, None)
+        return Reference(subject, settings, pieces, width, None, shared)
     logits = []
     with progress.task(f"reference {subject.name}", total=len(pieces)) as task:
         for piece in pieces:
@@ -93,11 +104,17 @@ def make_reference(
             logits.append([row.to(device="cpu", dtype=torch.float32, copy=True) for row, _ in rows])
             task.advance()
     bare = Subject(None, subject.tokenizer, subject.checkpoint, subject.name)
-    return Reference(bare, settings, pieces, width, logits)
+    return Reference(bare, settings, pieces, width, logits, shared)
 
 
 def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
-    """The settings' held-out text in the subject's tokens, int64 (B, S) batches.
+    """The settings' held-out text in the subject's tokens, int64 (B, S) batches. Raises as
+    :func:`held_out_rows`."""
+    return list(held_out_rows(subject, settings).rows.split(settings.batch_size))
+
+
+def held_out_rows(subject: Subject, settings: EvaluateSettings) -> Packed:
+    """The settings' held-out text in the subject's tokens, and whether it is held out.
 
     Sequences are at most as long as the subject's context.
 
@@ -105,19 +122,36 @@ def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
         DataError: the text is missing or too short.
     """
     length = min(settings.sequence_length, subject.context or settings.sequence_length)
-    return evaluation_batches(
+    return evaluation_rows(
         subject.tokenizer,
-        settings.data,
+        PROSE if settings.data == AUTO else settings.data,  # a model in memory says nothing of itself
         tokens=settings.tokens,
         sequence_length=length,
-        batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
+
+
+def text_note(subject: Subject, settings: EvaluateSettings, reference: Reference | None) -> str:
+    """What is against the text of an evaluation being held out for this model; empty where nothing is.
+
+    Args:
+        subject: its lineage's records are asked.
+        reference: whose text is read; None: the settings'.
+    """
+    if subject.tokenizer is None or subject.checkpoint is None:
+        return ""
+    if reference is not None:
+        batches, shared = reference.batches, reference.shared
+    else:
+        packed = held_out_rows(subject, settings)
+        batches, shared = [packed.rows], packed.shared
+    return held_out_note(subject.tokenizer, batches, shared, texts_of(subject.checkpoint))
 
 
 def check_same_text(reference: Reference, settings: EvaluateSettings) -> None:
     """Raise UsageError unless the reference was made on the text that the settings ask for."""
-    for name in ("data", "tokens", "sequence_length", "seed"):
+    for name in ("data", "tokens", "sequence_length", "seed", "bos"):
         ours, theirs = getattr(settings, name), getattr(reference.settings, name)
         if ours != theirs:
             raise UsageError(f"{name} is {ours!r} here, but the reference was made with {theirs!r}")

@@ -78,6 +78,11 @@ class Run:
         measured = (stage for stage in reversed(self.stages) if stage.number("perplexity") is not None)
         return next(measured, self.stages[-1])
 
+    def not_held_out(self) -> list[str]:
+        """One sentence for each stage whose figures are not of held-out text."""
+        notes = ((stage.name, stage.text("held_out_note")) for stage in self.stages)
+        return [f"{name} is not measured on held-out text: {note}." for name, note in notes if note]
+
     def parent(self, stage: Stage) -> Stage | None:
         """The stage that gave the weights."""
         return next((other for other in self.stages if stage.parents[:1] == (other.name,)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 
 VERSION = 1
@@ -15,10 +16,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class EvaluateSettings:
     """What is measured, on which text, and how precisely."""
 
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     tokens: int = field(default=16384, metadata={"help": "held-out tokens to evaluate on"})
     sequence_length: int = field(
         default=512,
@@ -47,6 +46,7 @@ class EvaluateSettings:
     )
 
     def __post_init__(self) -> None:
+        check_text(self)
         for name, least in (
             ("tokens", 2),
             ("sequence_length", 2),

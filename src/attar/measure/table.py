@@ -25,7 +25,8 @@ def rows(run: Run) -> list[list[str]]:
 
 
 def plain_table(run: Run) -> str:
-    """Columns aligned with spaces, names to the left and numbers to the right."""
+    """Columns aligned with spaces, names to the left and numbers to the right; below, what is not measured on
+    held-out text."""
     table = rows(run)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     rule = ["-" * width for width in widths]
@@ -36,7 +37,7 @@ def plain_table(run: Run) -> str:
             *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *run.not_held_out()])
 
 
 def _print_rich(run: Run, file: TextIO) -> None:
@@ -54,4 +55,7 @@ def _print_rich(run: Run, file: TextIO) -> None:
     for row in body:
         style = "bold" if row[0] == run.last.name else ""
         table.add_row(*map(Text, row), style=style)  # Text: a name with brackets is no markup
-    Console(file=file).print(table)
+    console = Console(file=file)
+    console.print(table)
+    for note in run.not_held_out():
+        console.print(Text(note))

@@ -16,6 +16,8 @@ from typing import Any
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import Output
+from attar.data.packing import row_length
+from attar.data.seen import record, remember
 from attar.errors import CheckpointError, RecipeError, UsageError
 from attar.merging.config import SEARCHED, MergeConfig, Setting
 from attar.merging.config_text import config_text
@@ -27,6 +29,7 @@ from attar.merging.search import search
 from attar.merging.settings import MergeSettings
 from attar.merging.soup import greedy
 from attar.merging.space import Space
+from attar.models.load import load_tokenizer
 from attar.progress import Progress
 
 FOUND = "found.yml"
@@ -53,6 +56,11 @@ def choose(
         return prepared
     if soup and settings.search:
         raise UsageError("greedy_soup chooses by itself", hint="leave out --search, or use linear")
+    donor = prepared.merge.plan.models[prepared.merge.plan.donor]
+    length = row_length(settings.sequence_length, dict(prepared.merge.plan.config))
+    tokenizer = load_tokenizer(donor.path)
+    read = record("merge", tokenizer, settings, "calibration", length=length, rows=settings.samples)
+    remember(output, [read], progress)
     judge = _Judge(prepared, parents, settings, output.work / "candidate", progress)
     chosen = _soup(judge, output) if soup else _search(judge, output)
     (output.folder / FOUND).write_text(config_text(chosen), encoding="utf-8")
@@ -80,6 +88,7 @@ class _Judge:
             samples=settings.samples,
             sequence_length=settings.sequence_length,
             seed=settings.seed,
+            bos=settings.bos,
             device=settings.device,
         )
 

@@ -61,6 +61,7 @@ class HeldOut:
         sequence_length: int,
         seed: int = 0,
         split: str = "calibration",
+        bos: str = "auto",
         device: str = "cpu",
     ) -> HeldOut:
         """Pack a source's text.
@@ -72,6 +73,7 @@ class HeldOut:
             samples: rows, at most.
             sequence_length: tokens a row.
             seed: of the order of documents.
+            bos: what stands in front of each row, as in :mod:`attar.data.packing`.
             split: ``calibration``, which leaves ``evaluation`` for what is reported of the result.
             device: as a setting: ``auto``, ``cpu``, ``cuda``.
 
@@ -81,7 +83,7 @@ class HeldOut:
         """
         tokenizer = load_tokenizer(model)
         length = row_length(sequence_length, dict(config))
-        rows = pack(tokenizer, data, split, length=length, rows=samples, seed=seed)
+        rows = pack(tokenizer, data, split, length=length, rows=samples, seed=seed, bos=bos)
         return cls(rows, tokenizer.mask_token_id, device)
 
     def loss(self, model: str | Path | Checkpoint) -> float:

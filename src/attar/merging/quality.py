@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoint.open import open_checkpoint
+from attar.data.packing import evaluation_rows, row_length
+from attar.data.seen import held_out_note
 from attar.errors import ModelError
 from attar.merging.heldout import HeldOut
 from attar.merging.prepared import Prepared, asked_tokens
@@ -22,13 +24,20 @@ WORSE = 1.5  # times the worst parent's loss in nats a byte: a merge behind that
 
 
 def measure_quality(
-    prepared: Prepared, folder: Path, settings: MergeSettings, progress: Progress
+    prepared: Prepared,
+    folder: Path,
+    settings: MergeSettings,
+    progress: Progress,
+    texts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
     The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
     own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
     not. One model is in memory at a time.
+
+    Args:
+        texts: records of what the parents and the search have read (attar.data.seen).
 
     Raises:
         DataError: the text is missing or too short.
@@ -45,15 +54,32 @@ def measure_quality(
                 progress.log(f"quality is not measured: {error.message}")
                 return {}
             task.advance(loss=rows[-1]["loss"])
+    note = _held_out_note(models["merge"], settings, tokens, texts)
+    if note:
+        progress.log(f"warning: quality is not of held-out text: {note}")
+    about = {"held_out": not note} | ({"held_out_note": note} if note else {})
     worst = max(row["nats_per_byte"] for row in rows[:-1])
     if rows[-1]["nats_per_byte"] <= WORSE * worst:
-        return {"quality": rows}
+        return {"quality": rows, **about}
     warning = (
         f"the merge predicts held-out text far worse than its worst parent: "
         f"{rows[-1]['nats_per_byte']:.3f} against {worst:.3f} nats a byte"
     )
     progress.log(f"warning: {warning}")
-    return {"quality": rows, "warning": warning}
+    return {"quality": rows, **about, "warning": warning}
+
+
+def _held_out_note(view: Any, settings: MergeSettings, tokens: int, texts: Sequence[dict[str, Any]]) -> str:
+    tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
+    text = evaluation_rows(
+        tokenizer,
+        settings.data,
+        tokens=tokens,
+        sequence_length=row_length(length, dict(view.config)),
+        seed=settings.seed,
+        bos=settings.bos,
+    )
+    return held_out_note(tokenizer, [text.rows], text.shared, texts)
 
 
 def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float]:
@@ -65,6 +91,7 @@ def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float
         samples=-(-tokens // length),
         sequence_length=length,
         seed=settings.seed,
+        bos=settings.bos,
         split="evaluation",
         device=settings.device,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from attar.checkpoint.units import byte_count
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
@@ -47,10 +48,8 @@ class MergeSettings:
     sequence_length: int = field(
         default=256, metadata={"help": "tokens in a held-out sequence, at most the context"}
     )
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "held-out text: python-stdlib, files, folders, JSONL, or a data set of the hub"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     shard_size: str = field(
         default="2GB", metadata={"help": "weights are written in files of this size at most, such as 5GB"}
     )
@@ -63,6 +62,7 @@ class MergeSettings:
     )
 
     def __post_init__(self) -> None:
+        check_text(self)
         if self.compat not in COMPATS:
             raise SettingsError("compat", self.compat, ", ".join(COMPATS))
         check_range("tokens", self.tokens, -1, 10**9, "-1 (as needed), 0 (none) or more")
@@ -71,4 +71,3 @@ class MergeSettings:
             raise SettingsError("shard_size", self.shard_size, "a size such as 5GB or 900MiB")
         for name in ("samples", "sequence_length"):
             check_range(name, getattr(self, name), 1, 10**9, "at least 1")
-        check_range("seed", self.seed, 0, 2**63 - 1, "0 or more")

@@ -23,9 +23,12 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.headers import tensor_bytes
+from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import Output, command_line, finished, produce
 from attar.checkpoint.units import byte_count
+from attar.data.auto import fit
+from attar.data.sources import fingerprint
 from attar.merging.chat_template import choose_chat_template, write_chat_template
 from attar.merging.config import SEARCHED, MergeConfig
 from attar.merging.disagreement import Disagreement
@@ -73,6 +76,9 @@ def merge(
     """
     documents, text = read_configs(settings.config)
     parents = open_parents(documents, models or {})
+    searched = any(each.method in SEARCHED or each.tokenizer is not None for each in documents)
+    reads = settings.search or settings.tokens > 0 or searched
+    settings = fit(settings, parents.checkpoints()[0], progress if reads else SILENT)
     run = _Run(parents, replace(settings, config=text), progress, draw)
     run.make(documents, Path(out), force, key)
     return open_checkpoint(out)
@@ -134,6 +140,7 @@ class _Run:
             parents=[(checkpoint, "weights") for checkpoint in self.parents.checkpoints()],
             force=force,
             key=key,
+            text=fingerprint(self.settings.data),
             needed=needed,
         )
 
@@ -162,7 +169,10 @@ class _Run:
         if asked_tokens(self.settings, prepared):
             from attar.merging.quality import measure_quality
 
-            output.details |= measure_quality(prepared, output.folder, self.settings, self.progress)
+            known = [record for parent in self.parents.checkpoints() for record in texts_of(parent)]
+            output.details |= measure_quality(
+                prepared, output.folder, self.settings, self.progress, [*known, *output.texts]
+            )
 
     def _chosen(self, prepared: Prepared, output: Output) -> Prepared:
         """What is to be merged: as written, or with what a soup or a search chose."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
@@ -46,16 +47,15 @@ class PruneSettings:
         default=256, metadata={"help": "tokens in a calibration sequence, at most the context"}
     )
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
     device: str = field(
         default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
     )
 
     def __post_init__(self) -> None:
+        check_text(self)
         if self.method not in METHODS:
             raise SettingsError("method", self.method, " or ".join(METHODS))
         if self.rigid not in ("error", "zero"):

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.data.auto import fit
 from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
+from attar.data.seen import record, remember
+from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import Anatomy, discover
 from attar.models.device import pick_device
@@ -52,6 +55,7 @@ def prune(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(model)
+    settings = fit(settings, source, progress)
     loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
     anatomy = discover(loaded)
     modules, owners = units(loaded, anatomy, settings.method)
@@ -67,15 +71,19 @@ def prune(
         parents=[(source, "weights")],
         force=force,
         key=key,
+        text=fingerprint(settings.data),
     ) as output:
-        tokenizer = load_tokenizer(source)
+        tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+        read = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
+        remember(output, [read], progress)
         batches = calibration_batches(
             tokenizer,
             settings.data,
             samples=settings.samples,
-            sequence_length=row_length(settings.sequence_length, source.config),
+            sequence_length=length,
             batch_size=settings.batch_size,
             seed=settings.seed,
+            bos=settings.bos,
         )
         loss = _loss(anatomy, tokenizer)
         importance = gradient_importance(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.data.packing import evaluation_batches, row_length
+from attar.data.packing import Packed, evaluation_rows, row_length
+from attar.data.seen import held_out_note
 from attar.formats.decoded import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
@@ -37,11 +38,16 @@ def judge(
     reports: Sequence[Mapping[str, Any]],
     settings: QuantizeSettings,
     work: Path,
+    texts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Check the layers, then the whole model on held-out text.
 
+    Args:
+        texts: records of what the model has read (attar.data.seen).
+
     Returns:
-        for the card: ``kl``, ``top1`` and ``tokens`` of the comparison, ``sample``, and ``warnings``.
+        for the card: ``kl``, ``top1`` and ``tokens`` of the comparison, ``held_out``, ``sample``, and
+        ``warnings``.
 
     Raises:
         NumericsError: a gate failed; names the layer and the mend.
@@ -51,7 +57,12 @@ def judge(
     found: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
     if not settings.check_tokens:
         return found
-    batches = _held_out(original, settings)
+    tokenizer = load_tokenizer(original)
+    text = _held_out(tokenizer, original, settings)
+    batches = list(text.rows.split(settings.batch_size))
+    note = held_out_note(tokenizer, batches, text.shared, texts)
+    found["held_out"] = not note
+    found["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
     compared = _compare(original, written, batches, settings, work)
     spoken = _samples(original, written, batches[0][:1, :PROMPT], settings)
     if compared.kl is not None and compared.blind is not None:
@@ -92,14 +103,14 @@ def _number(block: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _held_out(original: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:
-    return evaluation_batches(
-        load_tokenizer(original),
+def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> Packed:
+    return evaluation_rows(
+        tokenizer,
         settings.data,
         tokens=settings.check_tokens,
         sequence_length=row_length(min(LENGTH, settings.sequence_length), original.config),
-        batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
 
 

@@ -51,6 +51,10 @@ class Calibration(Protocol):
         """Name of the text."""
 
     @property
+    def bos(self) -> str:
+        """What stands in front of each sequence."""
+
+    @property
     def samples(self) -> int:
         """Sequences; at most :data:`ROWS` are run."""
 
@@ -109,10 +113,11 @@ def ground(checkpoint: Checkpoint, settings: Calibration) -> Ground:
         sequence_length=row_length(settings.sequence_length, checkpoint.config),
         batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
     key = Key(
         model=checkpoint.fingerprint(),
-        data=sha256_text(str(fingerprint(settings.data))),
+        data=sha256_text(f"{fingerprint(settings.data)} {settings.bos}"),
         tokens=sum(batch.numel() for batch in batches),
         sequence_length=batches[0].shape[1],
         seed=settings.seed,

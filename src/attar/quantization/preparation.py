@@ -80,6 +80,7 @@ def calibration(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tens
         sequence_length=row_length(settings.sequence_length, checkpoint.config),
         batch_size=settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
 
 

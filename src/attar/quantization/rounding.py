@@ -167,6 +167,7 @@ def _trained(
         weight_decay=0.0,
         precision="fp32" if settings.precision == "fp32" else "bf16",
         data=settings.data,
+        bos=settings.bos,
         seed=settings.seed,
         device=settings.device,
     )
@@ -177,6 +178,7 @@ def _trained(
         length=row_length(settings.sequence_length, checkpoint.config),
         rows=settings.steps * settings.batch_size,
         seed=settings.seed,
+        bos=settings.bos,
     )
     rules = {name: site.scheme.activations for name, site in sites.items()}
     learned = qat.learn(

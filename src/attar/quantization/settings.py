@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.quantization.schemes import SCHEMES
 from attar.walks.settings import check_range
@@ -150,10 +151,8 @@ class QuantizeSettings:
         default=512, metadata={"help": "tokens in a calibration sequence, at most the context"}
     )
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     check_tokens: int = field(
         default=2048,
         metadata={"help": "held-out tokens on which the result is compared with the original; 0: no check"},
@@ -171,6 +170,7 @@ class QuantizeSettings:
     )
 
     def __post_init__(self) -> None:
+        check_text(self)
         _choice("scheme", self.scheme, tuple(SCHEMES))
         _choice("method", self.method, METHODS)
         _choice("smooth", self.smooth, SMOOTHINGS)

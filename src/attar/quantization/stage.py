@@ -17,15 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.companions import copy_companions
+from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.data.auto import fit
+from attar.data.packing import row_length
+from attar.data.seen import record, remember
+from attar.data.sources import fingerprint
+from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
 from attar.quantization.mixture import mixture
 from attar.quantization.preparation import prepare
 from attar.quantization.rounding import round_all
-from attar.quantization.scheme import plan
+from attar.quantization.scheme import Plan, plan
 from attar.quantization.settings import VERSION, QuantizeSettings
 from attar.quantization.write import write
 
@@ -59,7 +65,9 @@ def quantize(
         AttarError: see errors.py; nothing is left behind.
     """
     checkpoint = open_checkpoint(model)
-    plan(checkpoint, settings)  # what cannot be done is said before anything is
+    first = plan(checkpoint, settings)  # what cannot be done is said before anything is
+    if _calibrates(settings, first) or settings.check_tokens:
+        settings = fit(settings, checkpoint, progress)
     with produce(
         out,
         stage="quantize",
@@ -69,8 +77,10 @@ def quantize(
         parents=[(checkpoint, "weights")],
         force=force,
         key=key,
+        text=fingerprint(settings.data),
     ) as output:
         details: dict[str, Any] = output.details
+        remember(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.bits:
             assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)
@@ -95,9 +105,8 @@ def quantize(
         details["layers"] = rounded.reports()
         if rounded.curve:
             details["curve"] = rounded.curve
-        gates = judge(
-            checkpoint, open_checkpoint(output.folder), chosen, rounded.reports(), settings, output.work
-        )
+        written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
+        gates = judge(checkpoint, written, chosen, rounded.reports(), settings, output.work, texts)
         details["gates"] = gates
         for warning in gates["warnings"]:
             progress.log(f"warning: {warning}")
@@ -108,3 +117,20 @@ def quantize(
         }
         output.measurements.update({name: value for name, value in measured.items() if value is not None})
     return open_checkpoint(out)
+
+
+def _calibrates(settings: QuantizeSettings, chosen: Plan) -> bool:
+    """Whether calibration text is run through the model."""
+    nearest = settings.rounding == "rtn" and settings.smoothing == "none" and not settings.bits
+    return not nearest or bool(chosen.caches) or any(site.static for site in chosen.sites.values())
+
+
+def _records(checkpoint: Checkpoint, settings: QuantizeSettings, chosen: Plan) -> list[dict[str, Any]]:
+    """The text that the quantization reads."""
+    if not _calibrates(settings, chosen):
+        return []
+    reads = [("calibration", settings.samples)]
+    if settings.rounding == "qat":
+        reads.append(("train", settings.steps * settings.batch_size))
+    tokenizer, length = load_tokenizer(checkpoint), row_length(settings.sequence_length, checkpoint.config)
+    return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]

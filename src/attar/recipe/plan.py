@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +18,10 @@ from attar.checkpoint.atomic import beside
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
 from attar.checkpoint.open import Checkpoint
+from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
+from attar.progress import SILENT, Progress
 from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
 from attar.recipe.machine import multiply_rate
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
@@ -105,8 +107,22 @@ def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = 
     Raises:
         AttarError: the data cannot be read.
     """
+    recipe = fitted(recipe, original)
     receipts = {} if fresh else _receipts(recipe, out)
     return _Planner(recipe, out, original, receipts, fresh).plan()
+
+
+def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) -> Recipe:
+    """The recipe with the text that fits its model wherever it says ``auto``; what was chosen is told."""
+
+    def fit_one(settings: Any) -> Any:
+        return fit(settings, original) if hasattr(settings, "data") else settings  # evaluate may be None
+
+    every = [recipe.evaluate, *(entry.settings for entry in recipe.stages)]
+    for data in dict.fromkeys(each.data for each in every if hasattr(each, "data")):
+        fit(replace(recipe, data=data), original, progress)
+    stages = tuple(replace(entry, settings=fit_one(entry.settings)) for entry in recipe.stages)
+    return replace(fit(recipe, original), evaluate=fit_one(recipe.evaluate), stages=stages)
 
 
 @dataclass

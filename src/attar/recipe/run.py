@@ -28,7 +28,7 @@ from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
 from attar.recipe.lock import locked
 from attar.recipe.machine import versions
-from attar.recipe.plan import DONE, HALF, Plan, Step, make_plan
+from attar.recipe.plan import DONE, HALF, Plan, Step, fitted, make_plan
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
 from attar.recipe.runfolder import (
     RECIPE,
@@ -128,7 +128,7 @@ def run_recipe(
         if fresh:
             remove_own(out)
         try:
-            plan = make_plan(recipe, out, original)
+            plan = make_plan(fitted(recipe, original, progress), out, original)
             _check_strangers(plan)
             progress.log(plan_text(plan))
             return _Run(plan, progress, tools or Tools()).run()

@@ -1,7 +1,7 @@
 """A recipe: a model, data, and a list of stages, read from YAML into dataclasses with exact errors.
 
     model: attar:tiny              # a folder, a hub id, attar:tiny
-    data: python-stdlib            # default of every stage
+    data: notes.txt                # default of every stage; absent: auto, what fits the model
     seed: 0                        # default of every stage
     evaluate: {tokens: 16384}      # or false
     stages:
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attar.data.settings import SOURCES
 from attar.errors import RecipeError
 from attar.recipe.located import Entry, Located, parse_yaml, read_yaml
 from attar.recipe.merges import read_merge
@@ -152,7 +153,7 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
     model = _typed(top, "model", str, "text: a folder, a hub id or attar:tiny")
     if not model:
         raise RecipeError(f"{root.where}: the key 'model' is missing", hint="model: attar:tiny")
-    data = _typed(top, "data", str, "text: python-stdlib, a file, a folder or a data set", "python-stdlib")
+    data = _typed(top, "data", str, f"text: {SOURCES}", "auto")
     seed = _typed(top, "seed", int, "a whole number, 0 or more", 0)
     if seed < 0:
         raise RecipeError(f"{top['seed'].where}: seed is {seed}, but must be a whole number, 0 or more")

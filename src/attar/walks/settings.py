@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 
 
@@ -55,19 +56,18 @@ class TrainSettings:
     patience: int = field(
         default=0, metadata={"help": "stop after so many held-out losses without a better one; 0: never"}
     )
-    data: str = field(
-        default="python-stdlib",
-        metadata={"help": "python-stdlib, a file, a folder, JSONL[:field] or a hub data set"},
-    )
+    data: str = data_field()
+    bos: str = bos_field()
     seed: int = field(default=0, metadata={"help": "seed of the data order and of every draw"})
     device: str = field(
         default="auto", metadata={"help": "auto (a GPU where there is one), cpu, cuda or cuda:1"}
     )
 
     def __post_init__(self) -> None:
+        check_text(self)
         for name in ("steps", "batch_size", "accumulate", "checkpoint_every"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
-        for name in ("evaluate_every", "patience", "seed", "clip", "weight_decay"):
+        for name in ("evaluate_every", "patience", "clip", "weight_decay"):
             check_range(name, getattr(self, name), 0, 2**63, "0 or more")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("learning_rate", self.learning_rate, 1e-12, 10.0, "between 1e-12 and 10")

@@ -69,7 +69,8 @@ def _top(run: Run, name: str) -> Markup:
     )
     said = [el("li", sentence) for sentence in findings(run)]
     kicker = el("p", el("span", "attar", class_="mark-name"), f" · {name}", class_="kicker")
-    return el("header", kicker, el("h1", verdict(run)), el("ul", said) if said else None, unfinished)
+    seen = [el("p", note, class_="warning") for note in run.not_held_out()]
+    return el("header", kicker, el("h1", verdict(run)), el("ul", said) if said else None, unfinished, seen)
 
 
 def _sections(run: Run, recipe: str | None) -> Markup:

@@ -54,7 +54,8 @@ def _footnote(run: Run) -> Markup:
     measured = run.last
     parts = []
     if (tokens := measured.number("tokens")) is not None:
-        parts.append(f"Quality on {tokens:,.0f} held-out tokens that no stage saw.")
+        which = "tokens" if run.not_held_out() else "held-out tokens that no stage saw"
+        parts.append(f"Quality on {tokens:,.0f} {which}.")
     dtype, device, threads = measured.text("dtype"), measured.text("device"), measured.number("threads")
     if measured.number("decode_tokens_per_s") is not None and dtype and device:
         where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device

@@ -1,0 +1,88 @@
+"""What the calibration text is worth: one model, one method, the texts that attar brings, KL on other texts.
+
+    python benchmarks/calibration_text.py MODEL [--text whole:wikitext2-test.txt ...] [--samples 32] [--length 256]
+        [--scheme W4A16] [--group-size 64] [--tokens 4096] [--sources python-stdlib python-docs ...]
+
+A row a source: the model is quantized with GPTQ, calibrated on that source; ``nearest`` reads no text. A column
+an evaluated text: mean KL to the original, nats a token, on the same tokens for all rows. A text that a
+calibration has read is marked (attar evaluate's own note). MODEL must be dense (attar export --format dense).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from attar.data.auto import fitting
+from attar.measure.evaluate import measure_quality
+from attar.measure.reference import Reference, make_reference, text_note
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import load_subject
+from attar.quantization.settings import QuantizeSettings
+from attar.quantization.stage import quantize
+
+SOURCES = ("python-stdlib", "python-docs", "python-docs-chat")
+NEAREST = "nearest"
+
+
+def main() -> None:
+    """Print the table, a row as soon as it is measured."""
+    options = _options()
+    references = [make_reference(options.model, _evaluation(options, text)) for text in options.text]
+    print(f"{options.model}: auto is {' because '.join(fitting(references[0].subject.checkpoint))}")
+    print(f"{'calibrated on':20s} {'s':>6s}" + "".join(f" {Path(text).name[:24]:>26s}" for text in options.text))
+    for source in (NEAREST, *options.sources):
+        with tempfile.TemporaryDirectory() as work:
+            start = time.monotonic()
+            made = quantize(options.model, Path(work) / "out", _quantization(options, source))
+            seconds = time.monotonic() - start
+            cells = [_cell(made.path, reference) for reference in references]
+        print(f"{source:20s} {seconds:6.0f}" + "".join(f" {cell:>26s}" for cell in cells), flush=True)
+
+
+def _cell(model: Path, reference: Reference) -> str:
+    subject = load_subject(model)
+    quality = measure_quality(subject, reference.settings, reference)
+    note = text_note(subject, reference.settings, reference)
+    return f"{quality.kl_mean:.5f} {quality.top1_agreement:6.2%}" + (" (read)" if note else "")
+
+
+def _evaluation(options: argparse.Namespace, text: str) -> EvaluateSettings:
+    return EvaluateSettings(data=text, tokens=options.tokens, sequence_length=options.length, batch_size=4)
+
+
+def _quantization(options: argparse.Namespace, source: str) -> QuantizeSettings:
+    nearest = source == NEAREST
+    return QuantizeSettings(
+        method="rtn" if nearest else "gptq",
+        scheme=options.scheme,
+        group_size=options.group_size,
+        scales=options.scales,
+        refine=options.refine,
+        samples=options.samples,
+        sequence_length=options.length,
+        data=SOURCES[0] if nearest else source,
+        check_tokens=0,
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=sys.modules[__name__].__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--text", nargs="+", default=["python-docs-chat"])
+    parser.add_argument("--sources", nargs="*", default=list(SOURCES))
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--scheme", default="W4A16")
+    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--scales", default="auto")
+    parser.add_argument("--refine", type=int, default=4)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

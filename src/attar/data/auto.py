@@ -1,0 +1,85 @@
+"""``data: auto``: which text fits a model, where the user names none.
+
+a model of code        python-stdlib       by its name or an ancestor's, or made from an embedded model
+a chat template        python-docs-chat
+else                   python-docs
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from attar.checkpoint.jsonfile import read_json
+from attar.data.prose import CHAT, PROSE
+from attar.errors import CheckpointError
+from attar.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from attar.checkpoint.card import Parent
+    from attar.checkpoint.open import Checkpoint
+
+T = TypeVar("T")
+
+AUTO, CODE = "auto", "python-stdlib"
+_CODE = re.compile(r"(?<!en)(?<!de)(?<!trans)cod(?:e(?!c)|ing|estral)", re.IGNORECASE)  # no encoder, no codec
+
+
+def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
+    """Settings whose ``data`` is a source: ``auto`` becomes the text that fits the model, and is told.
+
+    Args:
+        settings: a settings dataclass with the field ``data``; not changed.
+        progress: is told what was chosen, or that Python source was named for a model of something else.
+    """
+    given: Any = settings
+    name, reason = fitting(checkpoint)
+    if given.data == AUTO:
+        progress.log(f"text: {name}, because {reason} (--data names another)")
+        fitted: T = replace(given, data=name)
+        return fitted
+    if given.data == CODE and name != CODE:
+        progress.log(
+            f"warning: {CODE} is Python source, but {reason}; {name} fits better, or text of your own"
+        )
+    return settings
+
+
+def fitting(checkpoint: Checkpoint) -> tuple[str, str]:
+    """The text that fits a model, and why."""
+    for name in _names(checkpoint):
+        if name.startswith("attar:"):
+            return CODE, f"{name} was trained on it"
+        if _CODE.search(name.partition("@")[0].rpartition("/")[2]):
+            return CODE, f"{name} is a model of code by its name"
+    if _has_chat_template(checkpoint):
+        return CHAT, f"{checkpoint.name} has a chat template"
+    return PROSE, f"nothing says that {checkpoint.name} is a model of code or of conversations"
+
+
+def _names(checkpoint: Checkpoint) -> Iterator[str]:
+    """Names of the model and of all that it was made from."""
+    yield checkpoint.name
+    given = checkpoint.config.get("_name_or_path")
+    if isinstance(given, str):
+        yield given.rstrip("/")
+    if checkpoint.card is not None:
+        yield from _ancestors(checkpoint.card.parents)
+
+
+def _ancestors(parents: tuple[Parent, ...]) -> Iterator[str]:
+    for parent in parents:
+        yield parent.name
+        yield from _ancestors(parent.parents)
+
+
+def _has_chat_template(checkpoint: Checkpoint) -> bool:
+    folder = checkpoint.path
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    except CheckpointError:
+        return False

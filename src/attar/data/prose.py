@@ -1,0 +1,123 @@
+"""``python-docs``: English prose that every machine with attar has: the running Python's own documentation.
+
+Two parts, both of the Python Software Foundation: the help topics of the language reference
+(``pydoc_data/topics.py``, about 380,000 characters without what topics repeat of each other), and the
+docstrings of 300 characters or more of the standard library without its tests.
+
+A docstring is in the split of its file in ``python-stdlib``, so that no text evaluated here was trained on
+there. Topics, which are no part of ``python-stdlib``, are divided 20 : 60 : 20: calibration needs most and
+has little otherwise. ``python-docs-chat`` is the same as conversations, for the model's own chat
+template.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+
+from attar.data import stdlib
+from attar.data.splits import LONG, Document, by_position
+
+PROSE, CHAT = "python-docs", "python-docs-chat"
+SHARES = {"train": 0.2, "calibration": 0.6, "evaluation": 0.2}
+LEAST = 300  # characters of a docstring
+ANSWER = 1_500  # characters of an answer, about
+TURNS = 4  # questions of a conversation, at most
+
+
+def documents(data: str, split: str) -> list[Document]:
+    """The documents of one split of ``python-docs`` or ``python-docs-chat``."""
+    if data == PROSE:
+        return [text for _, text in _texts(split)]
+    return [
+        conversation for question, text in _texts(split) for conversation in conversations(question, text)
+    ]
+
+
+def conversations(question: str, text: str) -> Iterator[list[dict[str, str]]]:
+    """A text as answers to a question, at most :data:`TURNS` of them in one conversation.
+
+    Yields:
+        messages with ``role`` and ``content``.
+    """
+    answers = _portions(text)
+    for start in range(0, len(answers), TURNS):
+        asked = question if start == 0 else f"{question} Go on after what you said before."
+        messages = []
+        for answer in answers[start : start + TURNS]:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+            asked = "Go on."
+        yield messages
+
+
+def _portions(text: str) -> list[str]:
+    """Whole paragraphs, about :data:`ANSWER` characters at a time."""
+    portions = [""]
+    for paragraph in text.split("\n\n"):
+        if len(portions[-1]) > ANSWER:
+            portions.append("")
+        portions[-1] += paragraph + "\n\n"
+    return [portion.strip() for portion in portions if portion.strip()]
+
+
+def _texts(split: str) -> list[tuple[str, str]]:
+    """(question, text) of one split: topics, then docstrings by file."""
+    titles = {text: title for title, text in _topics()}
+    parts = _split_topics([text for _, text in _topics()])
+    asked = [(f"What does the Python reference say about {titles[text]}?", text) for text in parts[split]]
+    return asked + list(_docstrings(split))
+
+
+def _split_topics(texts: list[str]) -> dict[str, list[str]]:
+    """Whole topics by position in the order of their hashes."""
+    hashed = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    wrapped: list[Document] = [[{"text": text}] for text in hashed]  # messages are never cut
+    parts = by_position(wrapped, SHARES)
+    return {
+        name: [each[0]["text"] for each in part if isinstance(each, list)] for name, part in parts.items()
+    }
+
+
+def _topics() -> list[tuple[str, str]]:
+    """(title, text) of the help topics, the shortest first, each without the long paragraphs of those before.
+    None where this Python came without them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return []
+    seen: set[str] = set()
+    found = []
+    for title, text in sorted(topics.items(), key=lambda item: (len(item[1]), item[0])):
+        kept = []
+        for paragraph in text.split("\n\n"):
+            even = " ".join(paragraph.split())
+            if even not in seen:
+                kept.append(paragraph)
+            if len(even) >= LONG // 2:
+                seen.add(even)
+        found.append((title, "\n\n".join(kept)))
+    return [(title, text) for title, text in found if len(text) >= LEAST]
+
+
+def _docstrings(split: str) -> Iterator[tuple[str, str]]:
+    """(question, docstring) of the library's modules, classes and functions."""
+    for name, text in stdlib.texts(split):
+        if "test" in name or name.startswith(("pydoc_data/", "lib2to3/")):
+            continue
+        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for owner, docstring in _of_source(module, text):
+            if len(docstring) >= LEAST and docstring.isascii():
+                yield f"What is {owner} in Python, and how is it used?", docstring
+
+
+def _of_source(module: str, text: str) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of a file's module, classes and functions."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node)):
+            yield module if isinstance(node, ast.Module) else f"{module}.{node.name}", docstring

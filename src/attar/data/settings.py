@@ -1,0 +1,48 @@
+"""Settings of every verb that reads text: which text, the token in front of each row, the seed. One rule for
+all of them; free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from attar.errors import SettingsError
+
+BOS = ("auto", "always", "never")
+LARGEST_SEED = 2**63 - 1
+
+SOURCES = (
+    "auto (what fits the model), python-docs, python-docs-chat, python-stdlib, FILE, FOLDER, "
+    "JSONL[:field] or a hub data set"
+)
+
+
+def data_field() -> Any:
+    """The dataclass field ``data``."""
+    return field(default="auto", metadata={"help": SOURCES})
+
+
+def bos_field() -> Any:
+    """The dataclass field ``bos``."""
+    return field(
+        default="auto",
+        metadata={
+            "help": "the tokenizer's BOS in front of every row; auto: where the tokenizer itself puts one",
+            "choices": BOS,
+        },
+    )
+
+
+def check_text(settings: Any) -> None:
+    """Check ``data``, ``bos`` and ``seed`` of a settings dataclass that has them.
+
+    Raises:
+        SettingsError: names the one that is wrong.
+    """
+    name = settings.data.removeprefix("whole:").partition(":")[0]
+    if not name.strip() or "\0" in settings.data:
+        raise SettingsError("data", settings.data, SOURCES)
+    if settings.bos not in BOS:
+        raise SettingsError("bos", settings.bos, "auto, always or never")
+    if not 0 <= settings.seed <= LARGEST_SEED:
+        raise SettingsError("seed", settings.seed, "a whole number from 0 to 2^63 - 1")
