@@ -246,14 +246,14 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives() -> None:
     runner.fails = ValueError("broken")
     events = finish(running)
     assert [(e.finish_reason, e.error) for e in events] == [("error", "ValueError: broken")] * 2
-    assert running.failure is runner.fails
+    assert all(event.failure is runner.fails for event in events)
     runner.fails = None
     params = SamplingParams(seed=0, max_tokens=3)
     name = running.add([1, 2], params)
     assert list(results(finish(running), {name: ([1, 2], params)})[name].token_ids) == alone([1, 2], params)
 
 
-def test_a_fork_that_fails_ends_all_texts_of_the_step_and_leaks_nothing() -> None:
+def test_a_fork_that_fails_ends_all_texts_of_its_request_and_leaks_nothing() -> None:
     class Forgetful(FakeRunner):
         def fork(self, sequence: int, child: int) -> None:
             if len(forks) == 1:  # the first request has forked already
@@ -262,10 +262,13 @@ def test_a_fork_that_fails_ends_all_texts_of_the_step_and_leaks_nothing() -> Non
 
     forks: list[int] = []
     running = engine(Forgetful())
-    for prompt in ([1, 2], [3, 4]):
-        running.add(prompt, SamplingParams(n=2, max_tokens=3))
+    params = SamplingParams(n=2, max_tokens=3, seed=1)
+    first, second = (running.add(prompt, params) for prompt in ([1, 2], [3, 4]))
     events = finish(running)
-    assert [(e.finish_reason, e.error) for e in events] == [("error", "MemoryError: no room for scores")] * 4
+    broken = [(e.finish_reason, e.error) for e in events if e.request == second]
+    assert broken == [("error", "MemoryError: no room for scores")] * 2
+    texts = results([e for e in events if e.request == first], {first: ([1, 2], params)})[first].samples
+    assert [list(text.token_ids) for text in texts] == [alone([1, 2], params, index) for index in (0, 1)]
     running.check()
 
 

@@ -239,11 +239,11 @@ class LLM:
         """A failed text is an error of the caller's call."""
         if event.finish_reason != "error":
             return
-        failure, self.engine.failure = self.engine.failure, None
-        raise failure or NumericsError(event.error or "the model failed")
+        raise event.failure or NumericsError(event.error or "the model failed")
 
     def _drop(self, names: Sequence[str]) -> None:
         """Cancel what is left of the requests, and forget them."""
         for name in names:
             self.engine.cancel(name)
             del self._inbox[name]
+        self.engine.rest()

@@ -130,6 +130,19 @@ class Step:
         """Every span with its parents, None for a chain."""
         return list(zip(self.spans, self.parents or [None] * len(self.spans), strict=True))
 
+    def part(self, spans: Sequence[int]) -> Step:
+        """The same step with some of its spans only, by their indices; all its copies."""
+        ranges = [slice(self.offsets[index], self.offsets[index + 1]) for index in spans]
+        tokens = [token for some in ranges for token in self.tokens[some]]
+        parents = None if self.parents is None else tuple(self.parents[index] for index in spans)
+        return Step(tokens, tuple(self.spans[index] for index in spans), self.copies, parents)
+
+    def repeatable(self, block_size: int) -> bool:
+        """Whether its copies may be made again after it was run in part: nothing writes where they read."""
+        targets = {target for _, target in self.copies}
+        written = set((self.slots(block_size) // block_size).tolist()) if self.copies else set()
+        return not (targets | written) & {source for source, _ in self.copies}
+
     def check(self, block_size: int, capacity: int | None = None) -> None:
         """Raises AssertionError naming what does not fit together.
 

@@ -6,13 +6,15 @@
 Only the thread touches the engine. Coroutines leave orders (add, cancel, anything that looks at it) in a
 queue, which the thread empties before every step. A step's events come back together through the loop that
 asked, for waking it costs more than an event does. An iterator that is closed early (a client went away)
-cancels its request. An error of one step ends that step's requests, and the thread goes on. What should never
-happen (a check that fails) ends the thread: every open iterator raises it.
+cancels its request. An error ends its own request (``engine.py``), is logged where it is not the client's, and
+the thread goes on. What should never happen (a check that fails) ends the thread: every open iterator raises
+it. Grammars are compiled in other threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -27,6 +29,8 @@ from attar.runtime.sampling.params import SamplingParams
 T = TypeVar("T")
 Loop = asyncio.AbstractEventLoop
 News = asyncio.Queue["Event | Exception"]
+
+logger = logging.getLogger(__name__)
 
 
 class Streams:
@@ -67,10 +71,12 @@ class Streams:
             as :meth:`Engine.add`, before the first event; AttarError when the engine is closed.
         """
         reader: tuple[Loop, News] = asyncio.get_running_loop(), asyncio.Queue()
-        options = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
+        options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
+        if params.guide is not None and self.engine.grammars is not None:
+            options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
 
         def begin() -> str:
-            name = self.engine.add(prompt, params, **options)  # type: ignore[arg-type]
+            name = self.engine.add(prompt, params, **options)
             self._readers[name] = reader
             return name
 
@@ -132,22 +138,27 @@ class Streams:
     def _work(self) -> None:
         try:
             while self._open:
-                self._obey(wait=self.engine.idle)
+                pause = self.engine.rest()
+                self._obey(wait=self.engine.idle, seconds=pause)
                 self._deliver(self.engine.step())
             self._obey(wait=False)
             for name in list(self._readers):
                 self._deliver(self.engine.cancel(name))
-        except Exception as failure:
+        except BaseException as broken:  # whatever ends the thread: nobody may wait for it any longer
+            failure = broken if isinstance(broken, Exception) else RuntimeError(repr(broken))
             self.failure, self._open = failure, False
             for loop, news in self._readers.values():
                 _tell(loop, news.put_nowait, failure)
             self._readers.clear()
             self._obey(wait=False)
+            if failure is not broken:
+                raise
 
-    def _obey(self, wait: bool) -> None:
-        """Carry out every order there is; ``wait`` for the first where the engine has nothing to do."""
+    def _obey(self, wait: bool, seconds: float | None = None) -> None:
+        """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has nothing
+        to do."""
         try:
-            self._orders.get(block=wait)()
+            self._orders.get(block=wait, timeout=seconds)()
             while True:
                 self._orders.get_nowait()()
         except Empty:
@@ -158,6 +169,8 @@ class Streams:
         mail: dict[Loop, list[tuple[News, Event]]] = {}
         for event in events:
             reader = self._readers.get(event.request)
+            if event.failure is not None and not isinstance(event.failure, AttarError):
+                logger.error("request %s failed", event.request, exc_info=event.failure)
             if event.usage is not None:
                 self._readers.pop(event.request, None)
             if reader is not None:

@@ -59,6 +59,9 @@ class Compiled:
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
 
+    repeats = True
+    """A step that broke off may be run again: nothing but the pool is kept."""
+
     @property
     def block_size(self) -> int:
         """B."""

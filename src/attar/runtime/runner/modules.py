@@ -77,6 +77,11 @@ class Modules:
         return self.pool.geometry.blocks
 
     @property
+    def repeats(self) -> bool:
+        """Whether a step that broke off may be run again: nothing but the pool is kept, and nothing rounded."""
+        return self.eviction is None and "kivi" not in self.features
+
+    @property
     def lookback(self) -> tuple[int | None, int]:
         """``window`` and ``sinks`` for ``kv/manager.py``: places behind are given back."""
         if isinstance(self.eviction, Streaming):
