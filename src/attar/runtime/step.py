@@ -138,10 +138,24 @@ class Step:
         return Step(tokens, tuple(self.spans[index] for index in spans), self.copies, parents)
 
     def repeatable(self, block_size: int) -> bool:
-        """Whether its copies may be made again after it was run in part: nothing writes where they read."""
+        """Whether its copies may be made again after it was run in part: no target is read, and nothing is
+        written where a target needs what was there (behind that, it writes itself)."""
         targets = {target for _, target in self.copies}
-        written = set((self.slots(block_size) // block_size).tolist()) if self.copies else set()
-        return not (targets | written) & {source for source, _ in self.copies}
+        first: dict[int, int] = {}  # place of a block that is written
+        for slot in self.slots(block_size).tolist() if self.copies else ():
+            block, place = divmod(slot, block_size)
+            first[block] = min(place, first.get(block, block_size))
+        return all(
+            source not in targets and self._needs(target, block_size) <= first.get(source, block_size)
+            for source, target in self.copies
+        )
+
+    def _needs(self, block: int, block_size: int) -> int:
+        """Places of a block, from its first, that hold what was there before the step."""
+        for span in self.spans:
+            if block in span.blocks:
+                return min(max(span.place - span.blocks.index(block) * block_size, 0), block_size)
+        return block_size
 
     def check(self, block_size: int, capacity: int | None = None) -> None:
         """Raises AssertionError naming what does not fit together.
