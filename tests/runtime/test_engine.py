@@ -344,3 +344,32 @@ def test_logits_are_not_modified() -> None:
     running.add([1], SamplingParams(seed=0, temperature=0.5, top_k=3, top_p=0.5, repetition_penalty=2.0))
     finish(running)
     assert all(torch.equal(a, b) for a, b in kept)
+
+
+def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.runtime.engine.CHECK_S", 10.0)
+    now, looked = [0.0], []
+    running = engine(clock=lambda: now[0])
+    check = running.check
+    monkeypatch.setattr(running, "check", lambda: looked.append(now[0]) or check())
+
+    def work() -> None:
+        running.add([1], SamplingParams(max_tokens=2))
+        assert running.rest() is None  # it is not idle
+        finish(running)
+
+    assert running.rest() is None and looked == []
+    work()
+    assert looked == []  # not in the step
+    assert running.rest() is None and looked == [0.0]
+    assert running.rest() is None and looked == [0.0]  # nothing ran since
+    now[0] = 4.0
+    work()
+    assert running.rest() == 6.0 and looked == [0.0]
+    now[0] = 10.0
+    assert running.rest() is None and looked == [0.0, 10.0]
+    running.add([1])
+    running.scheduler.manager.admit(99, [1, 2])
+    running.scheduler.manager.reserve(99, 2)
+    with pytest.raises(AssertionError, match="1 blocks"):
+        finish(running)

@@ -151,8 +151,6 @@ class Streams:
                 _tell(loop, news.put_nowait, failure)
             self._readers.clear()
             self._obey(wait=False)
-            if failure is not broken:
-                raise
 
     def _obey(self, wait: bool, seconds: float | None = None) -> None:
         """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has nothing
