@@ -371,5 +371,6 @@ def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pyt
     running.add([1])
     running.scheduler.manager.admit(99, [1, 2])
     running.scheduler.manager.reserve(99, 2)
-    with pytest.raises(AssertionError, match="1 blocks"):
-        finish(running)
+    finish(running)
+    with pytest.raises(AssertionError, match="1 blocks leaked"):
+        running.rest()

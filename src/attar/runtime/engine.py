@@ -84,7 +84,7 @@ class Engine:
         self._jobs: dict[str, Job] = {}
         self._numbers = map(str, itertools.count())
         self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are rounded
-        self._ran, self._last_check = False, -math.inf  # since the last check
+        self._ran, self._last_check = False, -math.inf  # whether anything ran since the last check
 
     @property
     def idle(self) -> bool:
@@ -173,8 +173,9 @@ class Engine:
         return self._rested([e for each in self.scheduler.cancel(id) for e in self._ended(each)])
 
     def rest(self) -> float | None:
-        """Look at the books of an idle engine, if that was not done for CHECK_S seconds. Call it behind a step
-        whose events have gone out, for it takes a while where the pool is large.
+        """Look at the books of an idle engine: count its blocks, or check them one by one if that was not done
+        for CHECK_S seconds. Call it behind a step whose events have gone out, for with a large pool it takes a
+        while.
 
         Returns:
             seconds after which it is worth calling again; None: there is nothing to look at.
@@ -185,11 +186,14 @@ class Engine:
         if not self.idle or not self._ran:
             return None
         left = self._last_check + CHECK_S - self.clock()
-        if left > 0:
-            return left
-        self._ran, self._last_check = False, self.clock()
-        self.check()
-        return None
+        if left <= 0:
+            self._ran, self._last_check = False, self.clock()
+            self.check()
+            return None
+        manager = self.scheduler.manager
+        leaked = manager.capacity - manager.free - manager.cached
+        assert not leaked, f"{leaked} blocks leaked"
+        return left
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong: blocks that leaked, a request without a sequence."""
@@ -212,12 +216,9 @@ class Engine:
         return self._jobs[sequence.request.id].texts[sequence.index]
 
     def _rested(self, events: list[Event]) -> list[Event]:
-        """The same events; with the last of all requests every block must have come back."""
+        """The same events; with the last of all requests there is something to look at."""
         if events and self.idle:
             self._with_drafts(lambda speculator: speculator.follow(()))
-            manager = self.scheduler.manager
-            held = manager.capacity - manager.free - manager.cached
-            assert not held and not self._jobs, f"{held} blocks and requests {list(self._jobs)} are left"
             self._ran = True
         return events
 

@@ -19,6 +19,7 @@ from attar.errors import NumericsError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
 from attar.runtime.codec import Codec, Prompt, each_prompt
+from attar.runtime.describe import Description, describe
 from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.compose import evicting
 from attar.runtime.kv.evict import Eviction
@@ -123,6 +124,7 @@ class LLM:
             grammars=Grammars(loaded.tokenizer, vocabulary) if speaks else None,
             speculator=drafter,
         )
+        self._why = loaded.why
         self._inbox: dict[str, list[Event]] = {}
 
     def generate(
@@ -196,6 +198,10 @@ class LLM:
     def streams(self) -> Streams:
         """For asyncio: the engine runs in a thread of its own, and nothing else may use this object then."""
         return Streams(self.engine)
+
+    def describe(self) -> Description:
+        """What runs the model, and how: for people, logs and metrics."""
+        return describe(self.name, self.engine, self._why)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """See :meth:`Codec.encode`."""

@@ -18,7 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from attar.errors import AttarError
@@ -44,7 +44,7 @@ class Streams:
         self.engine = engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._readers: dict[str, tuple[Loop, News]] = {}
-        self._open = True
+        self._open, self._closing = True, Lock()  # every order is given before the thread looks for the last
         self.failure: Exception | None = None  # what ended the thread, where it should not have ended
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
         self._thread.start()
@@ -109,15 +109,18 @@ class Streams:
 
         def act() -> None:
             try:
+                if self.failure is not None:
+                    raise AttarError("the engine is closed") from self.failure
                 result = order()
             except Exception as error:
                 _tell(loop, _settle, answer, None, error)
             else:
                 _tell(loop, _settle, answer, result, None)
 
-        if not self._open:
-            raise AttarError("the engine is closed") from self.failure
-        self._orders.put(act)
+        with self._closing:
+            if not self._open:
+                raise AttarError("the engine is closed") from self.failure
+            self._orders.put(act)
         return await answer
 
     async def close(self, *, drain_s: float = 0.0) -> None:
@@ -126,8 +129,9 @@ class Streams:
         until = loop.time() + drain_s
         while self._open and loop.time() < until and not await self.ask(lambda: self.engine.idle):
             await asyncio.sleep(0.02)
-        self._open = False
-        self._orders.put(lambda: None)  # it may be waiting for an order
+        with self._closing:
+            self._open = False
+            self._orders.put(lambda: None)  # it may be waiting for an order
         await asyncio.to_thread(self._thread.join)
 
     def _gone(self, asked: asyncio.Future[str]) -> None:
@@ -146,7 +150,8 @@ class Streams:
                 self._deliver(self.engine.cancel(name))
         except BaseException as broken:  # whatever ends the thread: nobody may wait for it any longer
             failure = broken if isinstance(broken, Exception) else RuntimeError(repr(broken))
-            self.failure, self._open = failure, False
+            with self._closing:
+                self.failure, self._open = failure, False
             for loop, news in self._readers.values():
                 _tell(loop, news.put_nowait, failure)
             self._readers.clear()
