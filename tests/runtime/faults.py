@@ -73,7 +73,6 @@ class Faults:
         self.engine, self.guilty, self.raised = engine, dict[str, Fault](), list[tuple[str, str]]()
         self.choose: Callable[[str, SamplingParams], Fault | None] = lambda name, params: None
         self._named: dict[int, tuple[SamplingParams, str]] = {}
-        self._current = ""
         self._wrap_memory(engine)
         self._wrap_runner(engine)
         self._wrap_texts(engine, monkeypatch)
@@ -143,7 +142,8 @@ class Faults:
             return name
 
         def sampled(logits: Any, rows: Any, keys: Any) -> list[int]:
-            self.hit("sample", *(self._named[id(row.params)][1] for row in rows))
+            known = [self._named[id(row.params)] for row in rows if id(row.params) in self._named]
+            self.hit("sample", *(name for _, name in known))
             return sample(logits, rows, keys)
 
         def scored(logits: Any, token: int, count: int) -> Any:
