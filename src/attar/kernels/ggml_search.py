@@ -102,6 +102,8 @@ def search(
         shape = (part.shape[0], part.shape[1], effort, torch.get_num_threads())
         failed = kernel(kind.encode(), part.data_ptr(), v.data_ptr(), *shape, *places)
         assert failed != 2, f"{kind} for {tuple(part.shape)}"
+        if failed == 3:
+            raise MemoryError("the search for scales")
         if failed:
             raise NumericsError("a weight is not finite", hint="look for NaN and infinity in the checkpoint")
     return found
