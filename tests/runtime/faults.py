@@ -1,12 +1,12 @@
 """Errors put into an engine's calls, each tied to one request: what every other request is held against.
 
     faults = Faults(engine, monkeypatch)
-    faults.guilty[name] = Fault("detokenize", after=3)      # the fourth such call for this request, and later ones
+    faults.guilty[name] = Fault("detokenize", after=3)      # the fourth such call for it, and all later ones
     faults.choose = lambda name, params: Fault(...) | None   # or: asked for each request as it is added
 
-PLACES are the engine's calls. ``run``, ``move``, ``fork``, ``forget`` and ``pack`` are the runner's, ``admit``,
-``reserve``, ``commit`` and ``pages`` the block manager's, ``note`` and ``propose`` have no request: they raise
-while a guilty one runs, and must cost no text at all.
+PLACES are the engine's calls. ``run``, ``move``, ``fork``, ``forget`` and ``pack`` are the runner's,
+``admit``, ``reserve``, ``commit`` and ``pages`` the block manager's. Those in HARMLESS belong to no request:
+they raise while a guilty one runs, and must cost no text at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random errors in every call of an engine, under load: every foreign text is as undisturbed, nothing leaks."""
+"""Random errors in every call of an engine under load: every foreign text is as undisturbed, none leaks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.runtime.speculate.proposing import Drawer, Oracle, speculator
 from tests.runtime.test_engine import alone, engine, finish, random_params, results
 from tests.runtime.test_request_faults import EvenGrammars
 
-RATE = 0.1  # of the requests are broken
+RATE = 0.2  # of the requests are broken
 Asked = list[tuple[list[int], SamplingParams]]
 
 
@@ -121,7 +121,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     manager.clear()
     assert manager.free == manager.capacity, "the prefix tree kept a block"
     if running.speculator is not None:
-        assert running.speculator.failure is None and running.speculator.counts.accepted
+        assert running.speculator.failure is None and running.speculator.counts.drafts
     monkeypatch.undo()
     return {place for place, _ in faults.raised}
 
@@ -168,7 +168,13 @@ def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.Monke
     text = next(stream).text
     encode = llm.codec.encode
     errors = iter([FaultError("encode"), DataError("no text")])
-    monkeypatch.setattr(llm.codec, "encode", lambda prompt: encode(prompt) if prompt == "x" else throw(errors))
+
+    def broken(prompt: str) -> list[int]:
+        if prompt != "x":
+            raise next(errors)
+        return encode(prompt)
+
+    monkeypatch.setattr(llm.codec, "encode", broken)
     for error in (FaultError, DataError):
         with pytest.raises(error):
             llm.generate(["x", "y"], params)
@@ -181,7 +187,3 @@ def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.Monke
     assert text + "".join(event.text for event in stream) == want
     assert llm.engine.idle and not llm._inbox
     llm.engine.check()
-
-
-def throw(errors: object) -> list[int]:
-    raise next(errors)  # type: ignore[call-overload]

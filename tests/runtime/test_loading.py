@@ -277,7 +277,9 @@ def test_a_fall_back_is_a_warning(monkeypatch, folder, llama, warned):
     for _ in range(2):
         load("attar:tiny", kv_tokens=16)
         load(packed(folder, llama, "W4A16"), kv_tokens=16)
-    start = "attar:tiny runs through transformers' modules, slower than the compiled step: there are no compiled"
+    start = (
+        "attar:tiny runs through transformers' modules, slower than the compiled step: there are no compiled"
+    )
     (tiny,) = [line for line in warned() if line.startswith("attar:tiny")]
     assert tiny.startswith(start) and tiny.endswith("ATTAR_KERNELS is off")
     assert sum("products of packed weights run in torch" in line for line in warned()) == 1
@@ -295,7 +297,9 @@ def test_every_verb_says_it_on_stderr(monkeypatch, capsys, warned):
     """The command prints what is logged."""
     monkeypatch.setenv("ATTAR_KERNELS", "off")
     monkeypatch.setattr(
-        sys, "argv", ["attar", "generate", "attar:tiny", "-p", "def ", "--max-tokens", "2", "--kv-tokens", "64"]
+        sys,
+        "argv",
+        ["attar", "generate", "attar:tiny", "-p", "def ", "--max-tokens", "2", "--kv-tokens", "64"],
     )
     before = list(logging.getLogger("attar").handlers)
     try:
@@ -304,7 +308,9 @@ def test_every_verb_says_it_on_stderr(monkeypatch, capsys, warned):
     finally:
         logging.getLogger("attar").handlers[:] = before
     said = capsys.readouterr()
-    assert said.out.startswith("def ") and said.err.startswith("warning: attar:tiny runs through transformers' ")
+    assert said.out.startswith("def ") and said.err.startswith(
+        "warning: attar:tiny runs through transformers' "
+    )
     assert said.err.count("\n") == 1
 
 

@@ -198,19 +198,44 @@ def test_where_nothing_runs_the_first_that_waits_is_ended(monkeypatch: pytest.Mo
 
 
 def test_copies_are_made_whichever_sequence_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of one prompt share its last block: a step that forks copies it, and one of them is broken then."""
+    """Texts of one prompt share its last block: a step copies it, and one of the step's sequences fails."""
     params = replace(PLAIN, n=3, prompt_logprobs=None)
     for after in range(1, 6):
         running = engine(FakeRunner(100))
         faults = Faults(running, monkeypatch)
         names = {running.add(prompt, params): (prompt, params) for prompt in ([1, 2, 3], [4], [5, 6])}
-        guilty = list(names)[0]
+        guilty = next(iter(names))
         faults.guilty[guilty] = Fault("run", after)
         got = results(finish(running), names)
         for name, (prompt, _) in names.items():
             if name != guilty:
                 tokens = [list(text.token_ids) for text in got[name].samples]
                 assert tokens == [alone(prompt, params, index) for index in range(3)]
+        faults.guilty.clear()
+        held(running)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("place", ["reserve", "commit", "sample", "detokenize", "run"])
+def test_a_text_that_fails_takes_those_of_its_request_along(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that were planned, run or drawn before it in the same step."""
+    params = replace(PLAIN, n=3, prompt_logprobs=None)
+    for after in range(3, 9):
+        running = engine()
+        faults = Faults(running, monkeypatch)
+        names = {running.add(prompt, params): (prompt, params) for prompt in ([1, 2, 3], [4, 5], [7])}
+        guilty = list(names)[GUILTY]
+        faults.guilty[guilty] = Fault(place, after)
+        events = finish(running)
+        got = results(events, names)
+        assert faults.raised
+        for name, (prompt, _) in names.items():
+            tokens = [list(text.token_ids) for text in got[name].samples]
+            if name != guilty:
+                assert tokens == [alone(prompt, params, index) for index in range(3)]
+        assert {text.finish_reason for text in got[guilty].samples} == {"error"}
         faults.guilty.clear()
         held(running)
         monkeypatch.undo()
@@ -262,5 +287,3 @@ def test_a_grammar_that_breaks_in_a_text_is_the_clients_fault(monkeypatch: pytes
     event = finish(running)[-1]
     assert isinstance(event.failure, GrammarError) and event.failure.kind == "grammar_too_complex"
     assert event.error == "regex is 'even', but must be simpler"
-
-

@@ -209,7 +209,7 @@ def test_a_leak_ends_the_thread() -> None:
             await streams.ask(lambda: manager.admit(99, [1, 2, 3]))
             await streams.ask(lambda: manager.reserve(99, 3))
             assert await read(streams, [1]) == alone([1], PARAMS)  # its last event goes out first
-            with pytest.raises((AssertionError, AttarError), match="1 blocks leaked|closed"):
+            with pytest.raises((AssertionError, AttarError), match=r"1 blocks leaked|closed"):
                 await read(streams, [1])
             assert isinstance(streams.failure, AssertionError)
 

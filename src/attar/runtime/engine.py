@@ -6,11 +6,11 @@
 
 One thread calls it (``stream.py`` is for several). It knows tokens; text only through ``decode``.
 
-An error ends its own request, with all its texts, and no other: its blocks come back, and its last events have
-the reason "error" and the exception. That holds for a step that cannot be run (``retry.py`` finds out whose
-fault it is), for memory (``scheduler.py``, ``packing.py``), for drawing, log-probabilities, text, grammar and
-stops, for drafts that are judged. What is not one sequence's fault ends those that run. Only a failed
-``check``, which means that the engine's books are wrong, is raised.
+An error ends its own request, with all its texts, and no other: its blocks come back, and its last events
+have the reason "error" and the exception. That holds for a step that cannot be run (``retry.py`` finds out
+whose fault it is), for memory (``scheduler.py``, ``packing.py``), for drawing, log-probabilities, text,
+grammar and stops, for drafts that are judged. What is not one sequence's fault ends those that run. Only a
+failed ``check``, which means that the engine's books are wrong, is raised.
 """
 
 from __future__ import annotations
@@ -173,9 +173,9 @@ class Engine:
         return self._rested([e for each in self.scheduler.cancel(id) for e in self._ended(each)])
 
     def rest(self) -> float | None:
-        """Look at the books of an idle engine: count its blocks, or check them one by one if that was not done
-        for CHECK_S seconds. Call it behind a step whose events have gone out, for with a large pool it takes a
-        while.
+        """Look at the books of an idle engine: count its blocks, or check them one by one if that was not
+        done for CHECK_S seconds. Call it behind a step whose events have gone out, for with a large pool it
+        takes a while.
 
         Returns:
             seconds after which it is worth calling again; None: there is nothing to look at.
@@ -304,7 +304,7 @@ class Engine:
         self.scheduler.append(sequence, drawn.tokens)
 
     def _fail(self, sequence: Running, failure: Exception) -> list[Event]:
-        """Something went wrong with a sequence: its request ends, with all its texts. Nothing where it has."""
+        """Something went wrong with a sequence: its request ends, with all its texts that have not."""
         ended = self.scheduler.cancel(sequence.request.id, "error", failure)
         return [event for each in ended for event in self._ended(each)]
 

@@ -20,9 +20,7 @@ class Packer(Protocol):
     def pack(self, packing: Packing) -> None: ...
 
 
-def pack_due(
-    scheduler: Scheduler, eviction: Eviction, runner: Packer
-) -> list[tuple[Sequence, Exception]]:
+def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> list[tuple[Sequence, Exception]]:
     """Pack every running sequence that holds more places than it may; SnapKV's once, after a long prompt.
 
     One for which there is no room stays as it is, and is asked again after the next step.

@@ -34,7 +34,7 @@ def run(runner: Runner, step: Step) -> tuple[Step, Tensor, Failures]:
 
 
 def _apart(runner: Runner, step: Step) -> tuple[Step, Tensor, Failures]:
-    """Every span by itself. The first one that can be run brings the copies, which are made again until then."""
+    """Every span by itself. The first that can be run brings the copies, which are made again until then."""
     done: list[int] = []
     logits = [torch.empty(0, runner.vocabulary)]
     failures: Failures = {}

@@ -120,6 +120,7 @@ class Scheduler:
                 left -= share
         if self.preemptions == before or not self.running:
             planned += self._admit(left, now)
+        planned = [each for each in planned if not each[0].finished]  # with another text of its request
         if drafting is not None and planned:
             planned = drafting(planned)
         return make_step(planned, self.manager) if planned else None

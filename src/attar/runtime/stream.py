@@ -6,9 +6,9 @@
 Only the thread touches the engine. Coroutines leave orders (add, cancel, anything that looks at it) in a
 queue, which the thread empties before every step. A step's events come back together through the loop that
 asked, for waking it costs more than an event does. An iterator that is closed early (a client went away)
-cancels its request. An error ends its own request (``engine.py``), is logged where it is not the client's, and
-the thread goes on. What should never happen (a check that fails) ends the thread: every open iterator raises
-it. Grammars are compiled in other threads.
+cancels its request. An error ends its own request (``engine.py``), is logged where it is not the client's,
+and the thread goes on. What should never happen (a check that fails) ends the thread: every open iterator
+raises it. Grammars are compiled in other threads.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class Streams:
             self._obey(wait=False)
 
     def _obey(self, wait: bool, seconds: float | None = None) -> None:
-        """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has nothing
-        to do."""
+        """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has
+        nothing to do."""
         try:
             self._orders.get(block=wait, timeout=seconds)()
             while True:

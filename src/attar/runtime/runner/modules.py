@@ -94,7 +94,7 @@ class Modules:
 
     @property
     def repeats(self) -> bool:
-        """Whether a step that broke off may be run again: nothing but the pool is kept, and nothing rounded."""
+        """Whether a step that broke off may be run again: only the pool is kept, and nothing is rounded."""
         return self.eviction is None and "kivi" not in self.features
 
     @property

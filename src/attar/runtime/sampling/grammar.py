@@ -43,7 +43,7 @@ _SPECIAL = {
     "special": True,
 }
 _SHOWN = 60  # characters of a grammar in a message
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # to compile; some 20 ms
     "step_lexer_fuel": 200_000,  # for a mask; some 15 ms
     "step_max_items": 50_000,
@@ -227,9 +227,7 @@ def _written(name: str, text: str) -> str:
         raise _refused(name, text, _reason(str(error))) from error
 
 
-def _refused(
-    name: str, text: str, reason: str, error: type[SettingsError] = SettingsError
-) -> SettingsError:
+def _refused(name: str, text: str, reason: str, error: type[SettingsError] = SettingsError) -> SettingsError:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     return error(name, shown, f"one that texts can be held to ({reason})")
 

@@ -30,7 +30,6 @@ from attar.runtime.sampling.cuts import mass_, top_k_
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History, ban_, bias_, penalise_
 
-
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 

@@ -37,7 +37,7 @@ from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.proposer import News, Proposer
 from attar.runtime.speculate.reading import Reading
-from attar.runtime.speculate.round import RESTING, Round, mode_of, noise_of, room, wish, writes
+from attar.runtime.speculate.round import RESTING, Round, Watched, mode_of, noise_of, room, wish, writes
 from attar.runtime.speculate.siblings import Siblings
 from attar.runtime.speculate.verify import Mode, verify
 from attar.runtime.text import Text
@@ -114,7 +114,7 @@ class Speculator:
         if self.failure is None and not rested and any(rooms):
             for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
                 draft = draft and self._fitted(draft, left)
-                if draft is not None and scheduler.manager.reserve(each.id, 1 + len(draft)):
+                if draft is not None and _reserved(each, scheduler, 1 + len(draft)):
                     drafts[each.id], left = draft, left - len(draft)
                     each.drafts = list(draft.tokens)
                     each.parents = None if draft.is_chain else list(draft.parents)
@@ -218,14 +218,16 @@ class Speculator:
                 return [*nothing]
             wide, siblings = self.siblings.wanted(self.chooser, ids, rooms, limits, left, beside)
             self._reading = self.reading.meet(ids, rooms, [len(each.tokens) for each in decoding])
+        rules = [Watched(text(each)) for each in decoding]
         wishes = [
-            wish(each, most, self.proposer, text(each), mode_of(text(each), self.verification), wide)
-            for each, most in zip(decoding, rooms, strict=True)
+            wish(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
+            for each, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
             drafts = self.proposer.propose(wishes)
         except Exception as failure:
-            self._broken(failure)
+            if not any(its.failed for its in rules):
+                self._broken(failure)
             return [*nothing]
         if not free:
             return self.siblings.kept(ids, drafts, siblings)
@@ -254,3 +256,12 @@ class Speculator:
     def _broken(self, failure: Exception) -> None:
         self.failure = failure
         logger.error("speculation is off: %s failed: %s", self.proposer.name, failure, exc_info=failure)
+
+
+def _reserved(sequence: Running, scheduler: Scheduler, count: int) -> bool:
+    """Whether the next places are writable. An error is the sequence's own: it comes again where the
+    scheduler reserves places, and ends the request."""
+    try:
+        return scheduler.manager.reserve(sequence.id, count)
+    except Exception:
+        return False
