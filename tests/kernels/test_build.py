@@ -1,8 +1,10 @@
 """Libraries are compiled once, for all that they depend on; where that fails, callers get None."""
 
 import logging
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -74,26 +76,37 @@ def test_the_key_holds_all_that_a_library_depends_on(what, room, monkeypatch):
 
 def test_the_environment_turns_kernels_off(room, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS", "off")
-    assert build.load("small") is None
+    assert build.load("small") is None and build.missing("small") == "ATTAR_KERNELS is off"
     assert not (room / "cache").exists()
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "an error in the source", "a cache that is a file"])
-def test_no_library_is_one_line_of_the_debug_log(trouble, room, monkeypatch, caplog):
+def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     if trouble == "no compiler":
         monkeypatch.setenv("PATH", str(room))
     elif trouble == "an error in the source":
         (room / "csrc" / "small.cpp").write_text("int answer( { return 42; }")
     else:
         (room / "cache").write_text("in the way")
-    with caplog.at_level(logging.DEBUG, "attar.kernels.build"):
-        assert build.load("small") is None
-        assert build.load("small") is None
-    (record,) = caplog.records
-    assert record.levelno == logging.DEBUG and "\n" not in record.getMessage()
+    assert build.load("small") is None
+    said = build.missing("small")
+    words = {"no compiler": "no compiler: none of c++", "an error in the source": "error"}
+    assert words.get(trouble, "cache") in said and "\n" not in said
     if trouble == "an error in the source":
-        assert "error" in record.getMessage()
         assert files(room) == []
+
+
+def test_nothing_is_missing_where_there_is_a_library():
+    assert build.load("small") is not None and build.missing("small") == ""
+
+
+def test_slower_code_is_a_warning_once_in_a_process(caplog):
+    build.slower.cache_clear()
+    for _ in range(3):
+        build.slower("this runs in torch")
+    build.slower("that runs in torch")
+    assert [record.getMessage() for record in caplog.records] == ["this runs in torch", "that runs in torch"]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_a_compiler_that_knows_only_the_second_flag(room, monkeypatch):
@@ -121,6 +134,77 @@ def test_processes_build_at_the_same_time(room):
     ]
     assert [process.communicate()[0].strip() for process in running] == ["42"] * 4
     assert len(files(room)) == 1
+
+
+def test_what_killed_compilations_left_goes_and_old_libraries_too(room, monkeypatch):
+    folder = room / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    for number in range(build.KEPT + 3):
+        (folder / f"small-{number:016x}.so").write_text("old")
+        os.utime(folder / f"small-{number:016x}.so", (1000 + number, 1000 + number))
+    (folder / "smaller-0000000000000000.so").write_text("another's")
+    for name, age in ((".small-1-dead", 2 * build.TIMEOUT + 60), (".small-2-alive", 60)):
+        (folder / name).mkdir()
+        (folder / name / "half.so").write_text("half")
+        os.utime(folder / name, (time.time() - age,) * 2)
+    assert build.load("small").answer() == 42
+    names = files(room)
+    assert ".small-1-dead" not in names and ".small-2-alive" in names
+    assert "smaller-0000000000000000.so" in names
+    kept = [name for name in names if name.startswith("small-")]
+    assert len(kept) == build.KEPT and "small-0000000000000000.so" not in kept
+    assert f"small-{build.KEPT + 2:016x}.so" in kept
+
+
+def test_a_library_that_is_used_stays(room, monkeypatch):
+    build.load("small")
+    (name,) = files(room)
+    path = room / "cache" / "kernels" / name
+    os.utime(path, (1000, 1000))
+    build._load.cache_clear()
+    build.load("small")
+    assert path.stat().st_mtime > 2000
+
+
+def test_the_folder_is_its_owners_alone(room):
+    build.load("small")
+    assert (room / "cache" / "kernels").stat().st_mode & 0o777 == 0o700
+
+
+def spoil(path):
+    """Another file; the one that is loaded stays as it is."""
+    path.unlink()
+    path.write_bytes(b"not a library")
+
+
+def test_another_users_folder_is_not_used(room, monkeypatch, caplog):
+    """Whoever may write there could put code into this process."""
+    build.slower.cache_clear()
+    build.load("small")
+    build._load.cache_clear()
+    (name,) = files(room)
+    spoil(room / "cache" / "kernels" / name)
+    monkeypatch.setattr(build, "_ours", lambda path: room not in path.parents)
+    assert build.load("small").answer() == 42
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "belongs to another user: small is compiled for this process alone" in line
+    assert files(room) == [name]
+
+
+def test_another_users_library_is_built_again(room, monkeypatch):
+    build.load("small")
+    build._load.cache_clear()
+    (name,) = files(room)
+    path = room / "cache" / "kernels" / name
+    spoil(path)
+    monkeypatch.setattr(build, "_ours", lambda each: each != path)
+    assert build.load("small").answer() == 42
+
+
+def test_whose_a_file_is(room, monkeypatch):
+    assert build._ours(room)
+    monkeypatch.setattr(os, "geteuid", lambda: room.stat().st_uid + 1)
+    assert not build._ours(room)
 
 
 def test_our_own_sources_compile_without_a_warning(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Packed weights come back as they were, and products are those of torch."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from attar.kernels.build import load
 from attar.kernels.memory import Arena
 from attar.kernels.packed import GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
 from attar.kernels.product import Team, reference
+from attar.kernels.structures import linear, raise_for
 
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
@@ -175,3 +178,32 @@ def test_more_panels_than_are_held(kind, team):
     packed, x = pack(weight(480, 2048), kind), torch.randn(21, 2048)
     whole = team.multiply(x, packed)
     assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 20))
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
+    """In one part, in every part, between two phases: all threads come out, and can be used again."""
+    with Team(threads) as team:
+        fails = team._library.attar_team_fails
+        for _ in range(50):
+            for part in (0, 17, 63, -1):
+                assert fails(team._handle, 1 << 62, part, 0) == 1
+            assert fails(team._handle, 1 << 62, -1, 1) == 1
+            assert fails(team._handle, 8, -1, 0) == 0 == fails(team._handle, 8, -1, 1)
+        w, x = weight(40, 128), torch.randn(3, 128)
+        assert torch.allclose(
+            team.multiply(x, pack_bf16(w), exact=True), x @ w.bfloat16().float().T, atol=1e-4
+        )
+
+
+@compiled
+def test_a_product_that_cannot_be_allocated_is_an_error(team):
+    packed = pack_bf16(weight(32, 128))
+    code = team._library.attar_multiply(team._handle, ctypes.byref(linear(packed)), 0, 1 << 54, False, 0)
+    assert code == 1
+    with pytest.raises(MemoryError, match="a product: there is not enough memory"):
+        raise_for(code, "a product")
+    with pytest.raises(RuntimeError, match="a product failed"):
+        raise_for(2, "a product")
+    raise_for(0, "a product")

@@ -145,7 +145,7 @@ class Program:
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads = threads or default_threads()
+        self.threads, self.exact, self.kv_dtype = threads or default_threads(), exact, kv_dtype
         self.pool = huge(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.Layer * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._structure(exact, kv_dtype)
@@ -154,6 +154,7 @@ class Program:
         if self._library is None:
             raise UsageError("there is no compiled kernel", hint="install a C++ compiler")
         self._handle = self._library.attar_runner(ctypes.byref(self._model), self.threads)
+        structures.raise_for(int(self._handle is None), "the compiled runner")
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None) is not None:
@@ -166,11 +167,16 @@ class Program:
         self._handle = None
 
     def run(self, tokens: Tokens) -> Tensor:
-        """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary)."""
+        """Copy blocks, write keys and values, attend: logits float32 (len(rows), vocabulary).
+
+        Raises:
+            MemoryError: there is no room for what lies between the layers; what the step was to write may be
+                written in part, and it may be run again.
+        """
         assert self._library is not None and self._handle is not None, "run after close"
         logits = torch.empty(len(tokens.rows), self.weights.vocabulary)
         batch, kept = structure(tokens, logits)
-        self._library.attar_run(self._handle, ctypes.byref(batch))
+        structures.raise_for(self._library.attar_run(self._handle, ctypes.byref(batch)), "a step")
         del kept
         return logits
 

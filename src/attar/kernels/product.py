@@ -13,8 +13,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from attar.kernels.build import missing, slower
 from attar.kernels.packed import Packed, unpack
-from attar.kernels.structures import library, linear
+from attar.kernels.structures import library, linear, raise_for
 
 
 class Team:
@@ -28,6 +29,9 @@ class Team:
         self.threads = threads or default_threads()
         self._library = library()
         self._handle = None if self._library is None else self._library.attar_team(self.threads)
+        raise_for(int(self._library is not None and self._handle is None), "threads for products")
+        if self._library is None:
+            slower(f"products of packed weights run in torch, slower than compiled: {missing('decode')}")
 
     def __enter__(self) -> Team:
         return self
@@ -57,7 +61,8 @@ class Team:
             return reference(x, packed)
         y = torch.empty(len(x), packed.rows)
         place = ctypes.byref(linear(packed))
-        self._library.attar_multiply(self._handle, place, x.data_ptr(), len(x), exact, y.data_ptr())
+        code = self._library.attar_multiply(self._handle, place, x.data_ptr(), len(x), exact, y.data_ptr())
+        raise_for(code, "a product")
         return y
 
     def read(self, data: Tensor) -> int:

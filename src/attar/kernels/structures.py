@@ -99,10 +99,24 @@ def library() -> Any | None:
     found.attar_team.argtypes, found.attar_team.restype = [WHOLE], POINTER
     found.attar_team_free.argtypes, found.attar_team_free.restype = [POINTER], None
     found.attar_multiply.argtypes = [POINTER, POINTER, POINTER, LONG, WHOLE, POINTER]
-    found.attar_multiply.restype = None
+    found.attar_multiply.restype = WHOLE
     found.attar_runner.argtypes, found.attar_runner.restype = [POINTER, WHOLE], POINTER
     found.attar_runner_free.argtypes, found.attar_runner_free.restype = [POINTER], None
-    found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], None
+    found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], WHOLE
     found.attar_move.argtypes, found.attar_move.restype = [POINTER, POINTER, LONG], None
+    found.attar_team_fails.argtypes, found.attar_team_fails.restype = [POINTER, LONG, LONG, WHOLE], WHOLE
     found.attar_read.argtypes, found.attar_read.restype = [POINTER, POINTER, LONG], ctypes.c_uint64
     return found
+
+
+def raise_for(code: int, what: str) -> None:
+    """What the library's numbers mean.
+
+    Raises:
+        MemoryError: 1.
+        RuntimeError: any other but 0.
+    """
+    if code == 1:
+        raise MemoryError(f"{what}: there is not enough memory")
+    if code:
+        raise RuntimeError(f"{what} failed in the compiled library ({code})")

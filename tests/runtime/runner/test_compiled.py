@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from attar.errors import ModelError, UsageError
+from attar.kernels import decode
+from attar.kernels.batch import structure
 from attar.kernels.build import load
 from attar.runtime.runner.compiled import Compiled, compiled, seen
 from attar.runtime.runner.compiled_weights import model_weights
@@ -294,3 +296,23 @@ def test_what_lies_in_free_places_is_not_seen(kv_dtype, models):
         parts = [run(found, (0, ids, a, b, [5, 2], b - a)) for a, b in ((0, 7), (7, 8), (8, 21))]
         rows.append(torch.cat(parts))
     assert torch.equal(*rows)
+
+
+def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models, monkeypatch):
+    """2^50 tokens: what lies between layers cannot be held."""
+    model = models("llama3")
+    found, ids = runner(model), tokens()
+    part = (0, ids, 0, LENGTH, [0, 1, 2], 1)
+    wanted = run(found, part)
+
+    def too_many(tokens, logits):
+        batch, kept = structure(tokens, logits)
+        batch.tokens = 1 << 50
+        return batch, kept
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "structure", too_many)
+        for _ in range(3):
+            with pytest.raises(MemoryError, match="a step: there is not enough memory"):
+                run(found, part)
+    assert torch.equal(run(found, part), wanted)

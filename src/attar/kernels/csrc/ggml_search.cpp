@@ -140,13 +140,14 @@ bool run_threaded(const Kind& kind, const Job& job, int threads) {
     const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>(threads, units));
     std::vector<char> finite(parts, 1);
     std::vector<std::thread> others;
+    others.reserve(parts);
     const auto part = [&](std::int64_t i) {
         finite[i] = kind.run(job, units * i / parts, units * (i + 1) / parts);
     };
     for (std::int64_t i = 1; i < parts; i++) {
         try {
             others.emplace_back(part, i);
-        } catch (const std::system_error&) {
+        } catch (...) {  // no thread, or no memory for one
             part(i);
         }
     }
@@ -157,14 +158,19 @@ bool run_threaded(const Kind& kind, const Job& job, int threads) {
 
 }  // namespace
 
-// 0: done; 1: a weight is not finite; 2: no such kind, or its block does not divide the columns.
+// 0: done; 1: a weight is not finite; 2: no such kind, or its block does not divide the columns; 3: no memory.
 extern "C" int attar_ggml_search(const char* name, const float* weight, const float* v, std::int64_t rows,
                                  std::int64_t columns, int effort, int threads, const float* shrink,
                                  std::uint16_t* d, std::uint16_t* minimum, std::uint8_t* scale_codes,
                                  std::uint8_t* minimum_codes, std::uint8_t* codes) {
     const Job job{weight, v, rows, columns, effort, shrink, d, minimum, scale_codes, minimum_codes, codes};
-    for (const Kind& kind : KINDS)
-        if (!std::strcmp(kind.name, name) && columns % kind.block == 0)
+    for (const Kind& kind : KINDS) {
+        if (std::strcmp(kind.name, name) || columns % kind.block) continue;
+        try {
             return run_threaded(kind, job, threads) ? 0 : 1;
+        } catch (...) {
+            return 3;
+        }
+    }
     return 2;
 }

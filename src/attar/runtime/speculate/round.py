@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from attar.runtime.sampling.warp import Row
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Proposer, Wish
+from attar.runtime.speculate.proposer import Proposer, Rules, Wish
 from attar.runtime.speculate.verify import Mode
 from attar.runtime.text import Text
 
@@ -63,10 +65,35 @@ def noise_of(sequence: Running, text: Text) -> Noise:
     return Noise(text.seed, text.sample, len(sequence.tokens))
 
 
-def wish(sequence: Running, most: int, proposer: Proposer, text: Text, mode: Mode, wide: bool) -> Wish:
+@dataclass(eq=False)
+class Watched:
+    """A text's rules as a proposer gets them: where they fail, that is the text's fault.
+
+    Args:
+        text: whose; what is wrong with it comes out when its token is drawn.
+        failed: whether they did.
+    """
+
+    text: Text
+    failed: bool = False
+
+    def row(self, drafted: Sequence[int] = ()) -> Row:
+        """The warps of the token after ``drafted``."""
+        try:
+            return self.text.row(drafted)
+        except Exception:
+            self.failed = True
+            raise
+
+    def key(self, ahead: int = 0) -> int:
+        """Its noise, ``ahead`` places behind the next."""
+        return self.text.key(ahead)
+
+
+def wish(sequence: Running, most: int, proposer: Proposer, rules: Watched, mode: Mode, wide: bool) -> Wish:
     """What a proposer is asked for a sequence; rules only where it draws."""
-    shown = None
+    shown: Rules | None = None
     if proposer.draws:
-        exact = mode == "exact" and not text.params.greedy
-        shown = Drafting(text, noise_of(sequence, text)) if exact else text
+        exact = mode == "exact" and not rules.text.params.greedy
+        shown = Drafting(rules, noise_of(sequence, rules.text)) if exact else rules
     return Wish(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)

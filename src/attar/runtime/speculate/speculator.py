@@ -14,7 +14,9 @@ last of these is measured, so that what is compared with it stays true (``_rests
 Sequences are followed by looking at who runs: one that ended, or lost its blocks, is forgotten before the
 next drafts are made. Texts fork with their first token, before anything is drafted for them.
 
-A proposer that breaks costs no text: from then on nothing is drafted, and ``failure`` says why.
+A proposer that breaks costs no text: from then on nothing is drafted, and ``failure`` says why. Nor does
+anything else here but ``judge``, which raises for the sequence it is called for; what calls the rest says
+``stop`` where it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attar.errors import NumericsError
 from attar.runtime.batch import Output, Planned
 from attar.runtime.drawing import Drawn
 from attar.runtime.scheduler import Scheduler
@@ -36,7 +37,7 @@ from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.proposer import News, Proposer
 from attar.runtime.speculate.reading import Reading
-from attar.runtime.speculate.round import RESTING, Round, mode_of, noise_of, room, wish, writes
+from attar.runtime.speculate.round import RESTING, Round, Watched, mode_of, noise_of, room, wish, writes
 from attar.runtime.speculate.siblings import Siblings
 from attar.runtime.speculate.verify import Mode, verify
 from attar.runtime.text import Text
@@ -56,7 +57,8 @@ class Speculator:
 
     Attributes:
         counts: for metrics.
-        failure: what broke the proposer; None where nothing did.
+        failure: what broke the proposer, or anything here; None where nothing did.
+        stopped: nothing is planned, noted or followed any more.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Speculator:
         self.verification, self.clock = verification, clock
         self.counts, self.siblings, self.reading = Counts(), Siblings(), Reading()
         self.failure: Exception | None = None
+        self.stopped = False
         self._known: dict[int, None] = {}
         self._round = Round()
         self._asking = self._reading = False  # of this pass
@@ -111,7 +114,7 @@ class Speculator:
         if self.failure is None and not rested and any(rooms):
             for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
                 draft = draft and self._fitted(draft, left)
-                if draft is not None and scheduler.manager.reserve(each.id, 1 + len(draft)):
+                if draft is not None and _reserved(each, scheduler, 1 + len(draft)):
                     drafts[each.id], left = draft, left - len(draft)
                     each.drafts = list(draft.tokens)
                     each.parents = None if draft.is_chain else list(draft.parents)
@@ -145,7 +148,7 @@ class Speculator:
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
         )
 
-    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | NumericsError], logits: Tensor) -> None:
+    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | Exception], logits: Tensor) -> None:
         """A pass is over, and its tokens are decided."""
         if self._round is RESTING:
             return
@@ -171,6 +174,11 @@ class Speculator:
         asking = 0.0 if self._round.drafts else self._round.drafting
         self._pause = self._resting = self.chooser.rest(len(decoded), asking)
         self._spent += self.clock() - now
+
+    def stop(self, failure: Exception) -> None:
+        """Nothing is drafted from now on, and nothing here is asked any more."""
+        self.stopped, self._round = True, RESTING
+        self._broken(failure)
 
     def follow(self, running: Sequence[Running]) -> None:
         """Forgets sequences that run no longer."""
@@ -210,14 +218,16 @@ class Speculator:
                 return [*nothing]
             wide, siblings = self.siblings.wanted(self.chooser, ids, rooms, limits, left, beside)
             self._reading = self.reading.meet(ids, rooms, [len(each.tokens) for each in decoding])
+        rules = [Watched(text(each)) for each in decoding]
         wishes = [
-            wish(each, most, self.proposer, text(each), mode_of(text(each), self.verification), wide)
-            for each, most in zip(decoding, rooms, strict=True)
+            wish(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
+            for each, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
             drafts = self.proposer.propose(wishes)
         except Exception as failure:
-            self._broken(failure)
+            if not any(its.failed for its in rules):
+                self._broken(failure)
             return [*nothing]
         if not free:
             return self.siblings.kept(ids, drafts, siblings)
@@ -246,3 +256,12 @@ class Speculator:
     def _broken(self, failure: Exception) -> None:
         self.failure = failure
         logger.error("speculation is off: %s failed: %s", self.proposer.name, failure, exc_info=failure)
+
+
+def _reserved(sequence: Running, scheduler: Scheduler, count: int) -> bool:
+    """Whether the next places are writable. An error is the sequence's own: it comes again where the
+    scheduler reserves places, and ends the request."""
+    try:
+        return scheduler.manager.reserve(sequence.id, count)
+    except Exception:
+        return False

@@ -4,13 +4,18 @@
 // A phase ends when its parts are done, not when all members have come: a thread that the system has put
 // aside is waited for only while it holds a part, and goes through what was done without it in no time. So
 // a crowded machine costs what it takes, not a standstill at each phase.
+//
+// What a member throws (there is no memory) ends its own way, never a phase of others: the part counts as done,
+// and `run` throws it again when all are out.
 
 #pragma once
 
 #include <algorithm>
 #include <cassert>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "gate.h"
@@ -22,8 +27,14 @@ enum class Parts { EVEN, GUIDED };
 
 class Team {
 public:
-    explicit Team(int size) : size_(size < 1 ? 1 : size) {
-        for (int i = 1; i < size_; i++) threads_.emplace_back([this] { serve(); });
+    // So many threads, this one among them; fewer where the system has no more.
+    explicit Team(int size) {
+        threads_.reserve(size < 1 ? 1 : size);
+        try {
+            for (int i = 1; i < size; i++) threads_.emplace_back([this] { serve(); });
+        } catch (const std::system_error&) {
+        }
+        size_ = int(threads_.size()) + 1;
     }
 
     ~Team() {
@@ -55,7 +66,11 @@ public:
             for (std::int64_t first = phase.next.load(std::memory_order_relaxed); first < count;) {
                 const std::int64_t last = first + part(count, first, parts);
                 if (!phase.next.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
-                f(first, last);
+                try {
+                    f(first, last);
+                } catch (...) {
+                    team_.failed();
+                }
                 if (phase.done.fetch_add(last - first) + last - first == count) team_.busy_.wake();
                 first = phase.next.load(std::memory_order_relaxed);
             }
@@ -73,13 +88,14 @@ public:
         std::int64_t at_ = 0;
     };
 
-    // `work(member)` on all members, with at most `phases` phases; returns when all have returned. One caller
-    // at a time.
+    // `work(member)` on all members, with at most `phases` phases; returns when all have returned, and throws
+    // what one of them threw. One caller at a time.
     void run(std::int64_t phases, const std::function<void(Member&)>& work) {
+        failure_ = nullptr;
         if (size_ > 1) open(phases, work);
-        Member own(*this);
-        work(own);
+        enter(work);
         if (size_ > 1) close();
+        if (failure_) std::rethrow_exception(failure_);
     }
 
 private:
@@ -89,6 +105,21 @@ private:
     struct alignas(64) Phase {
         std::atomic<std::int64_t> next{0}, done{0};
     };
+
+    void enter(const std::function<void(Member&)>& work) {
+        Member own(*this);
+        try {
+            work(own);
+        } catch (...) {
+            failed();
+        }
+    }
+
+    // Called while an exception is handled; the first one is kept.
+    void failed() {
+        std::lock_guard<std::mutex> held(failing_);
+        if (!failure_) failure_ = std::current_exception();
+    }
 
     void open(std::int64_t phases, const std::function<void(Member&)>& work) {
         if (phases > room_) {
@@ -116,17 +147,16 @@ private:
             idle_.wait(IDLE_LOOKS, [&] { return calls_.load() != seen; });
             seen = calls_.load();
             inside_.fetch_add(1);
-            if (open_.load()) {
-                Member own(*this);
-                (*work_)(own);
-            }
+            if (open_.load()) enter(*work_);
             inside_.fetch_sub(1);
             busy_.wake();
         }
     }
 
-    const int size_;
+    int size_ = 1;
     std::vector<std::thread> threads_;
+    std::exception_ptr failure_;
+    std::mutex failing_;
     std::unique_ptr<Phase[]> phases_;
     std::int64_t room_ = 0;
     const std::function<void(Member&)>* work_ = nullptr;
