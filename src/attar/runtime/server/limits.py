@@ -66,7 +66,8 @@ def allowed_hosts(settings: ServerSettings) -> frozenset[str]:
 def _host(given: str) -> str | None:
     """The name in a Host or an Origin, without the port."""
     try:
-        return urlsplit(given if "://" in given else f"//{given}").hostname
+        parts = urlsplit(given if "://" in given else f"//{given}")
+        return None if "@" in given else parts.hostname
     except ValueError:
         return None
 

@@ -11,6 +11,7 @@ The port stays open while the server drains, so whoever still comes is told to g
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import socket
@@ -107,6 +108,8 @@ def run(app: FastAPI, settings: ServerSettings, told: Callable[[str], None]) -> 
         told(f"warning: {server.connections.most} connections at most: the process may not open more files")
     shown = f"[{settings.host}]" if ":" in settings.host else settings.host
     told(f"http://{shown}:{listening.getsockname()[1]}")
+    gc.collect()
+    gc.freeze()  # what the model is made of stays, and looking through it takes a third of a second
     try:
         asyncio.run(_serve(server, listening))
     finally:
