@@ -211,7 +211,7 @@ def test_a_wrong_message_is_named_by_its_place(content, param, words):
         (b'{"a": 1', "not valid JSON"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[" * 10_000, "nested too deeply"),
-        (b"[" * 100_000, "more than 16,384 values"),
+        (b"[" * 100_000, "more than 8,192 values"),
         (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
         (b"[]", "not a JSON object"),
         (b'{"model": "m", "prompt": "\\uD800"}', "surrogate"),

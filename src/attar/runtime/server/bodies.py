@@ -22,7 +22,7 @@ from starlette.responses import Response
 from attar.runtime.server.failures import RefusedError, invalid
 from attar.runtime.server.lanes import SMALL
 
-MOST_VALUES = 16_384  # in lists and objects together; ids of prompts and schemas are not counted
+MOST_VALUES = 8192  # in lists and objects together; ids of prompts and schemas are not counted
 MOST_LEVELS = 64  # of a JSON schema
 MOST_IDS = 1 << 18  # of one list of token ids, where the model has no limit of its own
 _UNCOUNTED = ("prompt", "tokens", "schema")

@@ -90,10 +90,9 @@ def refusal(error: AttarError, retry_s: int) -> RefusedError:
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     """The answer to pydantic's errors: the deepest of the first field's. The value itself is not repeated."""
-    first = errors[0]
-    start = _path(first)[:1]
-    deepest = max((error for error in errors if _path(error)[:1] == start), key=lambda e: len(_path(e)))
-    first = first if len(_path(first)) == len(_path(deepest)) else deepest
+    errors = errors[:100]
+    start = _path(errors[0])[:1]
+    first = max((error for error in errors if _path(error)[:1] == start), key=lambda each: len(_path(each)))
     about = first.get("ctx", {}).get("param")
     kind, param = str(first.get("type", "")), ".".join([*_path(first), *([about] if about else [])]) or None
     if kind == "extra_forbidden":
