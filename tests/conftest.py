@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -26,3 +27,11 @@ def broken_proposers() -> Iterator[list[str]]:
     yield seen
     logger.removeHandler(handler)
     assert not seen, seen[0]
+
+
+@pytest.fixture(autouse=True)
+def checked_whenever_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine looks at its books whenever nothing is left, and not only every few seconds."""
+    engine = sys.modules.get("attar.runtime.engine")
+    if engine is not None:
+        monkeypatch.setattr(engine, "CHECK_S", 0.0)

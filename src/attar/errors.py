@@ -3,6 +3,7 @@
     AttarError                 exit code 1
     ├── UsageError             exit code 2: the command, an option or a recipe is wrong
     │   ├── SettingsError      a setting has a value that is not allowed
+    │   │   └── GrammarError   a grammar takes more than is allowed to hold a text to it
     │   └── RecipeError        a recipe file: names file, line and key
     ├── CheckpointError        a model folder is missing, incomplete or damaged
     ├── ModelError             the architecture does not allow what was asked
@@ -27,9 +28,13 @@ class AttarError(Exception):
     Args:
         message: one line: which file or field, what is wrong.
         hint: one line: how to mend it.
+
+    Attributes:
+        kind: a short name of the reason, for programs; None: the class says enough.
     """
 
     exit_code = 1
+    kind: str | None = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -60,6 +65,12 @@ class SettingsError(UsageError):
         self.field = field
         self.value = value
         self.allowed = allowed
+
+
+class GrammarError(SettingsError):
+    """A grammar takes more time or memory than is allowed, or no text can follow it."""
+
+    kind = "grammar_too_complex"
 
 
 class RecipeError(UsageError):

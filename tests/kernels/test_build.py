@@ -74,26 +74,37 @@ def test_the_key_holds_all_that_a_library_depends_on(what, room, monkeypatch):
 
 def test_the_environment_turns_kernels_off(room, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS", "off")
-    assert build.load("small") is None
+    assert build.load("small") is None and build.missing("small") == "ATTAR_KERNELS is off"
     assert not (room / "cache").exists()
 
 
 @pytest.mark.parametrize("trouble", ["no compiler", "an error in the source", "a cache that is a file"])
-def test_no_library_is_one_line_of_the_debug_log(trouble, room, monkeypatch, caplog):
+def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     if trouble == "no compiler":
         monkeypatch.setenv("PATH", str(room))
     elif trouble == "an error in the source":
         (room / "csrc" / "small.cpp").write_text("int answer( { return 42; }")
     else:
         (room / "cache").write_text("in the way")
-    with caplog.at_level(logging.DEBUG, "attar.kernels.build"):
-        assert build.load("small") is None
-        assert build.load("small") is None
-    (record,) = caplog.records
-    assert record.levelno == logging.DEBUG and "\n" not in record.getMessage()
+    assert build.load("small") is None
+    said = build.missing("small")
+    words = {"no compiler": "no compiler: none of c++", "an error in the source": "error"}
+    assert words.get(trouble, "cache") in said and "\n" not in said
     if trouble == "an error in the source":
-        assert "error" in record.getMessage()
         assert files(room) == []
+
+
+def test_nothing_is_missing_where_there_is_a_library():
+    assert build.load("small") is not None and build.missing("small") == ""
+
+
+def test_slower_code_is_a_warning_once_in_a_process(caplog):
+    build.slower.cache_clear()
+    for _ in range(3):
+        build.slower("this runs in torch")
+    build.slower("that runs in torch")
+    assert [record.getMessage() for record in caplog.records] == ["this runs in torch", "that runs in torch"]
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 def test_a_compiler_that_knows_only_the_second_flag(room, monkeypatch):

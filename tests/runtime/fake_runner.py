@@ -37,6 +37,8 @@ def seen(place: int, index: int, tree: Sequence[int] | None) -> list[int]:
 class FakeRunner:
     """A ``Runner`` whose keys are the tokens themselves."""
 
+    repeats = True
+
     def __init__(self, blocks: int = 64, block_size: int = 4, context: int | None = 200) -> None:
         self.capacity, self.block_size, self.context = blocks, block_size, context
         self.vocabulary = VOCABULARY

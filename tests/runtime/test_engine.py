@@ -246,14 +246,14 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_lives() -> None:
     runner.fails = ValueError("broken")
     events = finish(running)
     assert [(e.finish_reason, e.error) for e in events] == [("error", "ValueError: broken")] * 2
-    assert running.failure is runner.fails
+    assert all(event.failure is runner.fails for event in events)
     runner.fails = None
     params = SamplingParams(seed=0, max_tokens=3)
     name = running.add([1, 2], params)
     assert list(results(finish(running), {name: ([1, 2], params)})[name].token_ids) == alone([1, 2], params)
 
 
-def test_a_fork_that_fails_ends_all_texts_of_the_step_and_leaks_nothing() -> None:
+def test_a_fork_that_fails_ends_all_texts_of_its_request_and_leaks_nothing() -> None:
     class Forgetful(FakeRunner):
         def fork(self, sequence: int, child: int) -> None:
             if len(forks) == 1:  # the first request has forked already
@@ -262,10 +262,13 @@ def test_a_fork_that_fails_ends_all_texts_of_the_step_and_leaks_nothing() -> Non
 
     forks: list[int] = []
     running = engine(Forgetful())
-    for prompt in ([1, 2], [3, 4]):
-        running.add(prompt, SamplingParams(n=2, max_tokens=3))
+    params = SamplingParams(n=2, max_tokens=3, seed=1)
+    first, second = (running.add(prompt, params) for prompt in ([1, 2], [3, 4]))
     events = finish(running)
-    assert [(e.finish_reason, e.error) for e in events] == [("error", "MemoryError: no room for scores")] * 4
+    broken = [(e.finish_reason, e.error) for e in events if e.request == second]
+    assert broken == [("error", "MemoryError: no room for scores")] * 2
+    texts = results([e for e in events if e.request == first], {first: ([1, 2], params)})[first].samples
+    assert [list(text.token_ids) for text in texts] == [alone([1, 2], params, index) for index in (0, 1)]
     running.check()
 
 
@@ -341,3 +344,33 @@ def test_logits_are_not_modified() -> None:
     running.add([1], SamplingParams(seed=0, temperature=0.5, top_k=3, top_p=0.5, repetition_penalty=2.0))
     finish(running)
     assert all(torch.equal(a, b) for a, b in kept)
+
+
+def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attar.runtime.engine.CHECK_S", 10.0)
+    now, looked = [0.0], []
+    running = engine(clock=lambda: now[0])
+    check = running.check
+    monkeypatch.setattr(running, "check", lambda: looked.append(now[0]) or check())
+
+    def work() -> None:
+        running.add([1], SamplingParams(max_tokens=2))
+        assert running.rest() is None  # it is not idle
+        finish(running)
+
+    assert running.rest() is None and looked == []
+    work()
+    assert looked == []  # not in the step
+    assert running.rest() is None and looked == [0.0]
+    assert running.rest() is None and looked == [0.0]  # nothing ran since
+    now[0] = 4.0
+    work()
+    assert running.rest() == 6.0 and looked == [0.0]
+    now[0] = 10.0
+    assert running.rest() is None and looked == [0.0, 10.0]
+    running.add([1])
+    running.scheduler.manager.admit(99, [1, 2])
+    running.scheduler.manager.reserve(99, 2)
+    finish(running)
+    with pytest.raises(AssertionError, match="1 blocks leaked"):
+        running.rest()

@@ -126,11 +126,7 @@ class World:
     def run(self, step, fails):
         self.runner.run(step)
         self.runner.fails = fails
-        try:
-            outputs = self.scheduler.commit(step)
-        except MemoryError:
-            self.scheduler.abandon(step)
-            outputs = []
+        outputs = self.scheduler.commit(step)
         self.runner.fails = False
         for output in outputs:
             if output.draws:

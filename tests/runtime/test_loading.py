@@ -5,19 +5,25 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
+from attar.cli.main import main
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load as build
+from attar.kernels.build import slower
+from attar.kernels.product import default_threads
+from attar.kernels.structures import library
 from attar.models.load import load_model
-from attar.runtime.kv.evict import Streaming
+from attar.quantization.grids.ggml import GGML
+from attar.runtime.kv.evict import H2O, Streaming
 from attar.runtime.llm import LLM
-from attar.runtime.loading import end_tokens, load
+from attar.runtime.loading import Loaded, end_tokens, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.modules import Modules
@@ -26,6 +32,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import Span, Step
 from tests import tiny_models
 from tests.quantization.packing import pack, save
+from tests.runtime.fake_runner import FakeRunner
 
 compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
 INTEGERS = 0.035  # of the logits' norm: inputs rounded to int8, 3 layers of random weights
@@ -248,6 +255,80 @@ def test_weights_rounded_while_loading(folder, llama):
         assert (logits(loaded.runner, rows[0].tolist()) - wanted).norm() < bound * wanted.norm()
     with pytest.raises(ModelError, match="quantized already"):
         load(packed(folder, llama, "W4A16"), weights="int8")
+
+
+@pytest.fixture
+def warned(caplog):
+    """What was warned of, message by message."""
+    slower.cache_clear()
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    slower.cache_clear()
+
+
+def test_a_fall_back_is_a_warning(monkeypatch, folder, llama, warned):
+    """Once, with the reason; not where modules were asked for, nor where the compiled step runs."""
+    load("attar:tiny", runner="modules", kv_tokens=16)
+    if library() is not None:
+        load("attar:tiny", kv_tokens=16)
+    assert warned() == []
+    load(save(folder / "F32again", dtype=torch.float32), kv_tokens=64)
+    assert ["which bfloat16 would round" in line for line in warned()[:1]] == [library() is not None]
+    monkeypatch.setenv("ATTAR_KERNELS", "off")
+    for _ in range(2):
+        load("attar:tiny", kv_tokens=16)
+        load(packed(folder, llama, "W4A16"), kv_tokens=16)
+    start = "attar:tiny runs through transformers' modules, slower than the compiled step: there are no compiled"
+    (tiny,) = [line for line in warned() if line.startswith("attar:tiny")]
+    assert tiny.startswith(start) and tiny.endswith("ATTAR_KERNELS is off")
+    assert sum("products of packed weights run in torch" in line for line in warned()) == 1
+
+
+def test_searches_in_torch_are_a_warning(monkeypatch, warned):
+    monkeypatch.setenv("ATTAR_KERNELS", "off")
+    for _ in range(2):
+        GGML["Q4_K"].search(torch.randn(2, 256))
+    (line,) = warned()
+    assert line.startswith("scales are searched in torch") and line.endswith("ATTAR_KERNELS is off")
+
+
+def test_every_verb_says_it_on_stderr(monkeypatch, capsys, warned):
+    """The command prints what is logged."""
+    monkeypatch.setenv("ATTAR_KERNELS", "off")
+    monkeypatch.setattr(
+        sys, "argv", ["attar", "generate", "attar:tiny", "-p", "def ", "--max-tokens", "2", "--kv-tokens", "64"]
+    )
+    before = list(logging.getLogger("attar").handlers)
+    try:
+        with pytest.raises(SystemExit):
+            main()
+    finally:
+        logging.getLogger("attar").handlers[:] = before
+    said = capsys.readouterr()
+    assert said.out.startswith("def ") and said.err.startswith("warning: attar:tiny runs through transformers' ")
+    assert said.err.count("\n") == 1
+
+
+@compiled_only
+def test_a_description_has_the_facts(folder, llama):
+    told = LLM("attar:tiny", kv_tokens=256, speculate="ngram").describe()
+    threads = default_threads()
+    assert (told.runner, told.why, told.weights, told.threads) == ("compiled", "", "bf16", threads)
+    assert (told.activations, told.kv_dtype, told.kv_tokens) == ("bfloat16", "bfloat16", 256)
+    assert told.kv_bytes >= 256 * 2 * 2 and told.speculation == "ngram, up to 40 tokens drafted"
+    assert any(line.startswith("runner      compiled") for line in told.lines())
+    assert told.to_dict()["prefix_cache"] is True
+    four = LLM(packed(folder, llama, "W4A16"), kv_tokens=64, kv_dtype="int8").describe()
+    assert (four.weights, four.activations, four.kv_dtype) == ("int4", "int8", "int8")
+    modules = LLM("attar:tiny", kv_tokens=64, runner="modules", eviction=H2O()).describe()
+    assert (modules.runner, modules.why) == ("modules", "modules were asked for")
+    assert (modules.weights, modules.activations, modules.kv_dtype) == ("float32", "float32", "float32")
+    assert "runner      modules (modules were asked for)" in modules.lines() and not modules.prefix_cache
+    coded = LLM(packed(folder, llama, "W4A16"), kv_tokens=64, runner="modules").describe()
+    assert (coded.weights, coded.activations) == ("int4", "int8 and float32")
+
+
+def test_a_runner_without_facts_is_described():
+    assert LLM.of(Loaded(FakeRunner())).describe().lines()[1] == "runner      fakerunner"
 
 
 def test_the_log_says_why(caplog):

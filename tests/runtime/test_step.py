@@ -68,3 +68,27 @@ def test_check_names_what_does_not_fit(tokens, spans, more, complaint):
 def test_bookkeeping_loads_no_torch():
     code = "import sys, attar.runtime.scheduler, attar.runtime.kv.layout; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_copies_that_may_be_made_again():
+    """A step that broke off is run again: what was written meanwhile must not be copied over."""
+    reader = Span(1, 5, 6, (3, 8), wants=1)  # writes place 1 of block 8, and needs place 0
+    for other, copies, fine in [
+        (Span(2, 5, 6, (3, 7), wants=1), ((7, 8),), True),  # a fork goes on in what was copied
+        (Span(2, 4, 6, (3, 7), wants=1), ((7, 8),), False),  # block 7 went to another, from its beginning
+        (Span(2, 5, 6, (3, 9), wants=1), ((7, 8), (2, 9)), True),
+        (Span(2, 5, 6, (3, 7), wants=1), ((7, 8), (2, 7)), False),  # a target is read before
+        (Span(2, 5, 6, (3, 6), wants=1), ((7, 9),), True),  # for nobody of the step
+        (Span(2, 5, 6, (3, 7), wants=1), ((7, 9),), False),
+    ]:
+        assert Step([1, 2, 3][: 1 + other.count], (reader, other), copies).repeatable(4) is fine, copies
+    assert Step([1], (reader,)).repeatable(4)
+
+
+def test_a_part_has_its_own_tokens_and_trees():
+    spans = (Span(0, 0, 2, (0,)), Span(1, 0, 3, (1,), wants=3), Span(2, 0, 1, (2,), wants=1))
+    step = Step([1, 2, 3, 4, 5, 6], spans, ((5, 1),), (None, (-1, 0, 0), None))
+    part = step.part([1, 2])
+    part.check(4)
+    assert list(part.tokens) == [3, 4, 5, 6] and part.spans == spans[1:] and part.copies == step.copies
+    assert part.parents == ((-1, 0, 0), None) and step.part([]).wants == 0

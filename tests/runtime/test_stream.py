@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
+from dataclasses import replace
+from threading import Event, current_thread
 
 import pytest
 
-from attar.errors import AttarError, DataError
+from attar.errors import AttarError, DataError, GrammarError
 from attar.runtime.results import gather
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.stream import Streams
 from tests.runtime.fake_runner import FakeRunner
+from tests.runtime.faults import Fault, FaultError, Faults
 from tests.runtime.test_engine import alone, engine
+from tests.runtime.test_request_faults import Even
 
 PARAMS = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
 
@@ -113,6 +118,100 @@ def test_a_bug_ends_the_thread_and_every_reader_hears_of_it() -> None:
             with pytest.raises(AttarError, match="closed"):
                 await read(streams, [1])
             assert streams.failure is wrong
+
+    asyncio.run(main())
+
+
+def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
+    """SystemExit is no Exception, and ends a thread without a word."""
+
+    async def main() -> None:
+        async with Streams(engine()) as streams:
+            streams.engine.step = lambda: sys.exit(3)  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="SystemExit"):
+                await asyncio.wait_for(read(streams, [1]), 10)
+            assert isinstance(streams.failure, RuntimeError)
+
+    asyncio.run(main())
+
+
+def test_grammars_are_compiled_beside_the_engine_s_thread() -> None:
+    """A slow one holds up nobody, not even where it is asked for again."""
+    threads: list[str] = []
+
+    class Slow:
+        def matcher(self, params: SamplingParams) -> Even | None:
+            if params.guide is None:
+                return None
+            threads.append(current_thread().name)
+            begun.set()
+            assert go_on.wait(10)
+            return Even()
+
+    begun, go_on = Event(), Event()
+
+    async def main() -> None:
+        running = engine()
+        running.grammars = Slow()  # type: ignore[assignment]
+        async with Streams(running) as streams:
+            guided = asyncio.create_task(read(streams, [1], replace(PARAMS, regex="even")))
+            await asyncio.to_thread(begun.wait, 10)
+            assert await asyncio.wait_for(read(streams, [2]), 10) == alone([2], PARAMS)
+            go_on.set()
+            assert all(token % 2 == 0 for token in await guided)
+        assert len(threads) == 1 and threads[0] != "attar-engine"
+
+    asyncio.run(main())
+
+
+def test_a_failed_request_is_logged_with_its_place_and_a_clients_fault_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        running = engine()
+        faults = Faults(running, monkeypatch)
+        errors = [FaultError, lambda place: GrammarError("regex", "a", "simpler")]
+        faults.choose = lambda name, params: Fault("sample", 2, errors.pop(0))
+        async with Streams(running) as streams:
+            for _ in range(2):
+                assert len([event async for event in streams.stream([1], PARAMS)]) == 3
+
+    asyncio.run(main())
+    (record,) = caplog.records
+    assert record.getMessage() == "request 0 failed" and record.exc_info is not None
+
+
+def test_the_books_are_looked_at_behind_the_last_event() -> None:
+    """With a large pool it takes a while: no text may wait for it, and the last look comes by itself."""
+
+    async def main() -> None:
+        running = engine()
+        check, go_on, done = running.check, Event(), Event()
+
+        def slow() -> None:
+            assert go_on.wait(10)
+            check()
+            done.set()
+
+        running.check = slow  # type: ignore[method-assign]
+        async with Streams(running) as streams:
+            assert await asyncio.wait_for(read(streams, [1]), 10) == alone([1], PARAMS)
+            go_on.set()
+            assert await asyncio.to_thread(done.wait, 10)
+
+    asyncio.run(main())
+
+
+def test_a_leak_ends_the_thread() -> None:
+    async def main() -> None:
+        async with Streams(engine()) as streams:
+            manager = streams.engine.scheduler.manager
+            await streams.ask(lambda: manager.admit(99, [1, 2, 3]))
+            await streams.ask(lambda: manager.reserve(99, 3))
+            assert await read(streams, [1]) == alone([1], PARAMS)  # its last event goes out first
+            with pytest.raises((AssertionError, AttarError), match="1 blocks leaked|closed"):
+                await read(streams, [1])
+            assert isinstance(streams.failure, AssertionError)
 
     asyncio.run(main())
 

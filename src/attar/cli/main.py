@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -100,8 +101,16 @@ def _wrong_use(error: Any) -> list[str]:
     return [f"error: {' '.join(error.format_message().split())}", f"hint: {hint}"]
 
 
+class _Warnings(logging.Handler):
+    """What attar's own code logs as a warning or worse: a line on stderr, as everything that is said."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}: {self.format(record)}")
+
+
 def main() -> None:
     """Entry point of the command."""
+    logging.getLogger("attar").addHandler(_Warnings(logging.WARNING))
     # libraries that talk on their own would drown attar's progress
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -6,9 +6,10 @@ KEY is a hash of everything in csrc/, the flags, the compiler's version and the 
 changed source, another compiler or a home shared by unlike machines never meets a library made for something
 else. The library is written beside and renamed, so that processes may build at the same time.
 
-Where this cannot be done (no compiler, no place to write, ``ATTAR_KERNELS=off``) there is no library, which
-the debug log says in one line, and callers take their pure fallback. ``ATTAR_KERNELS_TARGET`` names another
-processor to compile for (``x86-64-v3``: with AVX2 alone), as the compiler's ``-march`` does.
+Where this cannot be done (no compiler, no place to write, ``ATTAR_KERNELS=off``) there is no library;
+``missing`` says why, callers take their pure fallback, and warn of it once (``slower``).
+``ATTAR_KERNELS_TARGET`` names another processor to compile for (``x86-64-v3``: with AVX2 alone), as the
+compiler's ``-march`` does.
 """
 
 from __future__ import annotations
@@ -36,9 +37,22 @@ logger = logging.getLogger(__name__)
 def load(name: str) -> ctypes.CDLL | None:
     """The library of ``csrc/NAME.cpp``, built if need be; None where there is none to be had, or where the
     environment says ``ATTAR_KERNELS=off``. Asked again it answers at once."""
-    if os.environ.get("ATTAR_KERNELS", "").lower() == "off":
-        return None
-    return _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))
+    return None if _off() else _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))[0]
+
+
+def missing(name: str) -> str:
+    """Why there is no library, in one sentence; empty where there is one."""
+    return "ATTAR_KERNELS is off" if _off() else _load(name, os.environ.get("ATTAR_KERNELS_TARGET", ""))[1]
+
+
+@functools.cache
+def slower(message: str) -> None:
+    """A warning that slower code runs: once in a process, however often it is said."""
+    logger.warning(message)
+
+
+def _off() -> bool:
+    return os.environ.get("ATTAR_KERNELS", "").lower() == "off"
 
 
 def cache_folder() -> Path:
@@ -49,13 +63,12 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _load(name: str, target: str) -> ctypes.CDLL | None:
-    """The library, looked for once in a process."""
+def _load(name: str, target: str) -> tuple[ctypes.CDLL | None, str]:
+    """The library, looked for once in a process, and why there is none."""
     try:
-        return ctypes.CDLL(str(_built(name, cache_folder(), target)))
+        return ctypes.CDLL(str(_built(name, cache_folder(), target))), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.debug("no compiled %s, the slower fallback is used: %s", name, error)
-        return None
+        return None, " ".join(str(error).split())
 
 
 def _built(name: str, folder: Path, target: str = "") -> Path:

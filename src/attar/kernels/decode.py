@@ -145,7 +145,7 @@ class Program:
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads = threads or default_threads()
+        self.threads, self.exact, self.kv_dtype = threads or default_threads(), exact, kv_dtype
         self.pool = huge(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.Layer * len(weights.layers))(*map(_layer, weights.layers))
         self._model = self._structure(exact, kv_dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.kernels.build import load
+from attar.kernels.build import load, missing, slower
 
 EFFORT = 4  # codes of scales tried to either side; benchmarks/ggml_search.py prints what each is worth
 CHUNK = 1 << 20  # weights converted to float32 at a time
@@ -111,6 +111,8 @@ def _kernel() -> Callable[..., int] | None:
     """The C function, with the types of its arguments."""
     library = load("ggml_search")
     if library is None:
+        why = missing("ggml_search")
+        slower(f"scales are searched in torch: slower than compiled, and with more error: {why}")
         return None
     function: Any = library.attar_ggml_search
     pointer, long, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

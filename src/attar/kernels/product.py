@@ -13,6 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from attar.kernels.build import missing, slower
 from attar.kernels.packed import Packed, unpack
 from attar.kernels.structures import library, linear
 
@@ -28,6 +29,8 @@ class Team:
         self.threads = threads or default_threads()
         self._library = library()
         self._handle = None if self._library is None else self._library.attar_team(self.threads)
+        if self._library is None:
+            slower(f"products of packed weights run in torch, slower than compiled: {missing('decode')}")
 
     def __enter__(self) -> Team:
         return self

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attar.errors import NumericsError
 from attar.runtime.batch import Output
 from attar.runtime.job import Job
 from attar.runtime.results import TokenLogprob
@@ -56,10 +55,10 @@ class Drawn:
 
 def draw_tokens(
     logits: Tensor, outputs: Sequence[Output], texts: Sequence[Text], speculator: Speculator | None = None
-) -> list[Drawn | NumericsError]:
-    """Tokens for each output, from all rows of the step (R, V), or what is wrong with one's rows: they do
-    not stop the others."""
-    found: dict[int, Drawn | NumericsError] = {}
+) -> list[Drawn | Exception]:
+    """Tokens for each output, from all rows of the step (R, V), or what went wrong with it: an error of one
+    does not stop the others."""
+    found: dict[int, Drawn | Exception] = {}
     plain = []
     for place, (output, text) in enumerate(zip(outputs, texts, strict=True)):
         if speculator is None or not speculator.has(output):
@@ -67,26 +66,26 @@ def draw_tokens(
             continue
         try:
             found[place] = speculator.judge(output, logits, text)
-        except NumericsError as error:
+        except Exception as error:
             found[place] = error
     rows = [outputs[place].rows[-1] for place in plain]
-    one_each = rows == list(range(len(logits)))
-    drawn = _drawn(logits if one_each else logits[rows], [texts[place] for place in plain])
+    drawn = _drawn(logits, rows, [texts[place] for place in plain])
     for place, row, token in zip(plain, rows, drawn, strict=True):
-        found[place] = token if isinstance(token, NumericsError) else Drawn((token,), (row,))
+        found[place] = token if isinstance(token, Exception) else Drawn((token,), (row,))
     return [found[place] for place in range(len(outputs))]
 
 
-def _drawn(logits: Tensor, texts: Sequence[Text]) -> list[int | NumericsError]:
-    """A token for each row (R, V)."""
+def _drawn(logits: Tensor, rows: Sequence[int], texts: Sequence[Text]) -> list[int | Exception]:
+    """A token for each of some rows of (R, V); where they cannot be drawn together, each by itself."""
     if not texts:
         return []
     try:
-        return list(sample(logits, [text.row() for text in texts], [text.key() for text in texts]))
-    except NumericsError as error:
+        some = logits if rows == list(range(len(logits))) else logits[rows]
+        return list(sample(some, [text.row() for text in texts], [text.key() for text in texts]))
+    except Exception as error:
         if len(texts) == 1:
             return [error]
-        return [_drawn(row[None], [text])[0] for row, text in zip(logits, texts, strict=True)]
+        return [_drawn(logits, [row], [text])[0] for row, text in zip(rows, texts, strict=True)]
 
 
 def score_prompt(job: Job, output: Output, logits: Tensor) -> None:

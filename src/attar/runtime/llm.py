@@ -19,6 +19,7 @@ from attar.errors import NumericsError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
 from attar.runtime.codec import Codec, Prompt, each_prompt
+from attar.runtime.describe import Description, describe
 from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.compose import evicting
 from attar.runtime.kv.evict import Eviction
@@ -123,6 +124,7 @@ class LLM:
             grammars=Grammars(loaded.tokenizer, vocabulary) if speaks else None,
             speculator=drafter,
         )
+        self._why = loaded.why
         self._inbox: dict[str, list[Event]] = {}
 
     def generate(
@@ -197,6 +199,10 @@ class LLM:
         """For asyncio: the engine runs in a thread of its own, and nothing else may use this object then."""
         return Streams(self.engine)
 
+    def describe(self) -> Description:
+        """What runs the model, and how: for people, logs and metrics."""
+        return describe(self.name, self.engine, self._why)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """See :meth:`Codec.encode`."""
         return self.codec.encode(prompt)
@@ -239,11 +245,11 @@ class LLM:
         """A failed text is an error of the caller's call."""
         if event.finish_reason != "error":
             return
-        failure, self.engine.failure = self.engine.failure, None
-        raise failure or NumericsError(event.error or "the model failed")
+        raise event.failure or NumericsError(event.error or "the model failed")
 
     def _drop(self, names: Sequence[str]) -> None:
         """Cancel what is left of the requests, and forget them."""
         for name in names:
             self.engine.cancel(name)
             del self._inbox[name]
+        self.engine.rest()

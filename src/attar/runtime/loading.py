@@ -17,6 +17,7 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.formats.decoded import Decoded
+from attar.kernels.build import slower
 from attar.kernels.decode import pool_bytes
 from attar.models.configs import load_config
 from attar.models.device import pick_device
@@ -108,6 +109,8 @@ def load(
     if runner is None:
         runner = _modules(checkpoint, asked, kv_tokens)
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
+    if why and asked.runner == "auto" and pick_device(asked.device).type == "cpu":
+        slower(f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}")
     has_words = any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES)
     tokenizer = load_tokenizer(checkpoint) if has_words else None
     ends = end_tokens(checkpoint, tokenizer)
@@ -147,7 +150,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
         try:
             loaded = packed_model(checkpoint)
         except ModelError as problem:
-            logger.debug("%s is loaded dense: %s", checkpoint.name, problem.message)
+            slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
     if loaded is None:
         loaded = load_model(checkpoint, dtype=torch_dtype(asked.dtype, asked.device), device=asked.device)
     if not loaded.can_generate():

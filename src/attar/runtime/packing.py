@@ -11,7 +11,7 @@ from typing import Protocol
 from attar.runtime.kv.evict import Eviction, SnapKV
 from attar.runtime.kv.table import Packing
 from attar.runtime.scheduler import Scheduler
-from attar.runtime.sequence import State
+from attar.runtime.sequence import Sequence, State
 
 
 class Packer(Protocol):
@@ -20,19 +20,33 @@ class Packer(Protocol):
     def pack(self, packing: Packing) -> None: ...
 
 
-def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> None:
+def pack_due(
+    scheduler: Scheduler, eviction: Eviction, runner: Packer
+) -> list[tuple[Sequence, Exception]]:
     """Pack every running sequence that holds more places than it may; SnapKV's once, after a long prompt.
 
     One for which there is no room stays as it is, and is asked again after the next step.
+
+    Returns:
+        the sequences whose packing failed: what is left of their keys and values is of no use.
     """
+    failed = []
     for sequence in list(scheduler.running):
         if sequence.state is not State.RUNNING:  # preempted to pack another
             continue
-        table = scheduler.manager.table(sequence.id)
-        once = isinstance(eviction, SnapKV)
-        if once and (table.packed or sequence.prompt <= eviction.budget):
-            continue
-        kept = eviction.due(table.length, sequence.computed >= sequence.prompt)
-        packing = None if kept is None else scheduler.pack(sequence, kept)
-        if packing is not None:
-            runner.pack(packing)
+        try:
+            _pack(sequence, scheduler, eviction, runner)
+        except Exception as failure:
+            failed.append((sequence, failure))
+    return failed
+
+
+def _pack(sequence: Sequence, scheduler: Scheduler, eviction: Eviction, runner: Packer) -> None:
+    table = scheduler.manager.table(sequence.id)
+    once = isinstance(eviction, SnapKV)
+    if once and (table.packed or sequence.prompt <= eviction.budget):
+        return
+    kept = eviction.due(table.length, sequence.computed >= sequence.prompt)
+    packing = None if kept is None else scheduler.pack(sequence, kept)
+    if packing is not None:
+        runner.pack(packing)

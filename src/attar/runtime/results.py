@@ -6,7 +6,7 @@ An :class:`Event` is what one step added to one text; a :class:`Result` is all o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "capacity", "error"]
@@ -73,6 +73,7 @@ class Event:
         finish_reason: None until the last event of this text.
         stop_reason: the stop string or token id that ended it.
         error: what went wrong where the reason is ``error``.
+        failure: the same as an exception; a UsageError or DataError is the fault of who asked.
         prompt_logprobs: with the first event of sample 0 where asked for: one for each token of the
             prompt, None for the first, which follows nothing.
         usage: with the last event of a request's last text.
@@ -88,6 +89,7 @@ class Event:
     error: str | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     usage: Usage | None = None
+    failure: Exception | None = field(default=None, compare=False, repr=False)
 
     @property
     def finished(self) -> bool:

@@ -2,11 +2,13 @@
 
     enter → waiting → start → running → end          send_back: running → waiting; fork: running → two running
 
-What a sequence holds (blocks, what the runner keeps of it, drafts) is given back in one place, ``_leave``.
+What a sequence holds (blocks, what the runner keeps of it, drafts) is given back in one place, ``_leave``; a
+runner that fails to forget one is written to the log, and holds up nobody.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from contextlib import ExitStack
 from typing import Protocol
@@ -15,6 +17,8 @@ from attar.runtime.admission import Limits
 from attar.runtime.kv.manager import Manager
 from attar.runtime.queue import Queue
 from attar.runtime.sequence import Request, Sequence, State
+
+logger = logging.getLogger(__name__)
 
 
 class Memory(Protocol):
@@ -85,7 +89,7 @@ class Roster:
             self.manager.fork(sequence.id, child.id)
             undo.callback(self.manager.release, child.id)
             if self.memory is not None:
-                undo.callback(self.memory.forget, child.id)
+                undo.callback(self._forget, child.id)
                 self.memory.fork(sequence.id, child.id)
             undo.pop_all()
         self.live[child.id] = child
@@ -115,11 +119,17 @@ class Roster:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
             self.manager.release(sequence.id)
-            if self.memory is not None:
-                self.memory.forget(sequence.id)
+            self._forget(sequence.id)
         else:
             self.waiting.remove(sequence)
         sequence.computed, sequence.drafts, sequence.parents = 0, [], None
+
+    def _forget(self, sequence: int) -> None:
+        try:
+            if self.memory is not None:
+                self.memory.forget(sequence)
+        except Exception as failure:
+            logger.error("the runner cannot forget sequence %d: %s", sequence, failure, exc_info=failure)
 
     def _id(self) -> int:
         self._next += 1

@@ -8,6 +8,8 @@ which stay reusable where they were published, and waits at the front of its pri
 
     schedule → runner.run(step) → commit → the engine draws tokens → append, or finish
 
+An error in the memory of one sequence ends its request (``fail``) and no other.
+
 Source: vLLM V1 (``v1/core/sched/scheduler.py``). Differs: decoding sequences go before prompts, which then
 hold up no text that is being read; n texts share their prompt's blocks up to the last token.
 """
@@ -72,10 +74,17 @@ class Scheduler:
             heapq.heappush(self._deadlines, request.deadline)
         return self._roster.enter(request, limit)
 
-    def cancel(self, request: str, reason: str = "cancelled") -> list[Sequence]:
-        """Finishes what is left of a request; the sequences it was. An unknown request is none."""
+    def cancel(
+        self, request: str, reason: str = "cancelled", failure: Exception | None = None
+    ) -> list[Sequence]:
+        """Finishes what is left of a request; the sequences it was. An unknown request is none.
+
+        Args:
+            failure: what went wrong where the reason is "error".
+        """
         found = [sequence for sequence in self._live.values() if sequence.request.id == request]
         for sequence in found:
+            sequence.failure = failure
             self.finish(sequence, reason)
         return found
 
@@ -85,7 +94,9 @@ class Scheduler:
             self._roster.end(sequence, reason)
 
     def ended(self) -> list[Sequence]:
-        """Sequences that ``schedule`` finished by itself since the last call: "deadline" or "capacity"."""
+        """Sequences that ``schedule`` and ``commit`` finished by themselves since the last call: "deadline",
+        "capacity" or "error".
+        """
         ended, self._ended = self._ended, []
         return ended
 
@@ -114,15 +125,21 @@ class Scheduler:
         return make_step(planned, self.manager) if planned else None
 
     def commit(self, step: Step) -> list[Output]:
-        """Notes that a step was run: full blocks are published, finished prompts fork into their n texts."""
+        """Notes that a step was run: full blocks are published, finished prompts fork into their n texts. A
+        request whose memory fails is among ``ended`` and has no output.
+        """
         outputs: list[Output] = []
         row = 0
         for span in step.spans:
             rows, row = range(row, row + span.wants), row + span.wants
             sequence = self._live.get(span.sequence)
-            if sequence is not None:
+            if sequence is None:
+                continue
+            try:
                 outputs += self._computed(sequence, span, rows)
-        return outputs
+            except Exception as failure:
+                self._fail(sequence, failure)
+        return [output for output in outputs if not output.sequence.finished]
 
     def append(self, sequence: Sequence, tokens: Tokens[int]) -> None:
         """New tokens of a running sequence: accepted drafts, and the token drawn behind them; places of
@@ -174,7 +191,9 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Makes room for a running sequence's next tokens, if need be by preempting the last ones."""
-        while not self.manager.reserve(sequence.id, count):
+        while not self._reserved(sequence, count):
+            if sequence.finished:
+                return False
             victim = self.running[-1]
             if len(self.running) == 1:
                 self.finish(sequence, "capacity")
@@ -184,6 +203,18 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _reserved(self, sequence: Sequence, count: int) -> bool:
+        """Whether the next places are writable; False too where its memory failed."""
+        try:
+            return self.manager.reserve(sequence.id, count)
+        except Exception as failure:
+            self._fail(sequence, failure)
+            return False
+
+    def _fail(self, sequence: Sequence, failure: Exception) -> None:
+        """An error in what a sequence holds: its request ends."""
+        self._ended += self.cancel(sequence.request.id, "error", failure)
 
     def _admit(self, left: int, now: float) -> Planned:
         """Waiting sequences that start now, each with its tokens of this step.
@@ -198,7 +229,11 @@ class Scheduler:
             width += sequence.width
             if left < 1 or width > self.limits.sequences:
                 break
-            share = self._start(sequence, left, spare=width if self.running else 0)
+            try:
+                share = self._start(sequence, left, spare=width if self.running else 0)
+            except Exception as failure:
+                self._fail(sequence, failure)
+                break
             if not share:
                 break
             planned.append((sequence, share))
@@ -216,9 +251,11 @@ class Scheduler:
         if found is None:
             return 0
         share = min(len(sequence.tokens) - found, left, self.limits.chunk or left)
-        if not manager.reserve(sequence.id, share):
-            manager.release(sequence.id)
-            return 0
+        with ExitStack() as undo:
+            undo.callback(manager.release, sequence.id)
+            if not manager.reserve(sequence.id, share):
+                return 0
+            undo.pop_all()
         self._roster.start(sequence, found)
         return share
 

@@ -72,6 +72,7 @@ class Sequence:
         reason: why it finished; None before.
         preempted: it ran already, and lost its blocks.
         scored: logits of prompt tokens [0, scored) were handed out, where the request wants them.
+        failure: what went wrong where the reason is "error".
     """
 
     id: int
@@ -87,6 +88,7 @@ class Sequence:
     reason: str | None = None
     preempted: bool = False
     scored: int = 0
+    failure: Exception | None = None
 
     @property
     def prompt(self) -> int:

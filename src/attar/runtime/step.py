@@ -130,6 +130,33 @@ class Step:
         """Every span with its parents, None for a chain."""
         return list(zip(self.spans, self.parents or [None] * len(self.spans), strict=True))
 
+    def part(self, spans: Sequence[int]) -> Step:
+        """The same step with some of its spans only, by their indices; all its copies."""
+        ranges = [slice(self.offsets[index], self.offsets[index + 1]) for index in spans]
+        tokens = [token for some in ranges for token in self.tokens[some]]
+        parents = None if self.parents is None else tuple(self.parents[index] for index in spans)
+        return Step(tokens, tuple(self.spans[index] for index in spans), self.copies, parents)
+
+    def repeatable(self, block_size: int) -> bool:
+        """Whether its copies may be made again after it was run in part: no target is read, and nothing is
+        written where a target needs what was there (behind that, it writes itself)."""
+        targets = {target for _, target in self.copies}
+        first: dict[int, int] = {}  # place of a block that is written
+        for slot in self.slots(block_size).tolist() if self.copies else ():
+            block, place = divmod(slot, block_size)
+            first[block] = min(place, first.get(block, block_size))
+        return all(
+            source not in targets and self._needs(target, block_size) <= first.get(source, block_size)
+            for source, target in self.copies
+        )
+
+    def _needs(self, block: int, block_size: int) -> int:
+        """Places of a block, from its first, that hold what was there before the step."""
+        for span in self.spans:
+            if block in span.blocks:
+                return min(max(span.place - span.blocks.index(block) * block_size, 0), block_size)
+        return block_size
+
     def check(self, block_size: int, capacity: int | None = None) -> None:
         """Raises AssertionError naming what does not fit together.
 

@@ -6,17 +6,19 @@
 Only the thread touches the engine. Coroutines leave orders (add, cancel, anything that looks at it) in a
 queue, which the thread empties before every step. A step's events come back together through the loop that
 asked, for waking it costs more than an event does. An iterator that is closed early (a client went away)
-cancels its request. An error of one step ends that step's requests, and the thread goes on. What should never
-happen (a check that fails) ends the thread: every open iterator raises it.
+cancels its request. An error ends its own request (``engine.py``), is logged where it is not the client's, and
+the thread goes on. What should never happen (a check that fails) ends the thread: every open iterator raises
+it. Grammars are compiled in other threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from attar.errors import AttarError
@@ -27,6 +29,8 @@ from attar.runtime.sampling.params import SamplingParams
 T = TypeVar("T")
 Loop = asyncio.AbstractEventLoop
 News = asyncio.Queue["Event | Exception"]
+
+logger = logging.getLogger(__name__)
 
 
 class Streams:
@@ -40,7 +44,7 @@ class Streams:
         self.engine = engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._readers: dict[str, tuple[Loop, News]] = {}
-        self._open = True
+        self._open, self._closing = True, Lock()  # every order is given before the thread looks for the last
         self.failure: Exception | None = None  # what ended the thread, where it should not have ended
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
         self._thread.start()
@@ -67,10 +71,12 @@ class Streams:
             as :meth:`Engine.add`, before the first event; AttarError when the engine is closed.
         """
         reader: tuple[Loop, News] = asyncio.get_running_loop(), asyncio.Queue()
-        options = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
+        options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
+        if params.guide is not None and self.engine.grammars is not None:
+            options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
 
         def begin() -> str:
-            name = self.engine.add(prompt, params, **options)  # type: ignore[arg-type]
+            name = self.engine.add(prompt, params, **options)
             self._readers[name] = reader
             return name
 
@@ -103,15 +109,18 @@ class Streams:
 
         def act() -> None:
             try:
+                if self.failure is not None:
+                    raise AttarError("the engine is closed") from self.failure
                 result = order()
             except Exception as error:
                 _tell(loop, _settle, answer, None, error)
             else:
                 _tell(loop, _settle, answer, result, None)
 
-        if not self._open:
-            raise AttarError("the engine is closed") from self.failure
-        self._orders.put(act)
+        with self._closing:
+            if not self._open:
+                raise AttarError("the engine is closed") from self.failure
+            self._orders.put(act)
         return await answer
 
     async def close(self, *, drain_s: float = 0.0) -> None:
@@ -120,8 +129,9 @@ class Streams:
         until = loop.time() + drain_s
         while self._open and loop.time() < until and not await self.ask(lambda: self.engine.idle):
             await asyncio.sleep(0.02)
-        self._open = False
-        self._orders.put(lambda: None)  # it may be waiting for an order
+        with self._closing:
+            self._open = False
+            self._orders.put(lambda: None)  # it may be waiting for an order
         await asyncio.to_thread(self._thread.join)
 
     def _gone(self, asked: asyncio.Future[str]) -> None:
@@ -132,22 +142,26 @@ class Streams:
     def _work(self) -> None:
         try:
             while self._open:
-                self._obey(wait=self.engine.idle)
+                pause = self.engine.rest()
+                self._obey(wait=self.engine.idle, seconds=pause)
                 self._deliver(self.engine.step())
             self._obey(wait=False)
             for name in list(self._readers):
                 self._deliver(self.engine.cancel(name))
-        except Exception as failure:
-            self.failure, self._open = failure, False
+        except BaseException as broken:  # whatever ends the thread: nobody may wait for it any longer
+            failure = broken if isinstance(broken, Exception) else RuntimeError(repr(broken))
+            with self._closing:
+                self.failure, self._open = failure, False
             for loop, news in self._readers.values():
                 _tell(loop, news.put_nowait, failure)
             self._readers.clear()
             self._obey(wait=False)
 
-    def _obey(self, wait: bool) -> None:
-        """Carry out every order there is; ``wait`` for the first where the engine has nothing to do."""
+    def _obey(self, wait: bool, seconds: float | None = None) -> None:
+        """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has nothing
+        to do."""
         try:
-            self._orders.get(block=wait)()
+            self._orders.get(block=wait, timeout=seconds)()
             while True:
                 self._orders.get_nowait()()
         except Empty:
@@ -158,6 +172,8 @@ class Streams:
         mail: dict[Loop, list[tuple[News, Event]]] = {}
         for event in events:
             reader = self._readers.get(event.request)
+            if event.failure is not None and not isinstance(event.failure, AttarError):
+                logger.error("request %s failed", event.request, exc_info=event.failure)
             if event.usage is not None:
                 self._readers.pop(event.request, None)
             if reader is not None:

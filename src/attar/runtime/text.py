@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attar.errors import AttarError
 from attar.runtime.results import Event, FinishReason, TokenLogprob
 from attar.runtime.sampling.detokenize import Decode, Detokenizer
 from attar.runtime.sampling.grammar import Matcher
@@ -101,11 +102,21 @@ class Text:
             self.request, self.sample, shown, tuple(tokens[:used]), tuple(logprobs[:used]), reason, why
         )
 
-    def end(self, reason: FinishReason, error: str | None = None) -> Event:
-        """The text ends here, for a reason that is not in it."""
+    def end(self, reason: FinishReason, failure: Exception | None = None) -> Event:
+        """The text ends here, for a reason that is not in it; where even what was held back cannot be shown,
+        with an error.
+
+        Args:
+            failure: what went wrong where the reason is "error".
+        """
         assert not self.finished, "the text has ended"
-        self.finished = True
-        return Event(self.request, self.sample, self._rest(), finish_reason=reason, error=error)
+        self.finished, held = True, ""
+        try:
+            held = self._rest()
+        except Exception as broken:
+            reason, failure = "error", failure or broken
+        error = None if failure is None else _described(failure)
+        return Event(self.request, self.sample, held, finish_reason=reason, error=error, failure=failure)
 
     def _shown(self, token: int) -> str:
         """Count a token; the text that can be shown with it."""
@@ -134,3 +145,8 @@ class Text:
         piece = self._words.rest() if self._words else ""
         shown = self._stops.add(piece)
         return shown if self._stops.found is not None else shown + self._stops.rest()
+
+
+def _described(failure: Exception) -> str:
+    """An exception in one string: of another than ours, its class too."""
+    return str(failure) if isinstance(failure, AttarError) else f"{type(failure).__name__}: {failure}"

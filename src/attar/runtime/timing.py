@@ -35,7 +35,7 @@ def run_timed(engine: Engine, names: Sequence[str]) -> list[Timed]:
         now = time.perf_counter()
         for event in events:
             if event.error is not None:
-                raise engine.failure or DataError(event.error)
+                raise event.failure or DataError(event.error)
             found[event.request].tokens.extend(event.token_ids)
             found[event.request].times.extend([now] * len(event.token_ids))
     return list(found.values())

@@ -12,14 +12,15 @@ import torch
 
 pytest.importorskip("llguidance")
 
-from attar.errors import MissingExtraError, SettingsError
+from attar.errors import GrammarError, MissingExtraError, SettingsError
 from attar.models.load import load_tokenizer
-from attar.runtime.sampling.grammar import KEPT, Grammars, Matcher
+from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams
 from attar.runtime.sampling.warp import Row, warp
 from tests.runtime.schemas import SCHEMAS, follows
 
 END = 0  # attar:tiny's end token
+BOMB = "(.{1,5000}){1,5000}x"
 REGEXES = [
     r"[a-z]{3,8}@[a-z]{1,5}\.(com|org)",
     r"(yes|no|perhaps)",
@@ -143,6 +144,46 @@ def test_a_wrong_grammar_is_refused_in_a_line(grammars: Grammars, guide: dict[st
         start(grammars, **guide)
     assert caught.value.field == next(iter(guide)) and "\n" not in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        {"json_schema": '{"$ref": "#"}'},
+        {"json_schema": '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'},
+        {"grammar": "start: start"},
+        {"grammar": "start: a\na: b\nb: a"},
+    ],
+    ids=str,
+)
+def test_what_no_text_can_follow_is_refused_when_it_is_compiled(
+    grammars: Grammars, guide: dict[str, str]
+) -> None:
+    with pytest.raises(GrammarError, match="no text can follow it") as caught:
+        start(grammars, **guide)
+    assert caught.value.kind == "grammar_too_complex" and caught.value.field == next(iter(guide))
+
+
+def test_what_takes_too_much_is_refused_when_it_is_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LIMITS, "step_lexer_fuel", 10)
+    with pytest.raises(GrammarError, match=r"regex is '\(a\|b.*, but must be one that texts can be held to"):
+        start(Grammars(TOKENIZER, V), regex="(a|bc|d.{3,90}){1,50}x")
+
+
+def test_what_takes_too_much_later_says_the_same(grammars: Grammars) -> None:
+    """The states behind a few tokens are more than the first; a draft that leads there says so, too."""
+    matcher = start(grammars, regex=BOMB)
+    with pytest.raises(GrammarError, match="held to") as caught:
+        for _ in range(200):
+            token = int(matcher.allowed().nonzero()[-1])
+            ahead = matcher.after([token])
+            matcher.take(token)
+            assert ahead._failure == matcher._failure
+    assert caught.value.kind == "grammar_too_complex"
+    with pytest.raises(GrammarError):
+        matcher.copy().allowed()
 
 
 def test_parameters_take_one_grammar_and_schemas_as_mappings() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from attar.errors import NumericsError
+from attar.errors import NumericsError, SettingsError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, _truncate_anywhere, truncate, warp
+from attar.runtime.sampling.sample import sample
+from attar.runtime.sampling.warp import Row, _truncate_anywhere, heat, truncate, warp
 
 V = 64
 SETTINGS = [
@@ -121,6 +123,68 @@ def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
     logits = random_logits(3) * 1e4
     p = warp(logits, [Row(SamplingParams(temperature=1e-6))] * 3)
     assert torch.equal(p, warp(logits, [Row(SamplingParams(temperature=0.0))] * 3))
+
+
+TINY = [float(T) for T in np.logspace(-323, -6, 40)] + [5e-324, 1e-300, 7e-46, 1e-45, 1.2e-38]
+CUTS: list[dict[str, object]] = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 3},
+    {"min_p": 0.1},
+    {"top_p": 1e-300, "min_p": 5e-324, "top_k": 2},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+    {"logit_bias": {3: 5.0, 7: -100.0}},
+]
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) -> None:
+    """Also those that float32 does not have: 1e-300 once became 0, and the row NaN."""
+    logits = random_logits(2)
+    allowed = torch.ones(V, dtype=torch.bool)
+    allowed[logits[0].argmax()] = False
+    for mask in (None, allowed):
+        rows = [
+            Row(SamplingParams(temperature=T, **cuts), History([1, 2], [3]), (4,), mask)  # type: ignore[arg-type]
+            for T in (0.0, *TINY)
+        ]
+        greedy, *p = (warp(logits, [row] * 2) for row in rows)
+        for T, found in zip(TINY, p, strict=True):
+            assert torch.equal(found, greedy), T
+        for row in rows:
+            assert sample(logits, [row] * 2, [5, 6]) == greedy.argmax(-1).tolist()
+
+
+def test_beside_a_tiny_temperature_the_others_are_what_they_are_alone() -> None:
+    logits = random_logits(3)
+    rows = [Row(SamplingParams(temperature=T)) for T in (1e-300, 0.7, 1e6)]
+    for number, row in enumerate(rows):
+        assert torch.equal(warp(logits, rows)[number], warp(logits[number : number + 1], [row])[0])
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.3, 1.0, 2.5, 1e3, 1e6])
+def test_every_other_temperature_divides_as_float64_does(temperature: float) -> None:
+    logits = random_logits(4)
+    logits[:, 5] = -torch.inf
+    x = logits.double()
+    expected = ((x - x.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    p = warp(logits, [Row(SamplingParams(temperature=temperature))] * 4)
+    torch.testing.assert_close(p.double(), expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1e300, 1.1e6, math.inf, math.nan, -1e-300, -0.1, 10**400, True])
+def test_temperatures_that_are_none_are_refused(temperature: float) -> None:
+    with pytest.raises(SettingsError, match="temperature"):
+        SamplingParams(temperature=temperature)
+
+
+def test_heat_has_no_nan_at_any_float() -> None:
+    """Beyond what parameters allow, too: the verifier and others call it."""
+    logits = torch.tensor([[0.0, -1.0, -torch.inf, -1e-30]])
+    for T in (5e-324, 1e-45, 1e38, 1e39, 1e300, 1.7e308):
+        row = Row(SamplingParams())
+        object.__setattr__(row.params, "temperature", T)
+        assert not heat(logits, logits.amax(-1, keepdim=True), [row]).isnan().any(), T
 
 
 def test_half_precision_is_computed_in_float32() -> None:

@@ -165,14 +165,15 @@ def test_a_full_queue():
 
 
 def test_a_step_that_fails_ends_its_requests_alone():
-    """Two run at a time, and the third step breaks: two are answered with 500, all others as ever."""
+    """Two run at a time, and the third step breaks, also where it is run again for each: two are answered with
+    500, all others as ever."""
 
     def broken(engine):
         steps, run = [0], engine.runner.run
 
         def fails(step):
             steps[0] += 1
-            if steps[0] == 3:
+            if 3 <= steps[0] <= 5:
                 raise RuntimeError("a secret of the machine")
             return run(step)
 

@@ -252,6 +252,20 @@ def test_a_step_that_fails_leaves_no_drafts_behind() -> None:
     same(running, requests)
 
 
+@pytest.mark.parametrize("verification", ["coupled", "exact"])
+@pytest.mark.parametrize("kind", [Oracle, Drawer])
+def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> None:
+    """Fixed and drawn drafts, coupled and exact, at temperatures that float32 does not have."""
+    for number, T in enumerate((5e-324, 1e-300, 7e-46, 1e-30, 1e-6)):
+        params = replace(GREEDY, temperature=T, seed=number, top_p=0.9, logit_bias={3: 1.0}, max_tokens=12)
+        want = alone([1, 2], replace(params, temperature=0.0))
+        made = speculator(kind([[1, 2, *want]], right=0.8), verification=verification)
+        running = engine(speculator=made)
+        name = running.add([1, 2], params)
+        got = results(finish(running), {name: ([1, 2], params)})[name]
+        assert list(got.token_ids) == want and made.failure is None and made.counts.drafts
+
+
 @pytest.mark.parametrize("make", [Ngram, Lookahead])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_proposers_on_a_repetitive_model(make, batch: int) -> None:

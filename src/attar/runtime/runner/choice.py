@@ -1,8 +1,8 @@
 """Which runner a checkpoint gets: the compiled step where it may run it, else transformers' modules.
 
 The compiled step is taken by itself where it holds the weights as the file has them, bfloat16 or codes, and
-does all that was asked for. Every reason against it is one sentence, which ``Loaded.why`` keeps and
-``runner="compiled"`` raises.
+does all that was asked for. Every reason against it is one sentence, which ``Loaded.why`` keeps,
+``runner="compiled"`` raises, and a warning says where the slower modules were not asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
+from attar.kernels.build import missing
 from attar.kernels.decode import TILE
 from attar.kernels.structures import library
 from attar.models.configs import load_config
@@ -92,8 +93,4 @@ def _model(checkpoint: Any, asked: Asked) -> str:
 
 
 def _machine() -> str:
-    return (
-        ""
-        if library() is not None
-        else "there are no compiled kernels here: no C++ compiler, or switched off"
-    )
+    return "" if library() is not None else f"there are no compiled kernels here: {missing('decode')}"

@@ -17,6 +17,7 @@ from attar.errors import UsageError
 from attar.kernels.batch import Tokens
 from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
+from attar.kernels.structures import PRODUCTS
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
 
@@ -59,6 +60,9 @@ class Compiled:
         table = weights.layers[0].rotary
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
 
+    repeats = True
+    """A step that broke off may be run again: nothing but the pool is kept."""
+
     @property
     def block_size(self) -> int:
         """B."""
@@ -68,6 +72,20 @@ class Compiled:
     def capacity(self) -> int:
         """Blocks of the pool."""
         return self._program.blocks
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``describe.py`` tells of it."""
+        program, layers = self._program, self.weights.layers
+        kinds = {getattr(layer, name).kind: None for layer in layers for name in PRODUCTS}
+        coded, exact = [kind for kind in kinds if kind != "bf16"], "float32" if program.exact else "bfloat16"
+        return {
+            "weights": " and ".join(kinds),
+            "activations": " and ".join((["int8"] if coded else []) + ([exact] if "bf16" in kinds else [])),
+            "threads": program.threads,
+            "kv_dtype": program.kv_dtype,
+            "kv_bytes": len(program.pool),
+        }
 
     @property
     def weights(self) -> ModelWeights:

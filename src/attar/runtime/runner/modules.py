@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.kernels.structures import library
 from attar.runtime.kv.compose import Asked, check_together, evicting, store_feature
 from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
 from attar.runtime.kv.pool import Pool
 from attar.runtime.kv.store import Geometry
 from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import Pass
+from attar.runtime.runner.linear import PackedLinear
 from attar.runtime.runner.probe import Found, probe
 from attar.runtime.runner.rotary import Rotary
 from attar.runtime.runner.streamed import StreamedPass
@@ -75,6 +77,25 @@ class Modules:
     def capacity(self) -> int:
         """Blocks of the pool."""
         return self.pool.geometry.blocks
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What ``describe.py`` tells of it."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        packed = [each.packed.kind for each in self.model.modules() if isinstance(each, PackedLinear)]
+        rounded = ["int8"] if packed and library() is not None else []
+        return {
+            "weights": " and ".join(dict.fromkeys(packed)) or dtype,
+            "activations": " and ".join([*rounded, dtype]),
+            "threads": torch.get_num_threads() if self.pool.device.type == "cpu" else 0,
+            "kv_dtype": self.pool.kv_dtype,
+            "kv_bytes": self.pool.nbytes,
+        }
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a step that broke off may be run again: nothing but the pool is kept, and nothing rounded."""
+        return self.eviction is None and "kivi" not in self.features
 
     @property
     def lookback(self) -> tuple[int | None, int]:

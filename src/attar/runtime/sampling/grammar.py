@@ -11,6 +11,10 @@ An end token can be drawn only where the grammar is satisfied; where nothing els
 itself. Stop strings, and stop ids that are words of the grammar, cut a text wherever they come. The blanks
 between JSON's parts have a limit, or a weak model writes them for ever.
 
+What a grammar may take is limited (``LIMITS``, in units of work and not of time, so that the same grammar is
+refused everywhere): one that no text can follow, or whose first mask takes too much, is refused when it is
+compiled; where a later mask does, its text ends with the same error.
+
 Letters: V vocabulary.
 """
 
@@ -26,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.errors import MissingExtraError, NumericsError, SettingsError
+from attar.errors import GrammarError, MissingExtraError, SettingsError
 from attar.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +43,17 @@ _SPECIAL = {
     "special": True,
 }
 _SHOWN = 60  # characters of a grammar in a message
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000,  # to compile; some 20 ms
+    "step_lexer_fuel": 200_000,  # for a mask; some 15 ms
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,  # up to 2 kB each
+    "max_grammar_size": 500_000,
+}
+"""Of llguidance's LLParserLimits: its own defaults, but for the states of the lexer, which are memory."""
+_NOTHING = "no text can follow it: does a rule call nothing but itself?"
+_WORDS = {"NoExtension": _NOTHING, "NoExtensionBias": _NOTHING}
 
 
 class Matcher:
@@ -48,10 +63,11 @@ class Matcher:
         matcher: llguidance's, at the text's place; nobody else has it.
         vocabulary: V.
         end: llguidance's own end token.
+        guide: the name of the parameter, and the grammar.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:
-        self._matcher, self._vocabulary, self._end = matcher, vocabulary, end
+    def __init__(self, matcher: LLMatcher, vocabulary: int, end: int, guide: tuple[str, str]) -> None:
+        self._matcher, self._vocabulary, self._end, self._guide = matcher, vocabulary, end, guide
         self._look()
 
     def copy(self) -> Matcher:
@@ -92,15 +108,19 @@ class Matcher:
             bool (V,), newly made where there are ends.
 
         Raises:
-            NumericsError: the grammar is too complex to go on with.
+            GrammarError: as :meth:`check`.
         """
-        if self._failure is not None:
-            raise NumericsError(f"the grammar cannot go on: {self._failure}")
+        self.check()
         if not ends:
             return self._words
         words = self._words.clone()
         words[list(ends)] |= self._may_end
         return words
+
+    def check(self) -> None:
+        """Raises GrammarError where the grammar takes more than is allowed, or no text can follow it."""
+        if self._failure is not None:
+            raise _refused(*self._guide, self._failure, GrammarError)
 
     def take(self, token: int) -> None:
         """The text has one more token, which was allowed and does not end it."""
@@ -136,7 +156,8 @@ class Grammars:
 
         Raises:
             MissingExtraError: llguidance is not installed.
-            SettingsError: the grammar is wrong, or cannot be held to, and why.
+            SettingsError: the grammar is wrong, or cannot be held to, and why. GrammarError, a kind of it: it
+                takes more than is allowed.
         """
         guide = params.guide
         if guide is None:
@@ -153,7 +174,7 @@ class Grammars:
 
     def _compile(self, name: str, text: str) -> Matcher:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise MissingExtraError("llguidance", "grammar") from None
         if self._trie is None:
@@ -162,10 +183,11 @@ class Grammars:
             except ValueError as error:
                 raise _refused(name, text, f"of the model's tokenizer: {_reason(str(error))}") from error
         words, end = self._trie
-        made = LLMatcher(words, _written(name, text), log_level=0)
+        made = LLMatcher(words, _written(name, text), log_level=0, limits=LLParserLimits(**LIMITS))
         if made.is_error():
             raise _refused(name, text, _reason(made.get_error()))
-        matcher = Matcher(made, self._vocabulary, end)
+        matcher = Matcher(made, self._vocabulary, end, (name, text))
+        matcher.check()
         if matcher.complete:
             raise _refused(name, text, "it allows the empty text alone")
         return matcher
@@ -205,9 +227,11 @@ def _written(name: str, text: str) -> str:
         raise _refused(name, text, _reason(str(error))) from error
 
 
-def _refused(name: str, text: str, reason: str) -> SettingsError:
+def _refused(
+    name: str, text: str, reason: str, error: type[SettingsError] = SettingsError
+) -> SettingsError:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return SettingsError(name, shown, f"one that texts can be held to ({reason})")
+    return error(name, shown, f"one that texts can be held to ({reason})")
 
 
 def _reason(said: str) -> str:
@@ -215,4 +239,4 @@ def _reason(said: str) -> str:
     lines = [line.strip() for line in said.partition("<state>")[0].splitlines() if line.strip()]
     first = lines[0] if lines else "unknown"
     inner = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    return inner or first
+    return _WORDS.get(inner or first, inner or first)

@@ -31,6 +31,9 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History, ban_, bias_, penalise_
 
 
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True)
 class Row:
     """What decides one row beside its logits.
@@ -140,12 +143,13 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def heat(logits: Tensor, top: Tensor, rows: Sequence[Row]) -> Tensor:
-    """(l - max l) / T, newly made (R, V): subtracted first, so that a tiny temperature cannot overflow.
+    """(l - max l) / T, newly made (R, V): subtracted first, so that a tiny temperature cannot overflow; of
+    numbers that float32 does not have the nearest normal one is taken, so that none becomes 0.
 
     Args:
         top: max l, (R, 1).
     """
-    T = [row.params.temperature or 1.0 for row in rows]
+    T = [min(max(row.params.temperature, _TINY), _HUGE) if row.params.temperature else 1.0 for row in rows]
     x = logits - top
     return x if set(T) == {1.0} else x.div_(_column(T, x))
 

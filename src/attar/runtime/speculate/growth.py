@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from attar.errors import NumericsError
 from attar.runtime.sampling.cuts import top
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw_distinct
@@ -63,8 +62,9 @@ class Growing:
         """One more draft, and its siblings, from the logits (1, V) behind the last; or none."""
         try:
             (token, *others), largest = self._chosen(logits)
-        except NumericsError:  # NaN, or nothing that may follow is a token of both
+        except Exception:  # NaN, nothing that may follow is a token of both, a grammar that cannot go on
             self.open = False
+            del self.q[len(self.tokens) :]
             return
         self.tokens.append(token)
         self.siblings.append(others)

@@ -14,7 +14,9 @@ last of these is measured, so that what is compared with it stays true (``_rests
 Sequences are followed by looking at who runs: one that ended, or lost its blocks, is forgotten before the
 next drafts are made. Texts fork with their first token, before anything is drafted for them.
 
-A proposer that breaks costs no text: from then on nothing is drafted, and ``failure`` says why.
+A proposer that breaks costs no text: from then on nothing is drafted, and ``failure`` says why. Nor does
+anything else here but ``judge``, which raises for the sequence it is called for; what calls the rest says
+``stop`` where it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attar.errors import NumericsError
 from attar.runtime.batch import Output, Planned
 from attar.runtime.drawing import Drawn
 from attar.runtime.scheduler import Scheduler
@@ -56,7 +57,8 @@ class Speculator:
 
     Attributes:
         counts: for metrics.
-        failure: what broke the proposer; None where nothing did.
+        failure: what broke the proposer, or anything here; None where nothing did.
+        stopped: nothing is planned, noted or followed any more.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Speculator:
         self.verification, self.clock = verification, clock
         self.counts, self.siblings, self.reading = Counts(), Siblings(), Reading()
         self.failure: Exception | None = None
+        self.stopped = False
         self._known: dict[int, None] = {}
         self._round = Round()
         self._asking = self._reading = False  # of this pass
@@ -145,7 +148,7 @@ class Speculator:
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
         )
 
-    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | NumericsError], logits: Tensor) -> None:
+    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | Exception], logits: Tensor) -> None:
         """A pass is over, and its tokens are decided."""
         if self._round is RESTING:
             return
@@ -171,6 +174,11 @@ class Speculator:
         asking = 0.0 if self._round.drafts else self._round.drafting
         self._pause = self._resting = self.chooser.rest(len(decoded), asking)
         self._spent += self.clock() - now
+
+    def stop(self, failure: Exception) -> None:
+        """Nothing is drafted from now on, and nothing here is asked any more."""
+        self.stopped, self._round = True, RESTING
+        self._broken(failure)
 
     def follow(self, running: Sequence[Running]) -> None:
         """Forgets sequences that run no longer."""
