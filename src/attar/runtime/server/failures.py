@@ -82,9 +82,9 @@ def refusal(error: AttarError, retry_s: int) -> RefusedError:
     if isinstance(error, SettingsError):
         param = _FIELDS.get(error.field, error.field) if error.field.isidentifier() else None
         code = None if param else "context_length_exceeded"
-        return RefusedError(400, error.message, param=param, code=getattr(error, "kind", None) or code)
+        return RefusedError(400, error.message, param=param, code=error.kind or code)
     if isinstance(error, DataError):
-        return RefusedError(400, error.message, code=getattr(error, "kind", None))
+        return RefusedError(400, error.message, code=error.kind)
     return RefusedError(500, error.message)
 
 

@@ -137,9 +137,8 @@ class Flow:
             self._facts.setdefault("finished", []).append(event.finish_reason)
         if event.finish_reason == "error":
             self._facts["error"] = event.error
-            failure = getattr(event, "failure", None)
-            if isinstance(failure, UsageError | DataError):  # the request's own fault: a grammar, say
-                raise refusal(failure, self._gate.retry_s())
+            if isinstance(event.failure, UsageError | DataError):  # the request's own fault: a grammar, say
+                raise refusal(event.failure, self._gate.retry_s())
             raise RefusedError(500, f"the model failed on request {self.id}; the server's log has the reason")
         if event.finish_reason == "cancelled":
             raise RefusedError(503, "the request was given up by the server", code="cancelled", retry_s=1)
