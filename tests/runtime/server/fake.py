@@ -19,6 +19,8 @@ BUG = 4
 class FakeWords:
     """UTF-8 bytes; 256 begins a text."""
 
+    longest = 4
+
     def encode(self, text, special=True):
         return [256] * special + list(text.encode())
 

@@ -18,7 +18,7 @@ from tests.runtime.server.fake import ANSWER, BUG, BUSY, FAIL, FakeBackend, Fake
 def serve(backend=None, **settings):
     backend = backend or FakeBackend()
     app = create_app(backend, ServerSettings(**settings), words=FakeWords(), model="tiny")
-    return TestClient(app, raise_server_exceptions=False), backend
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False), backend
 
 
 def complete(client, **body):
@@ -84,7 +84,7 @@ def test_prompts_times_n():
 
 
 def test_parameters_reach_the_engine():
-    client, backend = serve(request_s=9.0)
+    client, backend = serve(request_s=9.0, priority=True)
     complete(
         client,
         temperature=0.5,
@@ -179,7 +179,7 @@ def test_completion_logprobs_and_echo():
         ({"temperature": "1"}, "temperature"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"stop": ["x"] * 1000}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"stop": "x" * 10_000}, "stop"),
@@ -192,7 +192,11 @@ def test_completion_logprobs_and_echo():
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"nonsense": 1}, "nonsense"),
         ({"model": None}, "model"),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"priority": 1}, "priority"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {}}, "stop"),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
         ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
     ],
 )

@@ -50,7 +50,9 @@ def served(tmp_path_factory):
     folder = tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("tiny"))
     llm = LLM(str(folder), kv_tokens=1024, limits=Limits(sequences=16))
     backend = EngineBackend(llm.streams())
-    app = create_app(backend, ServerSettings(name="tiny"), words=TokenizerWords(tiny_chat()))
+    app = create_app(
+        backend, ServerSettings(name="tiny", allowed_host=("testserver",)), words=TokenizerWords(tiny_chat())
+    )
     yield schemathesis.openapi.from_asgi("/openapi.json", app), backend
     assert backend.alive, backend.failure
     llm.engine.check()

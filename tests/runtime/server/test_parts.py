@@ -23,7 +23,7 @@ from tests.runtime.server.fake import BUSY, FakeBackend, FakeWords
 
 def serve(**settings):
     app = create_app(FakeBackend(), ServerSettings(**settings), words=FakeWords(), model="tiny")
-    return TestClient(app, raise_server_exceptions=False)
+    return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
 def test_settings():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
@@ -48,19 +46,9 @@ class EngineBackend:
         deadline_s: float | None = None,
         salt: str = "",
     ) -> AsyncIterator[Event]:
-        stream = self._streams.stream(
+        return self._streams.stream(
             prompt, params, id=id, priority=priority, deadline_s=deadline_s, salt=salt
         )
-        return stream if params.guide is None else self._guided(params, stream)
-
-    async def _guided(self, params: SamplingParams, stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """A grammar is compiled in a thread of its own: it may take a second, and others do not wait."""
-        grammars = self._streams.engine.grammars
-        if grammars is not None:
-            await asyncio.to_thread(grammars.matcher, params)
-        async with aclosing(stream) as events:  # type: ignore[type-var]
-            async for event in events:
-                yield event
 
     def cancel(self, id: str) -> None:
         self._streams.cancel(id)

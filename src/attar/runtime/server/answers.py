@@ -84,6 +84,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "attar"
     max_model_len: int | None = None
+    runtime: dict[str, Any] = {}
 
 
 class ModelList(BaseModel):

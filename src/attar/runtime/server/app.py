@@ -1,18 +1,17 @@
 """The application: routes, error shapes, and what stands before them.
 
-    journal → keys → body limit → routes
+    journal → hosts → keys → body limit → routes
 
 ``create_app`` has no state outside what it returns. A page for people can be added as a router on ``/``.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -20,10 +19,11 @@ from starlette.responses import JSONResponse
 import attar
 from attar.errors import AttarError
 from attar.runtime.server.backend import Backend, Words
-from attar.runtime.server.failures import RefusedError, invalid, refusal
+from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.gate import Gate
 from attar.runtime.server.journal import Journal
-from attar.runtime.server.limits import BodyLimit, Keys, answer
+from attar.runtime.server.keys import make_keys
+from attar.runtime.server.limits import BodyLimit, Hosts, Keys, allowed_hosts, answer
 from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.routes import make_routes
 from attar.runtime.server.service import Service
@@ -36,6 +36,7 @@ def create_app(
     *,
     words: Words,
     model: str | None = None,
+    facts: Mapping[str, Any] | None = None,
     page: APIRouter | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
@@ -45,18 +46,26 @@ def create_app(
         settings: limits and keys.
         words: the tokenizer.
         model: the name that clients give, where ``settings.name`` is empty.
+        facts: what runs the model, for /v1/models and /metrics.
         page: further routes.
+
+    Raises:
+        DataError: the file of keys is wrong.
     """
     settings = settings or ServerSettings()
     name = settings.name or model or "attar"
-    gate = Gate(backend, settings.max_queue)
-    service = Service(backend, words, settings, name, gate, Metrics(backend, name))
+    keys = make_keys(settings.api_key, settings.keys)
+    gate = Gate(backend, settings.max_queue, settings.share)
+    metrics = Metrics(backend, name, facts or {})
+    service = Service(backend, words, settings, name, gate, metrics, facts=dict(facts or {}))
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
+        app.openapi()  # made once, and not while streams wait
         yield
         gate.draining = True
         await backend.close()
+        service.lanes.close()
 
     app = FastAPI(title="attar", version=attar.__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -65,7 +74,8 @@ def create_app(
         app.include_router(page)
     _handle_errors(app, service)
     app.add_middleware(BodyLimit, max_body=settings.max_body)  # type: ignore[arg-type]
-    app.add_middleware(Keys, keys=settings.api_key)  # type: ignore[arg-type]
+    app.add_middleware(Keys, keys=keys)  # type: ignore[arg-type]
+    app.add_middleware(Hosts, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
     app.add_middleware(Journal, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
 
@@ -83,12 +93,8 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
     async def ours(request: Request, error: Any) -> JSONResponse:
         return told(refusal(error, service.gate.retry_s()))
 
-    async def not_valid(request: Request, error: Any) -> JSONResponse:
-        return told(invalid(error.errors()))
-
     async def http(request: Request, error: Any) -> JSONResponse:
-        code = "body_too_large" if error.status_code == 413 else None
-        made = told(RefusedError(error.status_code, str(error.detail), code=code))
+        made = told(RefusedError(error.status_code, str(error.detail)))
         made.headers.update(error.headers or {})
         return made
 
@@ -97,6 +103,5 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
 
     app.add_exception_handler(RefusedError, refused)
     app.add_exception_handler(AttarError, ours)
-    app.add_exception_handler(RequestValidationError, not_valid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, bug)

@@ -90,7 +90,14 @@ class Backend(Protocol):
 
 
 class Words(Protocol):
-    """A tokenizer, called from threads."""
+    """A tokenizer, called from threads; ``piece`` from the event loop too, so it waits for nobody.
+
+    Attributes:
+        longest: bytes of the longest token, or more.
+    """
+
+    @property
+    def longest(self) -> int: ...
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with the model's begin token where ``special``."""

@@ -22,10 +22,9 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     start = monotonic()
     service.check_model(body.model)
     params = service.params(chat_params, body)
-    with service.gate.entering():
-        messages = [message.plain() for message in body.messages]
-        ids = service.check_prompt(await service.aside(service.words.chat, messages))
-        flow = service.start(request, "chatcmpl", params, [ids], priority=body.priority or 0, start=start)
+    with service.gate.entering(service.check_texts(1, params.n), service.caller(request)):
+        ids = await service.chat_tokens(body.messages)
+        flow = service.start(request, "chatcmpl", params, [ids], priority=body.priority, start=start)
     answer = Conversation(service, body, flow)
     if not body.stream:
         return await service.whole(flow, answer.whole)

@@ -10,7 +10,6 @@ from attar.runtime.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest
 _SAME = (
     "n",
     "temperature",
-    "top_p",
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
@@ -23,6 +22,7 @@ _SAME = (
     "regex",
     "grammar",
 )
+_LEAST_MASS = 1e-9  # of the likeliest tokens: top_p 0 takes the likeliest, as elsewhere
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
@@ -32,7 +32,8 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
         SettingsError: fields that do not go together.
     """
     scored = body.logprobs if body.echo else None
-    tokens = body.max_tokens if body.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
+    # a prompt that is only scored makes a token all the same, which nobody sees
+    tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
     return SamplingParams(**_common(body), max_tokens=tokens, logprobs=body.logprobs, prompt_logprobs=scored)
 
 
@@ -50,6 +51,8 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 def _common(body: Common) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
+    if body.top_p is not None:
+        given["top_p"] = max(body.top_p, _LEAST_MASS)
     given["stop_ids"] = tuple(body.stop_token_ids or ())
     given["top_k"] = max(body.top_k or 0, 0)  # vLLM's -1 keeps all, as 0 does
     given["seed"] = None if body.seed is None else body.seed % 2**64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -29,27 +30,47 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     if len(prompts) > service.settings.max_prompts:
         message = f"{len(prompts)} prompts in one request; the limit is {service.settings.max_prompts}"
         raise RefusedError(400, message, param="prompt", code="too_many_prompts")
-    with service.gate.entering(len(prompts)):
+    texts = service.check_texts(len(prompts), params.n)
+    with service.gate.entering(texts, service.caller(request)):
         ids = [await _tokens(service, prompt) for prompt in prompts]
-        flow = service.start(request, "cmpl", params, ids, priority=body.priority or 0, start=start)
-    answer = Completion(service, body, flow, ids)
+        echoes = await service.lanes.small(_echoes, service, body)
+        flow = service.start(request, "cmpl", params, ids, priority=body.priority, start=start)
+    answer = Completion(service, body, flow, ids, echoes)
     if not body.stream:
         return await service.whole(flow, answer.whole)
     return await service.streamed(flow, answer.chunks, answer.end)
 
 
 async def _tokens(service: Service, prompt: str | list[int]) -> list[int]:
-    ids = await service.aside(service.words.encode, prompt) if isinstance(prompt, str) else prompt
-    return service.check_prompt(ids)
+    return await service.tokens(prompt) if isinstance(prompt, str) else service.check_prompt(prompt)
+
+
+def _echoes(service: Service, body: CompletionRequest) -> list[str]:
+    """What stands in front of each prompt's texts: the prompt, where the request wants it."""
+    if not body.echo:
+        return [""] * len(body.prompts)
+    return [each if isinstance(each, str) else service.words.decode(each) for each in body.prompts]
 
 
 class Completion:
-    """One answer while it is made."""
+    """One answer while it is made.
+
+    Args:
+        prompts: token ids.
+        echoes: the text in front of each prompt's texts.
+    """
 
     def __init__(
-        self, service: Service, body: CompletionRequest, flow: Flow, prompts: list[list[int]]
+        self,
+        service: Service,
+        body: CompletionRequest,
+        flow: Flow,
+        prompts: list[list[int]],
+        echoes: list[str],
     ) -> None:
-        self._service, self._body, self._flow, self._prompts = service, body, flow, prompts
+        self._service, self._body, self._flow = service, body, flow
+        self._prompts, self._echoes = prompts, echoes
+        self._scores_only = body.max_tokens == 0
         self._offsets: dict[int, int] = {}  # characters shown of a choice; absent: it has not begun
 
     def whole(self, events: list[list[Event]]) -> dict[str, Any]:
@@ -83,6 +104,8 @@ class Completion:
     def _choice(self, index: int, mine: list[Event], events: list[list[Event]]) -> dict[str, Any]:
         wanted = self._body.logprobs is not None
         sample = gather(mine, logprobs=wanted)
+        if self._scores_only:
+            sample = replace(sample, text="", token_ids=(), logprobs=(), finish_reason="length")
         echo = self._echo(index)
         scores = None
         if wanted:
@@ -104,18 +127,14 @@ class Completion:
         return of_completion(scored, ids, self._service.words, offset)
 
     def _echo(self, index: int) -> str:
-        """The prompt's text, where the request wants it in front."""
-        if not self._body.echo:
-            return ""
-        place = index // self._flow.params.n
-        prompt = self._body.prompts[place]
-        return prompt if isinstance(prompt, str) else self._service.words.decode(prompt)
+        return self._echoes[index // self._flow.params.n]
 
     def _head(self) -> dict[str, Any]:
         return head(self._flow.id, KIND, self._service.model, self._flow.created)
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._flow.prompt_tokens, self._flow.completion_tokens, self._flow.cached_tokens)
+        completion = 0 if self._scores_only else self._flow.completion_tokens
+        return usage(self._flow.prompt_tokens, completion, self._flow.cached_tokens)
 
     def _no_usage(self) -> dict[str, Any]:
         """``usage: null`` in every chunk but the last, where the last will have it."""

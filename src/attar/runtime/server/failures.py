@@ -71,6 +71,7 @@ class RefusedError(Exception):
 
 
 _FIELDS = {"json_schema": "response_format", "stop_ids": "stop_token_ids"}  # of OpenAI's and vLLM's bodies
+_MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -81,26 +82,19 @@ def refusal(error: AttarError, retry_s: int) -> RefusedError:
     if isinstance(error, SettingsError):
         param = _FIELDS.get(error.field, error.field) if error.field.isidentifier() else None
         code = None if param else "context_length_exceeded"
-        return RefusedError(400, error.message, param=param, code=code)
+        return RefusedError(400, error.message, param=param, code=error.kind or code)
     if isinstance(error, DataError):
-        return RefusedError(400, error.message)
+        return RefusedError(400, error.message, code=error.kind)
     return RefusedError(500, error.message)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
-    """The answer to pydantic's errors: the first one. The value itself is not repeated."""
-    first = errors[0]
-    place = [str(part) for part in first.get("loc", ()) if part != "body"]
-    kind = str(first.get("type", ""))
-    if kind == "json_invalid" or (not place and kind == "missing"):
-        return RefusedError(
-            400, "the body is not valid JSON" if kind == "json_invalid" else "the body is missing"
-        )
-    if kind in ("model_attributes_type", "model_type", "dict_type") and not place:
-        return RefusedError(
-            400, "the body is not a JSON object; send one with Content-Type: application/json"
-        )
-    param = ".".join(place) or None
+    """The answer to pydantic's errors: the deepest of the first field's. The value itself is not repeated."""
+    errors = errors[:100]
+    start = _path(errors[0])[:1]
+    first = max((error for error in errors if _path(error)[:1] == start), key=lambda each: len(_path(each)))
+    about = first.get("ctx", {}).get("param")
+    kind, param = str(first.get("type", "")), ".".join([*_path(first), *([about] if about else [])]) or None
     if kind == "extra_forbidden":
         return RefusedError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
     if kind == "missing":
@@ -110,3 +104,9 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     return RefusedError(
         400, f"Invalid value for {param!r}: {said}" if param else said, param=param, code="invalid_value"
     )
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    """Where an error is: fields and places in lists, without pydantic's names for the members of a union."""
+    parts = [str(part) for part in error.get("loc", ()) if part != "[key]"]
+    return [part for part in parts if part not in _MEMBERS and "[" not in part and "-" not in part]

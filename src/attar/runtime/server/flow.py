@@ -15,11 +15,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from attar.errors import DataError, UsageError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.failures import RefusedError
+from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.gate import Gate
+from attar.runtime.server.keys import Key
 from attar.runtime.server.limits import Receive
 from attar.runtime.server.mailbox import Mailbox
 from attar.runtime.server.metrics import Metrics, Watch
@@ -39,7 +41,8 @@ class Flow:
         receive: of ASGI; tells when the client hangs up.
         id: the request's name.
         params: of all its prompts.
-        salt: the tenant.
+        caller: whose request it is.
+        texts: of all its prompts.
         start: when it came, on ``time.monotonic``.
         facts: what the log says about the request; written to.
     """
@@ -53,7 +56,8 @@ class Flow:
         *,
         id: str,
         params: SamplingParams,
-        salt: str = "",
+        caller: Key,
+        texts: int,
         start: float,
         facts: dict[str, Any],
     ) -> None:
@@ -61,12 +65,13 @@ class Flow:
         self.created = int(time.time())  # the same in every chunk
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self._backend, self._gate, self._metrics, self._receive = backend, gate, metrics, receive
-        self._salt, self._start, self._facts = salt, start, facts
+        self._caller, self._start, self._facts = caller, start, facts
+        self._tokens = 0
         self._mail = Mailbox()
         self._watches: list[Watch] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
-        self._stack.enter_context(gate.inside(self._given_up))
+        self._stack.enter_context(gate.inside(self._given_up, texts, caller))
 
     @property
     def choices(self) -> int:
@@ -78,8 +83,9 @@ class Flow:
         place = len(self._watches)
         name = f"{self.id}-{place}"
         stream = self._backend.submit(
-            prompt, self.params, id=name, priority=priority, deadline_s=deadline_s, salt=self._salt
+            prompt, self.params, id=name, priority=priority, deadline_s=deadline_s, salt=self._caller.salt
         )
+        self._tokens += len(prompt)
         self._watches.append(self._metrics.watch(self.params.n, self._start))
         self._tasks.append(asyncio.create_task(self._pump(place, name, stream)))
 
@@ -107,8 +113,13 @@ class Flow:
         for watch in self._watches:
             watch.close()
         self._facts |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
-        self._gate.took(time.monotonic() - self._start)
+        self._gate.took(time.monotonic() - self._start, self._used(), self._caller)
         self._stack.close()
+
+    def _used(self) -> int:
+        """Tokens that the caller pays for, of texts that were given up too; once."""
+        used, self._tokens = self._tokens, 0
+        return used
 
     def _note(self, place: int, event: Event) -> None:
         """An event came: count it, and pass it on.
@@ -117,6 +128,7 @@ class Flow:
             RefusedError: a text ended as none should.
         """
         self._watches[place].saw(event, time.monotonic())
+        self._tokens += len(event.token_ids)
         if event.usage is not None:
             self.prompt_tokens += event.usage.prompt_tokens
             self.completion_tokens += event.usage.completion_tokens
@@ -125,6 +137,8 @@ class Flow:
             self._facts.setdefault("finished", []).append(event.finish_reason)
         if event.finish_reason == "error":
             self._facts["error"] = event.error
+            if isinstance(event.failure, UsageError | DataError):  # the request's own fault: a grammar, say
+                raise refusal(event.failure, self._gate.retry_s())
             raise RefusedError(500, f"the model failed on request {self.id}; the server's log has the reason")
         if event.finish_reason == "cancelled":
             raise RefusedError(503, "the request was given up by the server", code="cancelled", retry_s=1)
@@ -151,7 +165,8 @@ class Flow:
         except RefusedError as failure:
             self._mail.fail(failure)
         except Exception as failure:
-            self._failed(failure)
+            dead = RefusedError(503, "the engine has stopped", code="engine_stopped")
+            self._failed(failure if self._backend.alive else dead)
         finally:
             if left:
                 self._backend.cancel(name)

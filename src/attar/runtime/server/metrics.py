@@ -7,9 +7,10 @@ at each scrape. Every app has a registry of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from attar.runtime.results import Event
@@ -27,11 +28,15 @@ class Metrics:
     Args:
         backend: whose state is shown.
         model: the label ``model_name``.
+        facts: the labels of ``attar:info``.
     """
 
-    def __init__(self, backend: Backend, model: str) -> None:
+    def __init__(self, backend: Backend, model: str, facts: Mapping[str, Any]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_State(backend, model))
+        texts = {name: str(value) for name, value in facts.items() if name != "model"}
+        info = Gauge("attar:info", "What runs the model.", ["model_name", *texts], registry=self._registry)
+        info.labels(model_name=model, **texts).set(1)
         self._labels = {"model_name": model}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")

@@ -11,7 +11,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
-from pydantic_core import PydanticSerializationError
+from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 
@@ -19,21 +19,19 @@ Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARAC
 Token = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON has names in quotes only
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
+def _wrong(param: str, message: str) -> PydanticCustomError:
+    """What a check of several fields raises: the message, and the field that it is about."""
+    return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
+
+
 class Strict(BaseModel):
-    """Unknown fields, NaN, infinity, numbers in quotes and text that is not Unicode are refused."""
+    """Unknown fields, NaN, infinity and numbers in quotes are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _unicode(self) -> Strict:
-        try:
-            self.model_dump_json().encode()
-        except (PydanticSerializationError, UnicodeError):
-            raise ValueError("a text holds half of a surrogate pair, which is not Unicode") from None
-        return self
 
 
 class JsonSchema(BaseModel):
@@ -79,10 +77,10 @@ class Common(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenName, Bias] | None = None
+    logit_bias: Biases | None = None
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -106,10 +104,22 @@ class Common(Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops(cls, stop: Any) -> Any:
+        listed = stop if isinstance(stop, list) else [stop]
+        if stop is not None and not all(isinstance(each, str) for each in listed[: MAX_STOPS + 1]):
+            raise ValueError("it is a text or a list of texts")
+        if len(listed) > MAX_STOPS:
+            raise ValueError(f"{len(listed):,} texts; the limit is {MAX_STOPS}")
+        if stop is not None and not all(1 <= len(each) <= MAX_STOP_CHARACTERS for each in listed):
+            raise ValueError(f"each text has 1 to {MAX_STOP_CHARACTERS:,} characters")
+        return stop
+
     @model_validator(mode="after")
     def _fits(self) -> Common:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is allowed only where stream is true")
+            raise _wrong("stream_options", "stream_options is allowed only where stream is true")
         return self
 
 
@@ -117,26 +127,36 @@ class CompletionRequest(Common):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_N)
     suffix: str | None = None
 
-    @field_validator("prompt")
+    @field_validator("prompt", mode="before")
     @classmethod
     def _some(cls, prompt: Any) -> Any:
-        if not prompt or (isinstance(prompt, list) and any(part in ("", []) for part in prompt)):
+        parts = prompt if isinstance(prompt, list) else [prompt]
+        if not parts or any(part in ("", []) for part in parts):
             raise ValueError("a prompt must not be empty")
+        kinds = {type(part) for part in parts}
+        if len(kinds) > 1 or not kinds <= ({str} if parts is not prompt else {str, int, list}):
+            raise ValueError("it is a text, a list of texts, a list of token ids or a list of such lists")
+        for ids in parts if kinds == {list} else [parts] if kinds == {int} else []:
+            if any(type(token) is not int or token < 0 for token in ids):
+                raise ValueError("token ids are whole numbers from 0")
         return prompt
 
     @model_validator(mode="after")
     def _built(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix is not supported: the model continues texts")
+            raise _wrong("suffix", "suffix is not supported: the model continues texts")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is not supported beyond n")
+            raise _wrong("best_of", "best_of is not supported beyond n")
         if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported where stream is true")
+            raise _wrong("echo", "echo with logprobs is not supported where stream is true")
+        if self.max_tokens == 0 and (not self.echo or self.stream):
+            raise _wrong("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
         return self
 
     @property
@@ -201,11 +221,11 @@ class ChatRequest(Common):
     @model_validator(mode="after")
     def _built(self) -> ChatRequest:
         if self.tools or self.functions or self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tools are not supported")
+            raise _wrong("tools", "tools are not supported")
         if self.modalities not in (None, [], ["text"]):
-            raise ValueError("modalities must be ['text']")
+            raise _wrong("modalities", "modalities must be ['text']")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is allowed only where logprobs is true")
+            raise _wrong("top_logprobs", "top_logprobs is allowed only where logprobs is true")
         return self
 
 
@@ -220,7 +240,7 @@ class TokenizeRequest(Strict):
     @model_validator(mode="after")
     def _one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give prompt or messages")
+            raise _wrong("prompt", "give prompt or messages")
         return self
 
 

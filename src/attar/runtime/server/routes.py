@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from attar.runtime.server import answers, chat, completions
+from attar.runtime.server.bodies import BodyRoute
 from attar.runtime.server.failures import ErrorBody, RefusedError
 from attar.runtime.server.metrics import CONTENT_TYPE
 from attar.runtime.server.protocol import (
@@ -31,7 +32,7 @@ _METRICS: dict[int | str, dict[str, Any]] = {
 
 def make_routes(service: Service) -> APIRouter:
     """All paths but the page for people."""
-    router = APIRouter(responses=_ERRORS)
+    router = APIRouter(responses=_ERRORS, route_class=BodyRoute)
     _add_answers(router, service)
     _add_models(router, service)
     _add_words(router, service)
@@ -52,7 +53,10 @@ def _add_answers(router: APIRouter, service: Service) -> None:
 def _add_models(router: APIRouter, service: Service) -> None:
     def card() -> answers.ModelCard:
         return answers.ModelCard(
-            id=service.model, created=service.created, max_model_len=service.backend.context
+            id=service.model,
+            created=service.created,
+            max_model_len=service.backend.context,
+            runtime=service.facts,
         )
 
     @router.get("/v1/models")
@@ -66,23 +70,27 @@ def _add_models(router: APIRouter, service: Service) -> None:
 
 
 def _add_words(router: APIRouter, service: Service) -> None:
-    @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> answers.TokenizeBody:
+    @router.post("/tokenize", response_model=answers.TokenizeBody)
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
-        if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
-            tokens = await service.aside(service.words.chat, messages)
-        else:
-            tokens = await service.aside(service.words.encode, body.prompt, body.add_special_tokens)
-        return answers.TokenizeBody(count=len(tokens), max_model_len=service.backend.context, tokens=tokens)
+        with service.gate.entering(1, service.caller(request)):
+            if body.messages is not None:
+                tokens = await service.chat_tokens(body.messages)
+            else:
+                tokens = await service.tokens(body.prompt or "", body.add_special_tokens)
+        context = service.backend.context
+        made = answers.TokenizeBody(count=len(tokens), max_model_len=context, tokens=tokens)
+        return JSONResponse(made.model_dump())
 
-    @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> answers.DetokenizeBody:
+    @router.post("/detokenize", response_model=answers.DetokenizeBody)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         if any(token >= service.backend.vocabulary for token in body.tokens):
             message = f"a token is not of the vocabulary of {service.backend.vocabulary:,}"
             raise RefusedError(400, message, param="tokens", code="invalid_value")
-        return answers.DetokenizeBody(prompt=await service.aside(service.words.decode, body.tokens))
+        with service.gate.entering(1, service.caller(request)):
+            text = await service.lanes.sized(len(body.tokens), service.words.decode, body.tokens)
+        return JSONResponse({"prompt": text})
 
 
 def _add_state(router: APIRouter, service: Service) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from attar.errors import AttarError
 from attar.runtime.results import Event
@@ -21,13 +20,18 @@ from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.flow import Flow, GoneError
 from attar.runtime.server.gate import Gate
 from attar.runtime.server.journal import LOGGER
+from attar.runtime.server.jsontext import dumped
+from attar.runtime.server.keys import Key
+from attar.runtime.server.lanes import Lanes
 from attar.runtime.server.metrics import Metrics
+from attar.runtime.server.protocol import Message
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.streaming import ALIVE, DONE, EventStream, chunk
 
 News = list[tuple[int, Event]]
 Show = Callable[[int, Event], list[dict[str, Any]]]
 """The chunks that a choice's event becomes."""
+_FEW = 32  # tokens whose log-probabilities the event loop writes itself
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Service:
         gate: who may come in.
         metrics: what is counted.
         created: seconds since 1970.
+        facts: what runs the model.
+        lanes: threads for what takes time.
     """
 
     backend: Backend
@@ -51,6 +57,8 @@ class Service:
     gate: Gate
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    facts: dict[str, Any] = field(default_factory=dict)
+    lanes: Lanes = field(default_factory=Lanes)
     _mourned: bool = field(default=False, init=False)
 
     def check_model(self, name: str | None) -> None:
@@ -59,9 +67,64 @@ class Service:
             message = f"The model {name[:200]!r} does not exist; this server has {self.model!r}."
             raise RefusedError(404, message, param="model", code="model_not_found")
 
-    async def aside(self, act: Callable[..., Any], *values: Any) -> Any:
-        """Run the tokenizer in a thread: a long text must not hold up the streams of others."""
-        return await asyncio.to_thread(act, *values)
+    def caller(self, request: Request) -> Key:
+        """Who asks."""
+        caller: Key = request.scope["state"]["caller"]
+        return caller
+
+    def priority(self, asked: int | None, caller: Key) -> int:
+        """Of a request; smaller goes first.
+
+        Raises:
+            RefusedError: 400, the caller may not choose it.
+        """
+        if not asked:
+            return caller.priority
+        if not (self.settings.priority or caller.set_priority):
+            message = "this server does not let clients choose a priority"
+            raise RefusedError(400, message, param="priority", code="priority_not_allowed")
+        return asked
+
+    def check_texts(self, prompts: int, n: int) -> int:
+        """Texts of a request; raises RefusedError (400) for too many."""
+        most = self.settings.max_texts
+        if prompts * n > most:
+            message = f"{prompts:,} prompts times n={n} are {prompts * n:,} texts; the limit is {most:,}"
+            raise RefusedError(400, message, param="n", code="too_many_texts")
+        return prompts * n
+
+    async def tokens(self, prompt: str, special: bool = True) -> list[int]:
+        """Token ids of a text, in a thread.
+
+        Raises:
+            RefusedError: 400, it is longer than the context.
+        """
+        self._check_length(len(prompt))
+        return self.check_prompt(await self.lanes.sized(len(prompt), self.words.encode, prompt, special))
+
+    async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, in a thread.
+
+        Raises:
+            RefusedError: 400, it is longer than the context.
+            DataError: the chat template refuses it.
+        """
+        plain = [message.plain() for message in messages]
+        length = sum(len(message["content"]) for message in plain)
+        self._check_length(length)
+        size = length + sum(len(message.get("tool_calls", ())) << 10 for message in plain)
+        return self.check_prompt(await self.lanes.sized(size, self.words.chat, plain))
+
+    def _check_length(self, characters: int) -> None:
+        """Raises RefusedError (400) for a text that is too long whatever its tokens are."""
+        context = self.backend.context
+        if context is not None and characters > context * self.words.longest:
+            least = -(-characters // self.words.longest)
+            message = (
+                f"This model's context is {context:,} tokens, but the prompt has {characters:,} characters, "
+                f"which are at least {least:,} tokens."
+            )
+            raise RefusedError(400, message, param="prompt", code="context_length_exceeded")
 
     def why_stopped(self) -> str | None:
         """What ended the engine, for whoever asks; the log has it with its place, once.
@@ -106,15 +169,21 @@ class Service:
         params: SamplingParams,
         prompts: list[list[int]],
         *,
-        priority: int,
+        priority: int | None,
         start: float,
     ) -> Flow:
         """Hand prompts to the engine.
 
         Args:
             prefix: of the answer's name.
+            priority: that it asks for.
             start: when the request came, on ``time.monotonic``.
+
+        Raises:
+            RefusedError: 400, its caller may not choose a priority.
         """
+        caller = self.caller(request)
+        chosen = self.priority(priority, caller)
         facts = request.scope.setdefault("state", {}).setdefault("facts", {})
         identity = f"{prefix}-{uuid4().hex}"
         facts["request"] = identity
@@ -125,12 +194,13 @@ class Service:
             request.receive,
             id=identity,
             params=params,
-            salt=request.scope["state"].get("salt", ""),
+            caller=caller,
+            texts=len(prompts) * params.n,
             start=start,
             facts=facts,
         )
         for ids in prompts:
-            flow.submit(ids, priority=priority, deadline_s=self.settings.request_s or None)
+            flow.submit(ids, priority=chosen, deadline_s=self.settings.request_s or None)
         return flow
 
     async def whole(self, flow: Flow, build: Callable[[list[list[Event]]], dict[str, Any]]) -> Response:
@@ -144,7 +214,8 @@ class Service:
             async for news in flow.events():
                 for choice, event in news:
                     events[choice].append(event)
-            return JSONResponse(await self.aside(build, events))
+            content = await self.lanes.answer(_written, build, events)
+            return Response(content, media_type="application/json")
         except GoneError:
             return Response(status_code=499)  # nobody reads it; the log does
         except AttarError as error:
@@ -182,9 +253,9 @@ class Service:
         end: Callable[[], list[dict[str, Any]]],
     ) -> AsyncGenerator[bytes, None]:
         try:
-            yield _shown(first, show)
+            yield await self._shown(first, show)
             async for news in events:
-                if part := _shown(news, show):
+                if part := await self._shown(news, show):
                     yield part
             for data in end():
                 yield chunk(data)
@@ -198,6 +269,17 @@ class Service:
             await flow.close()
         yield DONE
 
+    async def _shown(self, news: News, show: Show) -> bytes:
+        """Chunks of some events; many at a time, as a slow reader has them, are made in a thread."""
+        if sum(len(event.logprobs) for _, event in news) > _FEW:
+            shown: bytes = await self.lanes.answer(_chunks_of, news, show)
+            return shown
+        return _chunks_of(news, show)
 
-def _shown(news: News, show: Show) -> bytes:
+
+def _chunks_of(news: News, show: Show) -> bytes:
     return b"".join(chunk(data) for choice, event in news for data in show(choice, event)) if news else ALIVE
+
+
+def _written(build: Callable[[list[list[Event]]], dict[str, Any]], events: list[list[Event]]) -> bytes:
+    return dumped(build(events)).encode()

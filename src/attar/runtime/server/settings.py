@@ -11,6 +11,12 @@ VERSION = 1
 MIB = 1 << 20
 
 
+def is_key(text: object) -> bool:
+    """Whether it can be a key."""
+    printable = isinstance(text, str) and text.isascii() and text.isprintable()
+    return printable and len(str(text)) >= 8 and " " not in str(text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Where the server listens, who may call it, and how much it takes on."""
@@ -20,11 +26,39 @@ class ServerSettings:
     name: str = field(default="", metadata={"help": "the model's name for clients; empty: as it was given"})
     api_key: tuple[str, ...] = field(
         default=(),
-        metadata={"help": "key that clients must send; the variable ATTAR_API_KEY is not seen by ps"},
+        metadata={
+            "help": "key that clients must send, 8 characters at least; the variable ATTAR_API_KEY "
+            "is not seen by ps"
+        },
     )
-    max_body: int = field(default=4 * MIB, metadata={"help": "bytes of a request at most"})
-    max_queue: int = field(default=256, metadata={"help": "requests that wait at most; more get 429"})
+    keys: str = field(default="", metadata={"help": "file of keys with limits of their own"})
+    allowed_host: tuple[str, ...] = field(
+        default=(), metadata={"help": "name by which browsers may call it, besides localhost"}
+    )
+    priority: bool = field(default=False, metadata={"help": "every request may have a priority"})
+    allow_special_tokens: bool = field(
+        default=False, metadata={"help": "special tokens written in messages are read as such"}
+    )
+    max_body: int = field(default=MIB, metadata={"help": "bytes of a request at most"})
+    max_queue: int = field(default=256, metadata={"help": "texts that wait at most; more get 429"})
     max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
+    max_texts: int = field(default=128, metadata={"help": "texts of one request, prompts times n, at most"})
+    client_share: float = field(
+        default=0.0,
+        metadata={
+            "help": "of all places and connections, what one key or address may take; "
+            "0: half where several may call, else all"
+        },
+    )
+    max_connections: int = field(
+        default=1024, metadata={"help": "open connections; idle ones make room for new ones"}
+    )
+    header_s: float = field(default=10.0, metadata={"help": "seconds for a request's headers"})
+    body_s: float = field(default=30.0, metadata={"help": "seconds for a request's body"})
+    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection idles at most"})
+    write_s: float = field(
+        default=60.0, metadata={"help": "seconds for a client to take a piece of its answer"}
+    )
     request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
     drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
     alive_s: float = field(
@@ -39,12 +73,19 @@ class ServerSettings:
                 allowed = f"from {least:g} to {most:g}" if most < float("inf") else f"at least {least:g}"
                 raise SettingsError(name, value, allowed)
         for key in self.api_key:
-            if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+            if not is_key(key):
                 raise SettingsError(
                     "api_key", "(not shown)", "8 or more printable ASCII characters, no blanks"
                 )
         if not self.host:
             raise SettingsError("host", self.host, "an address or a name")
+
+    @property
+    def share(self) -> float:
+        """Of all places and connections, what one caller may take."""
+        keys = len(self.api_key) + 2 * bool(self.keys)
+        several = keys > 1 or (not keys and not self.loopback)
+        return self.client_share or (0.5 if several else 1.0)
 
     @property
     def loopback(self) -> bool:
@@ -60,6 +101,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (  # inclusive
     ("max_body", 1024, float("inf")),
     ("max_queue", 1, float("inf")),
     ("max_prompts", 1, float("inf")),
+    ("max_texts", 1, float("inf")),
+    ("client_share", 0, 1),
+    ("max_connections", 1, float("inf")),
+    ("header_s", 0.01, 1e9),
+    ("body_s", 0.01, 1e9),
+    ("idle_s", 0.01, 1e9),
+    ("write_s", 0.01, 1e9),
     ("request_s", 0, 1e9),
     ("drain_s", 0, 1e9),
     ("alive_s", 0.01, 1e9),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +27,14 @@ def serve(
     Args:
         model: a folder, a ``.gguf`` file, a hub id or ``attar:tiny``.
         settings: of the server; the variable ATTAR_API_KEY adds keys, with commas between them.
-        told: is given the address, and warnings.
+        told: is given what runs the model, the address, and warnings.
         options: of the engine: the keyword arguments of :class:`attar.runtime.llm.LLM`.
 
     Raises:
         MissingExtraError: fastapi, uvicorn or prometheus-client is not installed.
         ModelError: the model has no tokenizer.
         OutputError: the port cannot be opened.
+        DataError: the file of keys is wrong.
         AttarError: as :class:`attar.runtime.llm.LLM`.
     """
     settings = with_keys(settings or ServerSettings())
@@ -50,9 +50,13 @@ def serve(
         task.advance()
     if llm.tokenizer is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot be served")
-    words = TokenizerWords(deepcopy(llm.tokenizer))  # the engine's thread uses its own without a lock
-    app = create_app(EngineBackend(llm.streams()), settings, words=words, model=model)
-    if not settings.loopback and not settings.api_key:
+    description = llm.describe()
+    words = TokenizerWords(llm.tokenizer, special=settings.allow_special_tokens)
+    backend = EngineBackend(llm.streams())
+    app = create_app(backend, settings, words=words, model=model, facts=description.to_dict())
+    for line in description.lines():
+        told(line)
+    if not settings.loopback and not settings.api_key and not settings.keys:
         told(
             f"warning: {settings.host} can be reached by others, and no key is asked for; set {KEY_VARIABLE}"
         )

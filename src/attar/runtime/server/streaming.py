@@ -6,13 +6,13 @@ after the first chunk is a chunk of its own, ``{"error": ...}``: the status has 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
+from attar.runtime.server.jsontext import dumped
 from attar.runtime.server.limits import Receive, Scope, Send
 
 DONE = b"data: [DONE]\n\n"
@@ -21,7 +21,7 @@ ALIVE = b": alive\n\n"
 
 def chunk(data: Mapping[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + dumped(data).encode() + b"\n\n"
 
 
 class EventStream(Response):

@@ -1,0 +1,265 @@
+"""What a client sends holds up nobody: the event loop answers /health while it is read, refused or run.
+
+Bounds are generous, for the machine may be busy: where the loop did the work itself it stood still for
+seconds. ``benchmarks/serve_attacks.py`` prints the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("httpx")
+import httpx
+
+from attar.runtime.server.bodies import parse
+from attar.runtime.server.failures import RefusedError
+from attar.runtime.server.jsontext import dumped
+from attar.runtime.server.lanes import SMALL
+from attar.runtime.server.protocol import ChatRequest, CompletionRequest
+from attar.runtime.server.words import TokenizerWords
+from tests.runtime.server.fake import FakeBackend, FakeWords
+from tests.runtime.server.real import COMPLETIONS, body, lent, load_tiny, refused, serving
+from tests.runtime.server.test_live import running, until
+
+MOST_S = 1.0  # that /health may wait
+JSON = {"Content-Type": "application/json"}
+
+
+@contextmanager
+def health(url):
+    """Asks for /health again and again; the list grows by the seconds that each answer took."""
+    waits, over = [], threading.Event()
+
+    def ask():
+        with httpx.Client(timeout=30) as http:
+            while not over.is_set():
+                began = time.monotonic()
+                assert http.get(f"{url}/health").status_code == 200
+                waits.append(time.monotonic() - began)
+                time.sleep(0.005)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    try:
+        yield waits
+    finally:
+        over.set()
+        thread.join(30)
+    assert waits and max(waits) < MOST_S, f"/health waited {max(waits):.1f} s"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Whose bodies may be large, so that what is in them is all that is refused."""
+    with serving(model=load_tiny(), max_body=8 << 20) as (url, _, _):
+        yield url
+
+
+def said(content, **more):
+    return json.dumps({"model": "tiny", "messages": [{"role": "user", "content": content}], **more}).encode()
+
+
+def completion(**more):
+    return json.dumps(body(**more)).encode()
+
+
+ATTACKS = {
+    "parts": (lambda: said([{"type": "text", "text": "a"}] * 100_000, model="x"), "too_many_values"),
+    "messages": (lambda: b'{"model":"x","messages":[' + b'{"role":"user"},' * 130_000 + b"1]}", None),
+    "ids": (lambda: completion(prompt=[5] * 900_000), "context_length_exceeded"),
+    "rows of ids": (lambda: completion(prompt=[[5] * 2000] * 600), "too_many_prompts"),
+    "short rows": (lambda: completion(prompt=[[1, 2]] * 300_000), "too_many_values"),
+    "biases": (lambda: completion(logit_bias={str(t): 1 for t in range(150_000)}), "too_many_values"),
+    "unknown fields": (lambda: completion(**{f"f{i}": 1 for i in range(100_000)}), "too_many_values"),
+    "fields of a message": (
+        lambda: said("a", metadata={str(number): {} for number in range(100_000)}),
+        "too_many_values",
+    ),
+    "a long prompt": (lambda: completion(prompt="x = 1\n" * 400_000), "context_length_exceeded"),
+    "a long message": (lambda: said("x = 1\n" * 400_000), None),
+    "levels": (lambda: b"[" * 3_000_000, None),
+    "surrogates": (lambda: b'{"prompt": "' + b"\\ud800" * 600_000 + b'"}', None),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_large_bodies_hold_up_nobody(server, attack):
+    build, code = ATTACKS[attack]
+    content = build()
+    path = "/v1/chat/completions" if b"messages" in content[:200] else COMPLETIONS
+    with health(server):
+        refused(httpx.post(server + path, content=content, headers=JSON, timeout=30), 400, code)
+
+
+def test_tokenize_is_bounded(server):
+    with health(server):
+        for text, code in (("x = 1\n" * 500_000, "context_length_exceeded"), ("x = 1\n" * 5000, None)):
+            said = refused(httpx.post(f"{server}/tokenize", json={"prompt": text}, timeout=30), 400, code)
+            assert "2,048" in said["message"]
+        huge = {"tokens": [5] * 500_000}
+        refused(httpx.post(f"{server}/detokenize", json=huge, timeout=30), 400, "context_length_exceeded")
+
+
+class Held(FakeWords):
+    """Long texts take until somebody lets them go."""
+
+    def __init__(self):
+        self.free = threading.Event()
+
+    def encode(self, text, special=True):
+        if len(text) > SMALL:
+            self.free.wait(60)
+        return super().encode(text[:50], special)
+
+
+def test_long_texts_wait_for_each_other_and_short_ones_for_none():
+    with running(FakeBackend(context=1 << 20)) as (url, _, server):
+        words = server.config.app.state.service.words = Held()
+
+        def ask(prompt):
+            answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": prompt}, timeout=60)
+            statuses.append(answer.status_code)
+
+        statuses = []
+        threads = [threading.Thread(target=ask, args=("x" * (SMALL + 1),)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        gate = server.config.app.state.service.gate
+        until(lambda: gate.arriving == 8, 30)
+        with health(url):
+            for _ in range(5):
+                ask("x")
+        assert statuses == [200] * 5 and gate.arriving == 8
+        words.free.set()
+        for thread in threads:
+            thread.join(30)
+        assert statuses == [200] * 13
+
+
+def test_names_of_tokens_wait_for_no_text():
+    """``piece`` is called by the event loop while a thread cuts a long text."""
+    words = TokenizerWords(lent().tokenizer)
+    text, done = "import this; x = 1\n" * 15_000, threading.Event()
+    thread = threading.Thread(target=lambda: (words.encode(text), done.set()))
+    thread.start()
+    waits = []
+    for id in range(2000):
+        if done.is_set():
+            break
+        began = time.monotonic()
+        words.piece(id)
+        waits.append(time.monotonic() - began)
+        time.sleep(0.0005)
+    thread.join()
+    assert max(waits) < 0.5
+
+
+def test_a_deep_schema_is_called_deep(server):
+    schema = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "array", "items": schema}
+    deep = {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
+    content = said("a", response_format=deep)
+    answer = httpx.post(f"{server}/v1/chat/completions", content=content, headers=JSON)
+    detail = refused(answer, 400, "invalid_value", "response_format")
+    assert "levels" in detail["message"] and "surrogate" not in detail["message"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"prompt": [1, 2, "a"]}, "prompt", "a list of token ids"),
+        ({"prompt": [1, -2]}, "prompt", "whole numbers from 0"),
+        ({"prompt": [[1], [True]]}, "prompt", "whole numbers from 0"),
+        ({"prompt": 1}, "prompt", "it is a text"),
+        ({"stop": [1]}, "stop", "a list of texts"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0", "integer"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "echo is true"),
+        ({"temperature": "hot"}, "temperature", "number"),
+    ],
+)
+def test_a_wrong_value_is_named_in_plain_words(changes, param, words):
+    with pytest.raises(RefusedError) as caught:
+        parse(json.dumps({"model": "m", "prompt": "a", **changes}).encode(), CompletionRequest)
+    assert caught.value.param == param and words in caught.value.message, caught.value.message
+    assert "constrained" not in caught.value.message and caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "words"),
+    [
+        (1, "messages.0.content", "valid"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "messages.0.content.0.type", "'text'"),
+        ([{"type": "text", "text": 5}], "messages.0.content.0.text", "string"),
+    ],
+)
+def test_a_wrong_message_is_named_by_its_place(content, param, words):
+    with pytest.raises(RefusedError) as caught:
+        parse(said(content), ChatRequest)
+    assert caught.value.param == param and words in caught.value.message, caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"\xff", "not valid JSON"),
+        (b'{"a": 1', "not valid JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"[" * 5000, "nested too deeply"),
+        (b"[" * 100_000, "more than 8,192 values"),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
+        (b"[]", "not a JSON object"),
+        (b'{"model": "m", "prompt": "\\uD800"}', "surrogate"),
+        (b'{"model": "m", "prompt": "a", "user": "\\udfff"}', "surrogate"),
+        (b'{"model": "m", "prompt": "a", "metadata": {"\\ud800": 1}}', "surrogate"),
+    ],
+)
+def test_bodies_that_are_none(raw, words):
+    with pytest.raises(RefusedError, match=words):
+        parse(raw, CompletionRequest)
+
+
+def test_brackets_in_a_text_are_text():
+    made = parse(said('{["\\\n' * 20_000), ChatRequest)
+    assert made.messages[0].content == '{["\\\n' * 20_000
+
+
+def test_pairs_of_surrogates_are_text():
+    made = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
+    assert made.prompt == "\U0001f44d"
+
+
+def test_long_answers_are_written_as_ever():
+    entry = {"token": "ä\n", "logprob": -0.5, "top_logprobs": [{"token": '"', "bytes": [1, 2]}]}
+    data = {"choices": [{"logprobs": {"content": [entry] * 3}, "index": 0}] * 2, "usage": {}, "none": []}
+    assert dumped(data) == json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        dumped({"a": [float("nan")]})
+
+
+def test_top_p_0_takes_the_likeliest(server):
+    greedy = httpx.post(server + COMPLETIONS, json=body(max_tokens=12), timeout=30).json()
+    asked = body(max_tokens=12, top_p=0) | {"temperature": 1.5}
+    drawn = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
+    assert drawn["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
+def test_a_text_is_scored_without_a_token_more(server):
+    asked = body("def f(x):", max_tokens=0, echo=True, logprobs=1)
+    made = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
+    choice, usage = made["choices"][0], made["usage"]
+    count = httpx.post(f"{server}/tokenize", json={"prompt": "def f(x):"}).json()["count"]
+    assert choice["text"] == "def f(x):" and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == count
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (count, 0, count)
+    longer = httpx.post(server + COMPLETIONS, json=asked | {"max_tokens": 3}, timeout=30).json()["choices"][0]
+    assert longer["logprobs"]["token_logprobs"][:count] == choice["logprobs"]["token_logprobs"]
+    refused(httpx.post(server + COMPLETIONS, json=asked | {"echo": False}), 400, param="max_tokens")
