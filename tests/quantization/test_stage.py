@@ -43,7 +43,7 @@ def logits(model):
 @pytest.mark.parametrize("family", slow_but(LINEAR_FAMILIES, "llama3", "gemma2", "phi3", "gpt_neox", "opt"))
 def test_transformers_gives_the_logits_of_our_decoded_weights(saved, tmp_path, family):
     out = tmp_path / "out"
-    quantize(saved(family), out, QuantizeSettings(method="rtn", **SMALL))
+    quantize(saved(family), out, QuantizeSettings(method="rtn", check_tokens=0, **SMALL))
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(out)))
 

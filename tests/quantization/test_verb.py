@@ -20,7 +20,7 @@ from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
 from attar.models.load import load_model
 from attar.quantization.schemes import SCHEMES
-from attar.quantization.settings import METHODS, QuantizeSettings
+from attar.quantization.settings import METHODS, ORDERED, QuantizeSettings
 from attar.quantization.stage import quantize
 from tests import tiny_models
 
@@ -62,6 +62,44 @@ def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_pat
     assert len(made.card.details["layers"]) == 14
     assert 0 < made.card.details["gates"]["kl"] < made.card.details["gates"]["blind"]
     assert distance(made, folder) < 0.1
+
+
+@pytest.mark.parametrize("act_order", ["off", "group"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_path, method, act_order):
+    if act_order == "group" and method not in ORDERED:
+        with pytest.raises(SettingsError, match=rf"off or static with {method}; group goes with .*gptq"):
+            QuantizeSettings(method=method, act_order=act_order)
+        return
+    few = {**SMALL, "samples": 8, "check_tokens": 0, "scheme": "W4A16_ASYM"}
+    made = quantize(folder, tmp_path / "out", QuantizeSettings(method=method, act_order=act_order, **few))
+    name = "model.layers.1.self_attn.q_proj"
+    ours = load_model(made)
+    assert torch.equal(ours.get_submodule(name).weight, decoded_by_hand(made, name))
+    assert distance(made, folder) < 0.1
+    stored = [tensor for tensor in made.tensors if tensor.endswith("weight_g_idx")]
+    assert len(stored) == (14 if act_order == "group" else 0)
+
+
+def decoded_by_hand(made, name):
+    """(q - z) s of 4-bit codes, each input in the group that it names, or in the 32 neighbours' own."""
+    found = {leaf: made.load(f"{name}.weight_{leaf}") for leaf in ("packed", "zero_point", "scale")}
+
+    def nibbles(words):
+        return torch.stack([words >> 4 * place & 15 for place in range(8)], -1).flatten(-2)
+
+    q, z = nibbles(found["packed"]), nibbles(found["zero_point"].T).T
+    order = f"{name}.weight_g_idx"
+    group = made.load(order).long() if order in made.tensors else torch.arange(q.shape[1]) // 32
+    return ((q - z[:, group]) * found["scale"][:, group].float()).bfloat16()
+
+
+@pytest.mark.parametrize("changes", [{"scheme": "W8A8"}, {"scheme": "NVFP4A16"}, {"group_size": 0}])
+def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
+    settings = QuantizeSettings(**{**SMALL, "method": "gptq", "act_order": "group", **changes})
+    with pytest.raises(SettingsError, match="act_order is 'group', but must be off or static with"):
+        quantize(folder, tmp_path / "out", settings)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "INT8"])

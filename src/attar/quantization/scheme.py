@@ -248,9 +248,14 @@ def _double(scheme: Scheme) -> Scheme:
 
 
 def _ordered(scheme: Scheme) -> Scheme:
-    """The scheme with the group of each input stored, where its layout has them."""
+    """The scheme with the group of each input stored.
+
+    Raises:
+        SettingsError: its layout has no place for them.
+    """
     if scheme.form != PACK or scheme.weights.strategy != "group":
-        return scheme
+        allowed = f"off or static with {scheme.name}; group wants integer weights in groups and dense inputs"
+        raise SettingsError("act_order", "group", allowed)
     return replace(scheme, weights=replace(scheme.weights, ordered=True))
 
 
