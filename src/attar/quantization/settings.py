@@ -99,8 +99,8 @@ class QuantizeSettings:
     act_order: str = field(
         default="static",
         metadata={
-            "help": "columns of large activations first; group: groups follow that order as well, stored with each "
-            "column's group (integers in groups; awq, gptq, gptaq, qronos, yaqa)",
+            "help": "columns of large activations first; group: groups follow that order as well, stored "
+            "with each column's group (integers in groups; awq, gptq, gptaq, qronos, yaqa)",
             "choices": ORDERS,
         },
     )

@@ -4,7 +4,8 @@
     KL = mean over tokens of sum_v p_v (log p_v - log p'_v)
 
 Like the sweep it never holds more than a block of each, and at the end one head and the logits of some tokens
-(:data:`KEPT`), so that a model too large for memory can be compared with what was made of it. Where the result is bad, the block at which the drift jumps is the one to look at.
+(:data:`KEPT`), so that a model too large for memory can be compared with what was made of it. Where the
+result is bad, the block at which the drift jumps is the one to look at.
 """
 
 from __future__ import annotations
