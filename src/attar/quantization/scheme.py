@@ -306,7 +306,8 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
 
 
 def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
-    """The ``quantization_config``: a group for each scheme; the main one takes every Linear that is left."""
+    """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
+    stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
     sites = list(found.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
@@ -317,14 +318,14 @@ def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
     alias = SCHEMES[main].name
     first = alias if alias in schemes else next(iter(schemes))
     groups = []
-    for name in sorted(schemes, key=lambda name: name != first):
+    if found.embedding:
+        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
+        groups.append(Group((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
+    for name in sorted(schemes, key=lambda name: name == first):
         modules = tuple(site.module for site in sites if site.scheme.name == name)
         scheme = schemes[name]
         targets = ("Linear",) if name == first else modules
         groups.append(Group(targets, scheme.weights, scheme.activations, scheme.form))
-    if found.embedding:
-        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
-        groups.append(Group((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
     alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
     return compressed_tensors.quantization_config(
         groups,
