@@ -45,10 +45,10 @@ class QuantizeSettings:
         },
     )
     group_size: int = field(
-        default=128,
+        default=-1,
         metadata={
             "help": "inputs that share a scale: 128, 64, 32; 0: a whole row; "
-            "-1: the largest of 128, 64, 32, 16 that divides every layer's inputs, else a whole row"
+            "-1: the largest of 128, 64, 32 that divides every layer's inputs, else a whole row"
         },
     )
     method: str = field(

@@ -162,7 +162,7 @@ def test_a_large_weight_is_coded_in_runs_of_rows_with_the_same_result(symmetric,
     assert torch.equal(rtn(large, grid).codes, whole.codes)
 
 
-@pytest.mark.parametrize(("std", "worst"), [(1e-3, 1.02), (1e-4, 1.1), (1e-5, 2.0)])
+@pytest.mark.parametrize(("std", "worst"), [(1e-3, 1.02), (1e-4, 1.1), (1e-5, 3.0)])
 def test_small_weights_keep_their_precision_in_float16(std, worst):
     """Scales below float16's smallest normal number, 6e-5, are subnormal and not rounded up to it."""
     g = torch.Generator().manual_seed(0)
