@@ -240,6 +240,9 @@ def run_stage(
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
     signal: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    if verb == "quantize":  # said before transformers is imported
+        model = load("attar.checkpoint.open:open_checkpoint")(model)
+        load("attar.formats.stated:refuse_packed")(model)
     function = STAGES[verb].run()
     made: Checkpoint = function(
         model, Path(out), settings, **signal, progress=progress or SILENT, force=force

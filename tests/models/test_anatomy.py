@@ -262,6 +262,13 @@ def test_mixture_of_experts_and_encoder_decoder():
         discover(t5)
 
 
+def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
+    """OPT's attention has no groups of heads; converted configs have the key all the same."""
+    model = tiny_models.build("opt")
+    model.config.num_key_value_heads = 2
+    assert {block.attention.kv_heads for block in discover(model).blocks} == {4}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

@@ -67,7 +67,7 @@ def test_less_output_error_than_nearest_and_than_plain_gptq(shape, pattern):
     grid = pattern.grid(shape[1])
     W = weight[:, inputs.order]
     parameters = grid.choose(W, importance=inputs.H.diagonal())
-    plain = gptq(W, inputs.H, grid, parameters=parameters, act_order="off").quantized.dequantize()
+    plain = gptq(W, inputs.H, grid, parameters=parameters, act_order=False).quantized.dequantize()
     beforehand = output_error(W, plain, inputs.H)
     assert made.report["error"] < rough.report["error"] < 0.9 * made.report["rtn_error"]
     assert made.report["error"] < 0.98 * beforehand
@@ -81,7 +81,7 @@ def test_scales_chosen_on_the_way_are_better_at_two_bits():
         inputs, grid = exl2.order_inputs(H), exl2.PATTERNS[0].grid(256)
         W = weight[:, inputs.order]
         parameters = grid.choose(W, importance=inputs.H.diagonal())
-        before = gptq(W, inputs.H, grid, parameters=parameters, act_order="off").quantized
+        before = gptq(W, inputs.H, grid, parameters=parameters, act_order=False).quantized
         after = exl2.round_groups(W, inputs.U, grid)
         errors = [output_error(W, one.dequantize(), inputs.H) for one in (after, before)]
         ratio *= errors[0] / errors[1]
@@ -116,7 +116,7 @@ def test_the_loop_is_gptq_with_its_groups_one_after_the_other():
     inputs, grid = exl2.order_inputs(H), exl2.Pattern(((3, 100, 64),)).grid(64)
     W = weight[:, inputs.order]
     ours = exl2.round_groups(W, inputs.U, grid)
-    theirs = gptq(W, inputs.H, grid, parameters=ours.parameters, act_order="off").quantized
+    theirs = gptq(W, inputs.H, grid, parameters=ours.parameters, act_order=False).quantized
     assert torch.equal(ours.codes, theirs.codes)
 
 

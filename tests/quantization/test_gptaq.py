@@ -100,7 +100,7 @@ def test_the_compensation_aware_term_makes_the_objective_worse():
     for seed in range(3):
         W, X, _ = layer(seed=seed)
         H, _ = statistics(X, X)
-        made = gptq(W, H, grid, act_order="off").quantized
+        made = gptq(W, H, grid, act_order=False).quantized
         arguments = (W, X, X, grid, made.parameters, list(range(32)), 1.0, "compensated")
         for compensation in (True, False):
             codes = by_the_paper(*arguments, compensation)

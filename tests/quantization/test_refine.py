@@ -4,9 +4,13 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attar.quantization.gptq import gptq
 from attar.quantization.grids import IntGrid, NF4Grid, NVFP4Grid
+from attar.quantization.grids.fp4 import MXFP4Grid
+from attar.quantization.grids.ggml import GGML
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.refine import descend, output_cost, refine, refit
 from attar.quantization.rtn import rtn
@@ -21,6 +25,7 @@ def layer(rows=16, columns=64, tokens=800, seed=0):
     return torch.randn(rows, columns, generator=g) * 0.1, h.value(), X
 
 
+Q4_K, Q6_K = GGML["Q4_K"], GGML["Q6_K"]
 GRIDS = [IntGrid(3, 16), IntGrid(4, 16, symmetric=False), IntGrid(2, 0), NF4Grid(64), NVFP4Grid()]
 
 
@@ -112,3 +117,42 @@ def test_inputs_are_untouched():
     kept = H.clone(), start.codes.clone()
     refine(start, H, W @ H, weight=W)
     assert torch.equal(H, kept[0]) and torch.equal(start.codes, kept[1])
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of any tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.bytes = max(self.bytes, value.numel() * value.element_size())
+        return result
+
+
+@pytest.mark.parametrize("grid", [NVFP4Grid(), MXFP4Grid(), Q4_K, Q6_K], ids=repr)
+def test_where_scales_are_not_free_no_system_is_built(grid):
+    g = torch.Generator().manual_seed(0)
+    W, H = torch.randn(64, 1024, generator=g) * 0.1, torch.eye(1024)
+    made = rtn(W, grid)
+    with Largest() as seen:
+        again = refit(made, H, W @ H)
+    assert again is made
+    assert seen.bytes <= W.nbytes, seen.bytes  # the systems of G = 64 groups take 4 times as much
+
+
+@pytest.mark.parametrize("grid", [IntGrid(4, 16), IntGrid(3, 16, symmetric=False), NF4Grid(16)], ids=repr)
+def test_systems_are_solved_for_some_rows_at_a_time(grid, monkeypatch):
+    W, H, _ = layer(rows=96, columns=512)
+    made, B = rtn(W, grid), W @ H
+    whole = refit(made, H, B).parameters.scale
+    monkeypatch.setattr("attar.quantization.refine.BYTES", 2**18)  # 64 rows of 32 x 32 float32
+    with Largest() as seen:
+        parts = refit(made, H, B).parameters.scale
+    assert not torch.equal(whole, made.parameters.scale)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+    assert seen.bytes <= max(2**18, W.nbytes), seen.bytes  # whole, the systems take 384 KiB

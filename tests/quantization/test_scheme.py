@@ -69,8 +69,8 @@ def test_groups_of_the_config(llama):
     config = plan(llama, settings(overrides=overrides)).config
     groups = list(config["config_groups"].values())
     assert config["format"] == "mixed-precision"
-    assert groups[0]["targets"] == ["Linear"] and groups[0]["weights"]["num_bits"] == 4
-    others = {group["weights"]["type"]: group for group in groups[1:]}
+    assert groups[-1]["targets"] == ["Linear"] and groups[-1]["weights"]["num_bits"] == 4
+    others = {group["weights"]["type"]: group for group in groups[:-1]}
     assert sorted(others["float"]["targets"]) == [f"model.layers.{i}.mlp.down_proj" for i in range(3)]
     assert others["float"]["format"] == "float-quantized" and len(others["int"]["targets"]) == 9
 
@@ -196,7 +196,7 @@ def test_tied_int8_heads_are_targets_and_not_ignored(tmp_path):
     tied = open_checkpoint(save(tmp_path / "tied", tie_word_embeddings=True))
     config = plan(tied, settings(embedding_bits=8)).config
     assert config["ignore"] == [] and config["format"] == "mixed-precision"
-    assert config["config_groups"]["group_1"]["targets"] == ["Embedding", r"re:.*lm_head$"]
+    assert config["config_groups"]["group_0"]["targets"] == ["Embedding", r"re:.*lm_head$"]
     untied = open_checkpoint(save(tmp_path / "untied"))
     assert plan(untied, settings(embedding_bits=8)).config["ignore"] == ["lm_head"]
 

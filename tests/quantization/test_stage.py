@@ -1,6 +1,7 @@
 """The verb quantize, from folder to folder: what transformers loads, what the card says, what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, NumericsError, SettingsError
 from attar.models.load import load_model
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.stage import quantize
+from attar.recipe.stages import STAGES
 from tests import tiny_models
+from tests.formats.gguf.gguf_files import write_gguf
 from tests.marks import slow_but
 
 LINEAR_FAMILIES = [family for family in tiny_models.DECODERS if family != "gpt2"]
@@ -43,7 +47,7 @@ def logits(model):
 @pytest.mark.parametrize("family", slow_but(LINEAR_FAMILIES, "llama3", "gemma2", "phi3", "gpt_neox", "opt"))
 def test_transformers_gives_the_logits_of_our_decoded_weights(saved, tmp_path, family):
     out = tmp_path / "out"
-    quantize(saved(family), out, QuantizeSettings(method="rtn", **SMALL))
+    quantize(saved(family), out, QuantizeSettings(method="rtn", check_tokens=0, **SMALL))
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(out)))
 
@@ -73,10 +77,13 @@ def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_si
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_int8_embedding_loads_and_shrinks(saved, tmp_path, tied):
+def test_int8_embedding_loads_and_shrinks(saved, tmp_path, tied, capfd):
     folder = saved("llama3", tie_word_embeddings=tied)
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(method="rtn", embedding_bits=8, **SMALL))
+    overrides = ("down_proj=W8A16",)
+    settings = QuantizeSettings(method="rtn", embedding_bits=8, overrides=overrides, **SMALL)
+    made = quantize(folder, tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
+    assert "Could not match" not in capfd.readouterr().err  # compressed-tensors warns of targets in vain
     assert torch.equal(logits(theirs), logits(load_model(made)))
     assert made.tensors["model.embed_tokens.weight"].dtype == "I8"
     assert ("lm_head.weight" in made.tensors) != tied
@@ -139,8 +146,37 @@ def test_group_size_that_does_not_divide_names_layer_and_mend(saved, tmp_path):
 
 def test_quantizing_twice_is_refused(saved, tmp_path):
     quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
-    with pytest.raises(ModelError, match="quantized already"):
+    with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
         quantize(tmp_path / "out", tmp_path / "again", QuantizeSettings(method="rtn", **SMALL))
+
+
+def test_a_gguf_is_refused_by_its_own_name_before_the_stage_is_imported(saved, tmp_path, monkeypatch):
+    file = write_gguf(saved("llama3", hidden_size=256, intermediate_size=256), tmp_path / "m.gguf", "Q4_0")
+    monkeypatch.setattr(type(STAGES["quantize"]), "run", lambda stage: pytest.fail("imported"))
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(file))} is quantized already \(gguf\)") as raised:
+        attar.quantize(file, tmp_path / "out", method="rtn")
+    assert f"attar export {file} -o DENSE --format dense" in raised.value.hint
+
+
+def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
+    """Their config stands in quantize_config.json."""
+    folder = saved("llama3")
+    made = quantize(folder, tmp_path / "packed", QuantizeSettings(method="rtn", **SMALL))
+    attar.export(made.path, tmp_path / "gptq", format="gptq")
+    config = json.loads((tmp_path / "gptq/config.json").read_text())
+    said = config.pop("quantization_config")
+    (tmp_path / "gptq/config.json").write_text(json.dumps(config))
+    (tmp_path / "gptq/quantize_config.json").write_text(json.dumps(said))
+    with pytest.raises(ModelError, match="quantized already"):
+        quantize(tmp_path / "gptq", tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+
+
+def test_groups_in_act_order_go_into_gptqs_layout(saved, tmp_path):
+    settings = QuantizeSettings(method="gptq", act_order="group", check_tokens=0, **SMALL)
+    made = quantize(saved("llama3"), tmp_path / "out", settings)
+    gptq = attar.export(made.path, tmp_path / "gptq", format="gptq")
+    wanted, got = (logits(load_model(each, dtype=torch.float32)) for each in (made, gptq))
+    assert (got - wanted).norm() < 0.01 * wanted.norm()
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])

@@ -72,7 +72,7 @@ def test_an_identity_output_factor_is_gptq(shape):
     W, H = weight(*shape), factor(shape[1], 2)
     for grid in (IntGrid(3, 8), IntGrid(4, 0, symmetric=False)):
         ours = yaqa(W, torch.eye(len(W)), H, grid, act_order=False).quantized
-        assert torch.equal(ours.codes, gptq(W, H, grid, act_order="off").quantized.codes)
+        assert torch.equal(ours.codes, gptq(W, H, grid, act_order=False).quantized.codes)
 
 
 def test_the_two_sides_are_alike():

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attar.checkpoint import open_checkpoint
 from attar.models.load import load_model, save_model
+from attar.walks import compare as comparing
+from attar.walks import objectives
 from attar.walks.compare import compare
 from tests import tiny_models
 
@@ -63,3 +67,43 @@ def test_the_block_that_was_destroyed_is_named(tmp_path, guilty):
 
     changed = changed_copy(tmp_path / "changed", original, destroy)
     assert compare(original, changed, tokens(240), work=tmp_path / "work").worst == guilty
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes of one tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                self.largest = max(self.largest, value.numel() * value.element_size())
+        return result
+
+
+def test_logits_of_a_large_vocabulary_never_stand_in_memory_whole(tmp_path, monkeypatch):
+    """No tensor grows with tokens times vocabulary; what is kept between two heads has its own limit."""
+    vocabulary, head = 4096, 4096 * 16 * 4
+    small = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    model = tiny_models.build("qwen3", vocab_size=vocabulary, **small)
+    original = open_checkpoint(tiny_models.save(model, tmp_path / "original"))
+    changed = changed_copy(
+        tmp_path / "changed", original, lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    )
+    batches = [
+        torch.randint(5, vocabulary, (4, 24), generator=torch.Generator().manual_seed(n)) for n in (0, 1)
+    ]
+    whole = compare(original, changed, batches, work=tmp_path / "work")
+    monkeypatch.setattr(comparing, "CHUNK", 10 * 4 * vocabulary)
+    monkeypatch.setattr(comparing, "KEPT", 40 * 4 * vocabulary)
+    monkeypatch.setattr(objectives, "CHUNK_ELEMENTS", 8 * vocabulary)
+    with Allocated() as seen:
+        parts = compare(original, changed, batches, work=tmp_path / "work")
+    assert seen.largest <= max(head, 10 * 8 * vocabulary), seen.largest  # all logits: 3 MiB
+    assert parts.kl == pytest.approx(whole.kl, rel=1e-6) and parts.kl > 0
+    assert parts.blind == pytest.approx(whole.blind, rel=1e-6)
+    assert (parts.top1, parts.tokens) == (whole.top1, whole.tokens)
+    assert parts.drift == whole.drift

@@ -18,7 +18,6 @@ refuses by name; attar itself reads it, and exports it dense.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_unpack
 from attar.formats.layouts import GLOBAL, ORDER, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout
+from attar.formats.patterns import begins
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
 
 METHOD = "compressed-tensors"
@@ -132,13 +132,13 @@ class Scheme:
             if "." in target and (target.endswith(f".{module}") or module.endswith(f".{target}")):
                 return group
         patterns = sorted(target for target in self.exact if target.startswith("re:"))
-        found = next((target for target in patterns if re.match(target[3:], module)), None)
+        found = next((target for target in patterns if begins(target[3:], module)), None)
         return self.exact[found] if found else None
 
     def group(self, module: str, kind: str) -> Group | None:
         """The group of a module of class ``kind``, None where it is dense."""
         for name in self.ignore:
-            if name in (module, kind) or (name.startswith("re:") and re.match(name[3:], module)):
+            if name in (module, kind) or (name.startswith("re:") and begins(name[3:], module)):
                 return None
         return self.named(module) or self.exact.get(kind)
 
@@ -281,7 +281,8 @@ class Reader:
         if name.endswith(PACKED) and self.checkpoint.tensors[name].dtype == "I32":
             self._part(base, SHAPE)
         named = self.scheme.named(base)
-        for group in (named,) if named else self.scheme.groups:
+        main_first = sorted(self.scheme.groups, key=lambda group: "Linear" not in group.targets)
+        for group in (named,) if named else main_first:
             if self._fits(name, group):
                 return group
         raise CheckpointError(

@@ -33,7 +33,6 @@ quantization/auto_gptq.py.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,6 +43,7 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
+from attar.formats.patterns import begins
 from attar.formats.qweight import (
     G_IDX,
     HEAD,
@@ -231,8 +231,12 @@ class Reader(QweightReader):
                 hint="attar reads gptq and gptq_v2",
             )
         overrides = self.config.get("dynamic") or {}
-        self._dynamic = [self._override(key, said) for key, said in overrides.items()]
-        self._dynamic.sort(key=lambda override: override[1] is not None)  # skips first, as GPTQModel has it
+        self._dynamic = [  # skips first, as GPTQModel has it
+            (key[2:] if key[:2] in ("-:", "+:") else key, None if key.startswith("-:") else dict(said or {}))
+            for key, said in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
+        ]
+        for expression, _ in self._dynamic:
+            begins(expression, "")  # a broken one is refused at once
 
     def rule(self, module: str) -> WeightRule:
         """What the config says of a Linear.
@@ -242,7 +246,7 @@ class Reader(QweightReader):
         """
         said = dict(self.config)
         for expression, changes in self._dynamic:
-            if expression.match(module):
+            if begins(expression, module):
                 if changes is None:
                     raise CheckpointError(
                         f"{self.checkpoint.path}: the config's dynamic skips {module}, which has codes",
@@ -261,16 +265,6 @@ class Reader(QweightReader):
             )
         strategy = "group" if size > 0 else "channel"
         return WeightRule("int", bits, strategy, max(size, 0), said.get("sym", True) is not False)
-
-    def _override(self, key: str, said: Any) -> tuple[re.Pattern[str], dict[str, Any] | None]:
-        """A ``dynamic`` entry: pattern, and changes or None for a skip."""
-        try:
-            expression = re.compile(key[2:] if key[:2] in ("-:", "+:") else key)
-        except re.error as error:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: dynamic pattern {key!r} is no regular expression ({error})"
-            ) from error
-        return expression, None if key.startswith("-:") else dict(said or {})
 
     def shape(self, module: str, rule: WeightRule) -> tuple[int, int]:
         """(N, K) of a Linear, from the shapes of its tensors."""

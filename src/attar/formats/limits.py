@@ -73,7 +73,7 @@ def limits(
         return ["tensor parallel: vLLM does not split bitsandbytes weights; it splits the model by layers"]
     named = dict.fromkeys(shapes, rules) if isinstance(rules, WeightRule) else rules
     said = [_parallel(format, shapes, named, heads, kv_heads or heads), *_fused(named)]
-    checks: tuple[Check, ...] = () if activations else (_kernels, _marlin_groups, _marlin_shapes)
+    checks: tuple[Check, ...] = () if activations else (kernels, _marlin_groups, _marlin_shapes)
     checks += (_torch_groups, _cpu_groups, _whole_blocks, _act_order, _second_version, _one_rule, _head)
     found = [check(format, shapes, named) for check in checks]
     return [*said, *(sentence for sentence in found if sentence)]
@@ -162,8 +162,14 @@ def _fused(rules: Rules) -> list[str]:
     ]
 
 
-def _kernels(format: str, shapes: Shapes, rules: Rules) -> str | None:
-    """Codes that vLLM has no kernel for."""
+def kernels(format: str, shapes: Shapes, rules: Rules) -> str | None:
+    """Codes that vLLM has no kernel for, in a sentence; None where it has one for all.
+
+    Args:
+        format: ``gptq`` or ``compressed-tensors``; of others nothing is known.
+        shapes: (N, K) by module name.
+        rules: of weights whose inputs stay as they are, by module name.
+    """
     if format not in ("gptq", "compressed-tensors"):
         return None
     odd = [name for name, rule in rules.items() if rule.kind == "int" and not _marlin(format, rule)]

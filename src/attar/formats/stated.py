@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
+from attar.errors import ModelError
 
 BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that stand alone for ``quantization_config``, and the method of those that name none."""
@@ -27,3 +28,19 @@ def stated(checkpoint: Any) -> Mapping[str, Any] | None:
         if (checkpoint.path / name).is_file():
             return {"quant_method": method, **read_json(checkpoint.path / name)}
     return None
+
+
+def refuse_packed(checkpoint: Any) -> None:
+    """Raise where a checkpoint is quantized: rounding a second time would add one error to another.
+
+    Raises:
+        ModelError: names the file or folder, and how to go on.
+    """
+    said = stated(checkpoint)
+    if said:
+        name = checkpoint.source
+        raise ModelError(
+            f"{name} is quantized already ({said.get('quant_method', 'unknown method')})",
+            hint="start from the dense model it was made from; or decode it first: "
+            f"attar export {name} -o DENSE --format dense",
+        )

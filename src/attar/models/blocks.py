@@ -102,7 +102,8 @@ def read_attention(config: Any, name: str, block: nn.Module, half: Half) -> Atte
             f"{v.out_features} rows and o has {o.in_features} columns, with heads of {width}"
         )
     agree(config, "num_attention_heads", heads, f"{half.where} has {{}} heads")
-    agree(config, "num_key_value_heads", kv_heads, f"{half.where} has {{}} KV heads")
+    if kv_heads != heads:  # families without groups of heads may carry the number without a meaning
+        agree(config, "num_key_value_heads", kv_heads, f"{half.where} has {{}} KV heads")
     norms = tuple(
         f"{name}.{path}"
         for path, module in block.named_modules()

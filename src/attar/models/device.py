@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import psutil
 import torch
 
 from attar.errors import SettingsError
@@ -24,3 +25,10 @@ def pick_device(wanted: str) -> torch.device:
         allowed = "auto, cpu, or a device that torch sees here, such as cuda"
         raise SettingsError("device", wanted, allowed) from problem
     return torch.device(wanted)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a device has free now; of the CPU, what can be had without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

@@ -9,8 +9,7 @@ is in columns.py.
 
 Differs from the paper: the parameters are chosen from the weight before any column is rounded, so that with
 act-order (columns of the largest H_ii first, from the authors' code) the stored format keeps its column
-order ("static" groups); "group" forms the groups in the new order instead, and needs a format that stores
-each column's group. Damping that is too small for a Cholesky is raised tenfold, and the result says so. A
+order ("static" groups). Damping that is too small for a Cholesky is raised tenfold, and the result says so. A
 column whose input is always zero (H_ii = 0) is "dead": its weight can do nothing and becomes 0. Weights that
 share their inputs share H, U and the loop over the columns.
 """
@@ -28,8 +27,6 @@ from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite, inverse_factor
 from attar.quantization.rounded import Rounded
 
-ORDERS = ("off", "static", "group")
-
 
 def gptq(
     weight: Tensor,
@@ -38,7 +35,7 @@ def gptq(
     *,
     parameters: Parameters | None = None,
     damp: float = 0.01,
-    act_order: str = "static",
+    act_order: bool = True,
     mask: Tensor | None = None,
 ) -> Rounded:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
@@ -49,8 +46,7 @@ def gptq(
         grid: the number format.
         parameters: of each tile; None: what the grid chooses.
         damp: lambda as a fraction of the mean of H's diagonal.
-        act_order: "off"; "static": columns in descending order of H_ii; "group": groups follow that order
-            too.
+        act_order: columns in descending order of H_ii; groups keep the weight's column order.
         mask: bool (N, K); False: the weight is zero and stays zero.
 
     Raises:
@@ -74,7 +70,7 @@ def gptq_shared(
     *,
     parameters: Sequence[Parameters | None] | None = None,
     damp: float = 0.01,
-    act_order: str = "static",
+    act_order: bool = True,
     masks: Sequence[Tensor | None] | None = None,
 ) -> list[Rounded]:
     """:func:`gptq` of several weights with the same inputs, in one loop over the columns."""
@@ -93,28 +89,22 @@ def gptq_shared(
         H[dead, dead] = 1.0
     K = W.shape[1]
     order = torch.arange(K, device=W.device)
-    if act_order != "off":
+    if act_order:
         order = torch.argsort(H.diagonal(), descending=True, stable=True)
     sizes = [len(weight) for weight in weights]
-    stood = order if act_order == "group" else torch.arange(K, device=W.device)
-    importance = H.diagonal()[stood]
     chosen = [
-        given or grid.choose(part, importance=importance)
-        for given, part in zip(parameters or [None] * len(sizes), W[:, stood].split(sizes), strict=True)
+        given or grid.choose(part, importance=H.diagonal())
+        for given, part in zip(parameters or [None] * len(sizes), W.split(sizes), strict=True)
     ]
-    group = (torch.arange(K, device=W.device) if act_order == "group" else order) // (grid.group_size or K)
+    group = order // (grid.group_size or K)
     U, used = inverse_factor(H, damp, order)
     rows = _stack([grid.by_row(one, size) for one, size in zip(chosen, sizes, strict=True)])
     mask = _stack_masks(masks, sizes, K, W.device)
     codes = round_columns(W[:, order], U, grid, rows, group, None if mask is None else mask[:, order])
     whole = torch.empty(codes.shape, dtype=grid.code_dtype, device=W.device)
     whole[:, order] = codes.to(grid.code_dtype)
-    g_idx = None
-    if act_order == "group":
-        g_idx = torch.empty_like(order)
-        g_idx[order] = group
     return [
-        Rounded(Quantized(grid, part.contiguous(), one, g_idx), used, int(dead.sum()))
+        Rounded(Quantized(grid, part.contiguous(), one), used, int(dead.sum()))
         for part, one in zip(whole.split(sizes), chosen, strict=True)
     ]
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class Hessian:
         """H, float32 (K, K)."""
         return self.sum * (2.0 / max(self.weight, 1e-30))
 
+    def ordered(self, order: Tensor) -> Hessian:
+        """The same statistics with the inputs in another order, int64 (K,)."""
+        other = copy(self)
+        other.sum = self.sum[order][:, order]
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -77,6 +84,12 @@ class CrossHessian(Hessian):
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
         return (self.sum + self.change) * (2.0 / max(self.weight, 1e-30))
+
+    def ordered(self, order: Tensor) -> CrossHessian:
+        """The same statistics with the inputs in another order, int64 (K,)."""
+        other = copy(self)
+        other.sum, other.change = (value[order][:, order] for value in (self.sum, self.change))
+        return other
 
     @property
     def nbytes(self) -> int:

@@ -61,7 +61,7 @@ class LayerSolver:
         solved: dict[str, Solution] = {}
         for grid in dict.fromkeys(self.sites[name].grid for name in weights):
             part = {name: weights[name] for name in weights if self.sites[name].grid == grid}
-            for name, rounded in self._round(part, fused(grid, part.values()), H, seen).items():
+            for name, rounded in self._round_groups(part, fused(grid, part.values()), H, seen).items():
                 solved[name] = self._solution(weights[name], rounded, H, seen)
         return solved
 
@@ -69,22 +69,31 @@ class LayerSolver:
         """The weight (N, K) that stored codes stand for."""
         return Quantized.from_tensors(self.sites[name].grid, tensors).dequantize()
 
+    def _round_groups(
+        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian
+    ) -> dict[str, Rounded]:
+        """Round weights with one input; for act-order "group" with the columns sorted by H_ii before, so that
+        every method forms its groups of columns that matter alike."""
+        if self.settings.act_order != "group":
+            return self._round(weights, grid, H, seen)
+        order = torch.argsort(H.diagonal(), descending=True, stable=True)
+        columns = {name: weight[:, order] for name, weight in weights.items()}
+        made = self._round(columns, grid, H[order][:, order], seen.ordered(order))
+        return {name: replace(one, quantized=one.quantized.restored(order)) for name, one in made.items()}
+
     def _round(
         self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian
     ) -> dict[str, Rounded]:
         settings = self.settings
         masks = {name: mask_of(weight, settings.keep_zeros) for name, weight in weights.items()}
         if settings.rounding == "gptq":
-            grouped = settings.act_order == "group"
             rounded = gptq_shared(
                 list(weights.values()),
                 H,
                 grid,
-                parameters=[
-                    None if grouped else self._parameters(weight, grid, H) for weight in weights.values()
-                ],
+                parameters=[self._parameters(weight, grid, H) for weight in weights.values()],
                 damp=settings.damp,
-                act_order=settings.act_order,
+                act_order=settings.act_order != "off",
                 masks=list(masks.values()),
             )
             made = dict(zip(weights, rounded, strict=True))
@@ -144,8 +153,6 @@ class LayerSolver:
         settings = self.settings
         quantized = rounded.quantized
         if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
-            return rounded
-        if quantized.g_idx is not None:
             return rounded
         target = weight @ (seen.cross() if isinstance(seen, CrossHessian) else H)
         better = refine(

@@ -22,6 +22,7 @@ from torch import Tensor
 from attar.quantization.grids import Parameters, Quantized
 
 BLOCK = 128
+BYTES = 2**28  # of normal equations at a time
 
 
 def refine(
@@ -92,29 +93,23 @@ def descend(quantized: Quantized, H: Tensor, B: Tensor, mask: Tensor | None = No
 
 
 def refit(quantized: Quantized, H: Tensor, B: Tensor) -> Quantized:
-    """The same codes with the scales that fit them best; unchanged where a grid's scales are not free."""
-    grid = quantized.grid
-    if grid.rows != 1:
-        return quantized
-    N, K = quantized.codes.shape
+    """The same codes with the scales that fit them best; unchanged where a grid's scales are not free.
+
+    The normal equations stand in memory for some rows at a time, at most :data:`BYTES` of them.
+    """
+    grid, old = quantized.grid, quantized.parameters.scale
+    K = quantized.codes.shape[1]
     G = grid.groups(K)
-    if K % G:
+    if grid.rows != 1 or K % G or grid.rescaled(quantized.parameters, old) is None:
         return quantized
     unit, offset = _unit_values(quantized)
-    pull = ((B + offset @ H) * unit).reshape(N, G, -1).sum(-1)
-    A = torch.empty(N, G, G, dtype=torch.float32, device=H.device)
-    width = K // G
-    for g in range(G):
-        columns = slice(g * width, (g + 1) * width)
-        A[:, :, g] = ((unit[:, columns] @ H[columns]) * unit).reshape(N, G, width).sum(-1)
-    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12
-    A.diagonal(dim1=1, dim2=2).add_(ridge)
-    scale = torch.linalg.solve(A, pull)
-    old = quantized.parameters.scale
+    aim = B if offset is None else B + offset @ H
+    rows = max(1, BYTES // (4 * G * G))
+    parts = zip(unit.split(rows), aim.split(rows), strict=True)
+    scale = torch.cat([_least_squares(part, target, H, G) for part, target in parts])
     scale = torch.where(torch.isfinite(scale) & (scale > 0.1 * old) & (scale < 10.0 * old), scale, old)
     parameters = grid.rescaled(quantized.parameters, scale)
-    if parameters is None:
-        return quantized
+    assert parameters is not None
     better = _cost(Quantized(grid, quantized.codes, parameters), H, B) < _cost(quantized, H, B)
     kept = torch.where(better[:, None], parameters.scale, old)
     return Quantized(
@@ -122,15 +117,33 @@ def refit(quantized: Quantized, H: Tensor, B: Tensor) -> Quantized:
     )
 
 
-def _unit_values(quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """level(q) - z (N, K), and the minimum m spread over the columns (N, K)."""
+def _least_squares(unit: Tensor, target: Tensor, H: Tensor, G: int) -> Tensor:
+    """The scales (n, G) of some rows that solve A s = pull: one system for each row.
+
+    Args:
+        unit: (n, K), values of the codes at scale 1.
+        target: (n, K), what the row's output should be.
+    """
+    n, width = len(unit), unit.shape[1] // G
+    pull = (target * unit).reshape(n, G, -1).sum(-1)
+    A = torch.empty(n, G, G, dtype=torch.float32, device=H.device)
+    for g in range(G):
+        columns = slice(g * width, (g + 1) * width)
+        A[:, :, g] = ((unit[:, columns] @ H[columns]) * unit).reshape(n, G, width).sum(-1)
+    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12
+    A.diagonal(dim1=1, dim2=2).add_(ridge)
+    return torch.linalg.solve(A, pull)
+
+
+def _unit_values(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
+    """level(q) - z (N, K), and the minimum m spread over the columns (N, K), None where there is none."""
     grid, parameters = quantized.grid, quantized.parameters
     one = Parameters(torch.ones_like(parameters.scale), parameters.zero)
     spread = one.each(lambda value: value[:, None, :, None])
     shape = (quantized.codes.shape[0], quantized.codes.shape[1])
     unit = grid.untile(grid.decode(grid.tile(quantized.codes), spread), shape)
     if parameters.minimum is None:
-        return unit, torch.zeros_like(unit)
+        return unit, None
     return unit, parameters.minimum.repeat_interleave(shape[1] // grid.groups(shape[1]), 1)
 
 

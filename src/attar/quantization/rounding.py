@@ -117,6 +117,7 @@ def _sweep(
         curvature = None
         if settings.rounding == "yaqa":
             curvature = Curvature(checkpoint, chosen, batches, settings, work / "curvature", progress)
+            curvature.collect()
         solver = LayerSolver(sites, settings, curvature)
     return sweep(
         checkpoint,

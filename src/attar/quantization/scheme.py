@@ -15,6 +15,7 @@ from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, Group
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
+from attar.formats.stated import refuse_packed
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
 from attar.models.names import stored_names
@@ -25,6 +26,9 @@ from attar.quantization.settings import QuantizeSettings
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
 DENSE = "dense"
+SMALLEST = 32  # inputs of a group that is chosen by itself: engines have kernels for 32, 64 and 128
+READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
+"""Families whose code in transformers reads ``.weight`` itself, which packed Linears do not have."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Plan:
         caches: attention modules whose keys and values have scales that calibration must find, by the name
             of the stored weight of their keys.
         kv_cache: how keys and values are rounded, or None.
+        reads_weights: the family is one of :data:`READS_WEIGHTS`.
     """
 
     sites: dict[str, Site]
@@ -75,6 +80,7 @@ class Plan:
     config: dict[str, Any]
     caches: dict[str, str] = field(default_factory=dict)
     kv_cache: ActivationRule | None = None
+    reads_weights: bool = False
 
 
 def plan(
@@ -98,10 +104,7 @@ def plan(
         SettingsError: a group size does not divide a layer's inputs, a scheme is unknown or does not go with
             another, or q, k, v (or gate and up) would get different ones.
     """
-    if checkpoint.config.get("quantization_config"):
-        raise ModelError(
-            f"{checkpoint.path} is quantized already", hint="start from the dense model it was made from"
-        )
+    refuse_packed(checkpoint)
     model = empty_model(checkpoint.config)
     anatomy = discover(model)
     names = stored_names(model, checkpoint)
@@ -127,7 +130,8 @@ def plan(
     tied = anatomy.head if embedding and anatomy.tied else None
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     ignore = tuple(name for name in linears if name not in chosen)
-    found = Plan(sites, embedding, tied, ignore, {}, caches, cache)
+    reads = checkpoint.config["model_type"] in READS_WEIGHTS
+    found = Plan(sites, embedding, tied, ignore, {}, caches, cache, reads)
     return replace(found, config=_config(found, settings.scheme, anatomy.embedding))
 
 
@@ -202,7 +206,7 @@ def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
     """
     fits = [size for size in (128, 64, 32, 16) if all(columns % size == 0 for _, columns in shapes.values())]
     if wanted == -1:
-        return fits[0] if fits else 0
+        return fits[0] if fits and fits[0] >= SMALLEST else 0
     wrong = {name: columns for name, (_, columns) in shapes.items() if wanted and columns % wanted}
     if not wrong:
         return wanted
@@ -215,6 +219,11 @@ def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
         f"a divisor of every layer's inputs: {first} has {wrong[first]} ({len(wrong)} layers: {kinds}); "
         f"{allowed} fits",
     )
+
+
+def group_sizes(chosen: Plan) -> dict[str, int]:
+    """The group size of each scheme that a plan has, as it was chosen; 0: none smaller than a row."""
+    return {site.scheme.name: site.scheme.weights.group_size for site in chosen.sites.values()}
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -248,9 +257,14 @@ def _double(scheme: Scheme) -> Scheme:
 
 
 def _ordered(scheme: Scheme) -> Scheme:
-    """The scheme with the group of each input stored, where its layout has them."""
+    """The scheme with the group of each input stored.
+
+    Raises:
+        SettingsError: its layout has no place for them.
+    """
     if scheme.form != PACK or scheme.weights.strategy != "group":
-        return scheme
+        allowed = f"off or static with {scheme.name}; group wants integer weights in groups and dense inputs"
+        raise SettingsError("act_order", "group", allowed)
     return replace(scheme, weights=replace(scheme.weights, ordered=True))
 
 
@@ -301,7 +315,8 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
 
 
 def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
-    """The ``quantization_config``: a group for each scheme; the main one takes every Linear that is left."""
+    """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
+    stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
     sites = list(found.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
@@ -312,18 +327,20 @@ def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
     alias = SCHEMES[main].name
     first = alias if alias in schemes else next(iter(schemes))
     groups = []
-    for name in sorted(schemes, key=lambda name: name != first):
+    if found.embedding:
+        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
+        groups.append(Group((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
+    for name in sorted(schemes, key=lambda name: name == first):
         modules = tuple(site.module for site in sites if site.scheme.name == name)
         scheme = schemes[name]
         targets = ("Linear",) if name == first else modules
         groups.append(Group(targets, scheme.weights, scheme.activations, scheme.form))
-    if found.embedding:
-        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
-        groups.append(Group((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
     alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
     return compressed_tensors.quantization_config(
         groups,
-        dequantize=alone and not transposed and (not groups[0].weights.symmetric or _narrow(sites[0])),
+        dequantize=alone
+        and not transposed
+        and (not groups[0].weights.symmetric or _narrow(sites[0]) or found.reads_weights),
         ignore=[name for name in found.ignore if name != found.tied_head or not found.embedding],
         kv_cache=found.kv_cache,
         transposed=transposed,

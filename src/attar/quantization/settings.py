@@ -26,6 +26,8 @@ SMOOTHINGS = ("auto", "none", "smoothquant", "awq")
 SCALES = ("auto", "absmax", "percentile", "mse", "output")
 STARTS = ("auto", "rtn", "gptq", "qronos")
 ORDERS = ("off", "static", "group")
+ORDERED = ("awq", "gptq", "gptaq", "qronos", "yaqa")
+"""Methods that see a layer's inputs before they form its groups, which act-order "group" asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,10 @@ class QuantizeSettings:
         },
     )
     group_size: int = field(
-        default=128,
+        default=-1,
         metadata={
             "help": "inputs that share a scale: 128, 64, 32; 0: a whole row; "
-            "-1: the largest of 128, 64, 32, 16 that divides every layer's inputs, else a whole row"
+            "-1: the largest of 128, 64, 32 that divides every layer's inputs, else a whole row"
         },
     )
     method: str = field(
@@ -98,8 +100,8 @@ class QuantizeSettings:
     act_order: str = field(
         default="static",
         metadata={
-            "help": "columns of large activations first; group: groups follow that order as well (stored "
-            "with each column's group)",
+            "help": "columns of large activations first; group: groups follow that order as well, stored "
+            "with each column's group (integers in groups; awq, gptq, gptaq, qronos, yaqa)",
             "choices": ORDERS,
         },
     )
@@ -194,6 +196,9 @@ class QuantizeSettings:
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
         check_range("check_tokens", self.check_tokens, 0, 2**40, "0 (no check) or more")
         check_range("refine", self.refine, 0, 2**20, "0 (off) or more")
+        if self.act_order == "group" and self.method not in ORDERED:
+            allowed = f"off or static with {self.method}; group goes with {', '.join(ORDERED)}"
+            raise SettingsError("act_order", "group", allowed)
         for override in self.overrides:
             if not all(override.rpartition("=")[::2]):
                 raise SettingsError("overrides", override, "MODULE=SCHEME")

@@ -28,10 +28,11 @@ from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
+from attar.quantization.loads import loads_in, warnings
 from attar.quantization.mixture import mixture
 from attar.quantization.preparation import prepare
 from attar.quantization.rounding import round_all
-from attar.quantization.scheme import Plan, plan
+from attar.quantization.scheme import Plan, group_sizes, plan
 from attar.quantization.settings import VERSION, QuantizeSettings
 from attar.quantization.write import write
 
@@ -89,6 +90,10 @@ def quantize(
             details["transforms"] = transforms
         storage = stored_precision(checkpoint)
         chosen = plan(source, settings, assigned, storage=storage if transforms else None)
+        details["loads_in"] = loads_in(chosen)
+        details["group_sizes"] = group_sizes(chosen)
+        for warning in warnings(details["loads_in"]):
+            progress.log(f"note: {warning}")
         rounded = round_all(source, chosen, settings, output.work, progress)
         write(
             source,

@@ -3,8 +3,9 @@
     drift_b = || h'_b - h_b ||^2 / || h_b ||^2        h_b, h'_b: hidden states after block b
     KL = mean over tokens of sum_v p_v (log p_v - log p'_v)
 
-Like the sweep it never holds more than a block of each, so that a model too large for memory can be compared
-with what was made of it. Where the result is bad, the block at which the drift jumps is the one to look at.
+Like the sweep it never holds more than a block of each, and at the end one head and the logits of some tokens
+(:data:`KEPT`), so that a model too large for memory can be compared with what was made of it. Where the
+result is bad, the block at which the drift jumps is the one to look at.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from attar.walks.activations import Activations
-from attar.walks.objectives import token_kl
+from attar.walks.objectives import Total
 from attar.walks.passes import arithmetic
 from attar.walks.skeleton import Call, Skeleton
+
+KEPT = 2**28  # bytes of the original's logits in memory at a time
+CHUNK = 2**25  # bytes of logits that one pass through a head makes
 
 
 @dataclass(frozen=True)
@@ -118,33 +122,50 @@ def _drift(theirs: Activations, ours: Activations) -> float:
 def _end(
     sides: Sequence[Skeleton], stores: Sequence[Activations], batches: Sequence[Tensor]
 ) -> tuple[float | None, float | None, float | None, int]:
-    """KL, agreement and the blind KL of the logits; one head in memory at a time, the original's logits
-    kept."""
-    used = torch.cat([batch.flatten() for batch in batches]).unique()
-    with sides[0].headed(used):
-        kept = [_logits(sides[0], batch, stores[0][number]) for number, batch in enumerate(batches)]
+    """KL, agreement and the blind KL of the logits; one head in memory at a time. The original's logits are
+    kept for as many tokens as fit in :data:`KEPT` bytes; then the other head has its turn, and so on."""
+    width = min(_vocabulary(side) for side in sides)
     tokens = sum(batch.numel() for batch in batches)
-    total = same = entropy = 0.0
-    mean: Tensor | float = 0.0
-    with sides[1].headed(used):
-        for number, batch in enumerate(batches):
-            p, q = kept[number], _logits(sides[1], batch, stores[1][number])
-            if p is None or q is None:
-                return None, None, None, tokens
-            width = min(p.shape[-1], q.shape[-1])
-            p, q = p[:, :width], q[:, :width]
-            total += float(token_kl(p, q).sum())
-            same += float((p.argmax(-1) == q.argmax(-1)).sum())
-            known = p.softmax(-1)
-            entropy -= float(torch.special.xlogy(known, known).sum(dtype=torch.float64))
-            mean = mean + known.sum(0, dtype=torch.float64)
-    assert isinstance(mean, Tensor)
-    average = mean / tokens
-    blind = -float(torch.special.xlogy(average, average).sum()) - entropy / tokens
-    return total / tokens, same / tokens, max(blind, 0.0), tokens
+    if not width:
+        return None, None, None, tokens
+    total = Total()
+    for spans in _rounds(batches, width):
+        used = torch.cat([batches[number][rows, columns].flatten() for number, rows, columns in spans])
+        with sides[0].headed(used.unique()):
+            kept = [_logits(sides[0], stores[0], batches, span) for span in spans]
+        with sides[1].headed(used.unique()):
+            for span in spans:
+                total.add(kept.pop(0)[:, :width], _logits(sides[1], stores[1], batches, span)[:, :width])
+    return (*total.distance()[:3], tokens)
 
 
-def _logits(side: Skeleton, batch: Tensor, hidden: Tensor) -> Tensor | None:
-    """Logits (B * S, V), float32."""
-    logits = side.logits(batch, hidden.to(side.device))
-    return None if logits is None else logits.flatten(0, 1).float()
+Span = tuple[int, slice, slice]
+"""Number of a batch, rows and columns of it."""
+
+
+def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[Span]]:
+    """All tokens, cut into spans whose logits take :data:`CHUNK` bytes at most, and these into rounds of
+    :data:`KEPT` bytes."""
+    step = max(1, CHUNK // (4 * vocabulary))
+    spans = [
+        (number, slice(top, top + max(step // batch.shape[1], 1)), slice(left, left + step))
+        for number, batch in enumerate(batches)
+        for top in range(0, batch.shape[0], max(step // batch.shape[1], 1))
+        for left in range(0, batch.shape[1], step)
+    ]
+    together = max(1, KEPT // (4 * vocabulary * step))
+    return [spans[start : start + together] for start in range(0, len(spans), together)]
+
+
+def _vocabulary(side: Skeleton) -> int:
+    """How many logits a token has; 0 for a model without a head."""
+    head = side.anatomy.head
+    return int(side.model.get_submodule(head).weight.shape[0]) if head else 0
+
+
+def _logits(side: Skeleton, store: Activations, batches: Sequence[Tensor], span: Span) -> Tensor:
+    """Logits (tokens, V) of a span, float32: what follows the blocks looks at one token at a time."""
+    number, rows, columns = span
+    logits = side.logits(batches[number][rows, columns], store[number][rows, columns].to(side.device))
+    assert logits is not None, "a model with a head gives logits"
+    return logits.flatten(0, 1).float()

@@ -94,23 +94,39 @@ def model_kl(reference: nn.Module, model: nn.Module, batches: Iterable[Tensor]) 
         model: likewise; may be on another device.
         batches: int64 (B, S), padded on the right with negative numbers, which are left out.
     """
-    total, same, entropy, tokens = 0.0, 0, 0.0, 0
-    mean: Tensor | None = None
+    total = Total()
     for batch in batches:
         kept = batch.flatten() >= 0
-        p, q = (_flat_logits(each, batch, kept) for each in (reference, model))
-        total += float(token_kl(p, q).sum())
-        same += int((p.argmax(-1).cpu() == q.argmax(-1).cpu()).sum())
+        total.add(*(_flat_logits(each, batch, kept) for each in (reference, model)))
+    return total.distance()
+
+
+class Total:
+    """Sums over tokens from which a :class:`Distance` follows; temporaries have :data:`CHUNK_ELEMENTS`."""
+
+    def __init__(self) -> None:
+        self.kl, self.entropy, self.same, self.tokens = 0.0, 0.0, 0, 0
+        self.mean: Tensor | None = None
+
+    def add(self, p: Tensor, q: Tensor) -> None:
+        """Add tokens: logits (N, V) of the reference and of the model under test, each of any float type and
+        on any device. Does not modify its inputs."""
+        self.kl += float(token_kl(p, q).sum())
+        self.same += int((p.argmax(-1).cpu() == q.argmax(-1).cpu()).sum())
+        self.tokens += len(p)
         for part in p.split(max(1, CHUNK_ELEMENTS // p.shape[-1])):
-            log_p = part.float().log_softmax(-1)
-            entropy -= float((log_p.exp() * log_p.clamp(min=-1e4)).sum(dtype=torch.float64))
-            seen = log_p.exp().sum(0, dtype=torch.float64).cpu()
-            mean = seen if mean is None else mean + seen
-        tokens += int(kept.sum())
-    assert mean is not None and tokens, "no tokens to compare"
-    average = mean / tokens
-    spread = -float(torch.special.xlogy(average, average).sum())
-    return Distance(total / tokens, same / tokens, max(spread - entropy / tokens, 0.0), tokens)
+            known = part.float().softmax(-1)
+            self.entropy -= float(torch.special.xlogy(known, known).sum(dtype=torch.float64))
+            seen = known.sum(0, dtype=torch.float64).cpu()
+            self.mean = seen if self.mean is None else self.mean.add_(seen)
+
+    def distance(self) -> Distance:
+        """The means over all tokens."""
+        assert self.mean is not None and self.tokens, "no tokens to compare"
+        average = self.mean / self.tokens
+        spread = -float(torch.special.xlogy(average, average).sum())
+        blind = max(spread - self.entropy / self.tokens, 0.0)
+        return Distance(self.kl / self.tokens, self.same / self.tokens, blind, self.tokens)
 
 
 def _flat_logits(model: Any, batch: Tensor, kept: Tensor) -> Tensor:

@@ -49,12 +49,13 @@ class Skeleton:
         self.blocks = self.anatomy.blocks
         self.names = stored_names(self.model, checkpoint)
         self.first_names = _first_names(self.model)
+        self.kinds: int | None = None
 
     def trace(self, batches: Sequence[Tensor], store: Activations) -> dict[tuple[int, ...], list[Call]]:
         """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
         block is called."""
         self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
-        kinds = self._output_kind(batches[0])
+        self.kinds = kinds = self._output_kind(batches[0])
         calls: dict[tuple[int, ...], list[Call]] = {}
         for number, batch in enumerate(batches):
             seen, hidden = self._record(batch, kinds)
@@ -81,8 +82,8 @@ class Skeleton:
 
     def logits(self, batch: Tensor, hidden: Tensor) -> Tensor | None:
         """Logits (B, S, V) of a batch whose hidden states (B, S, D) after the last block are known; None for
-        a model without a head. Inside :meth:`headed`."""
-        kinds = self._output_kind(batch)
+        a model without a head. After :meth:`trace`, inside :meth:`headed`."""
+        kinds = self.kinds
         for block in self.blocks:
             block.module.forward = lambda *_, **__: hidden if kinds is None else (hidden, *[None] * kinds)
         try:

@@ -7,6 +7,7 @@ import os
 import random
 import struct
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -494,3 +495,18 @@ def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
 
 def test_the_writer_is_found_where_it_is_looked_for() -> None:
     assert container.Writer is Writer and container.Slot is Slot
+
+
+def test_a_long_table_of_bytes_is_kept_as_bytes(tmp_path):
+    """48 MB in a header were 816 MB of Python numbers."""
+    table = random.Random(0).randbytes(1 << 20)
+    first, again = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    Writer(first, {"general.architecture": "llama", "x": Typed("[u8]", list(table))}, []).finish()
+    tracemalloc.start()
+    opened = read(first)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert bytes(opened.metadata["x"]) == table and opened.kinds["x"] == "[u8]"
+    assert peak < 3 * len(table)
+    Writer(again, opened.typed(), []).finish()
+    assert again.read_bytes() == first.read_bytes()

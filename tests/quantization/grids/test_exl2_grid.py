@@ -158,7 +158,7 @@ def test_gptq_and_refinement_run_on_it_and_beat_nearest(grid, weight, hessian):
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     W, H = weight[:, order], hessian[order][:, order]
     parameters = grid.choose(W, importance=H.diagonal())
-    made = gptq(W, H, grid, parameters=parameters, act_order="off").quantized
+    made = gptq(W, H, grid, parameters=parameters, act_order=False).quantized
     better = refine(made, H, W @ H, weight=W)
     errors = [output_error(W, one.dequantize(), H) for one in (better, made, rtn(W, grid, parameters))]
     assert errors[0] < errors[1] < errors[2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attar.quantization.grids import IntGrid, Quantized
+from attar.quantization.grids.grid import stored_scale
 from attar.quantization.rtn import rtn
 
 GRIDS = [
@@ -159,3 +160,24 @@ def test_a_large_weight_is_coded_in_runs_of_rows_with_the_same_result(symmetric,
     assert torch.equal(whole.dequantize(), decoded)
     monkeypatch.setattr("attar.quantization.grids.grid.CHUNK", 10)  # less than one row
     assert torch.equal(rtn(large, grid).codes, whole.codes)
+
+
+@pytest.mark.parametrize(("std", "worst"), [(1e-3, 1.02), (1e-4, 1.1), (1e-5, 3.0)])
+def test_small_weights_keep_their_precision_in_float16(std, worst):
+    """Scales below float16's smallest normal number, 6e-5, are subnormal and not rounded up to it."""
+    g = torch.Generator().manual_seed(0)
+    W = (torch.randn(16, 512, generator=g) * std).half()
+    errors = {}
+    for storage in (torch.float16, torch.float32):
+        made = rtn(W, IntGrid(8, 128, storage=storage))
+        exact = made.codes * made.parameters.scale.repeat_interleave(128, 1)
+        errors[storage] = float((exact - W.float()).norm() / W.float().norm())
+        assert (made.parameters.scale == made.parameters.scale.to(storage)).all()
+    assert errors[torch.float16] < worst * errors[torch.float32], errors
+
+
+@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_smallest_scales_are_positive_and_have_a_reciprocal(storage):
+    scale = stored_scale(torch.tensor([0.0, 1e-45, 1e-39, 1e-30, 3e-8, 1e-3]), storage)
+    assert scale[0] == 1 and (scale > 0).all() and torch.isfinite(1 / scale).all()
+    assert torch.equal(scale, scale.to(storage).float())

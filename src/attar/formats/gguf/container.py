@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ __all__ = ["GGUF", "GGUFTensor", "Slot", "Typed", "Value", "Writer", "read"]
 
 DEEPEST = 4  # arrays in arrays
 MOST_ALIGNED = 1 << 20
+BYTES = 1024  # numbers of u8 beyond which an array stays bytes: a table, which says nothing of single blocks
 SMALLEST_KEY, SMALLEST_INFO = 8 + 4 + 1, 8 + 4 + 4 + 8  # bytes of an entry with an empty name
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
@@ -79,7 +80,8 @@ class GGUF:
     Attributes:
         files: the file, or its parts in their order.
         version: of the format.
-        metadata: values by key, in the file's order; the keys of a split are left out.
+        metadata: values by key, in the file's order; the keys of a split are left out. An array is a list,
+            a long one of u8 is bytes.
         kinds: the type of each value: ``"u32"``, ``"[str]"``.
         tensors: by name, in the file's order.
     """
@@ -238,7 +240,7 @@ def _value(cursor: Cursor, number: int, key: str, depth: int) -> tuple[str, Any]
     return name, _numbers(cursor, letter, 1, what)[0]
 
 
-def _array(cursor: Cursor, key: str, depth: int) -> tuple[str, list[Any]]:
+def _array(cursor: Cursor, key: str, depth: int) -> tuple[str, Sequence[Any]]:
     what = f"the value of {key}"
     inner, length = cursor.number("I", what), cursor.number("Q", what)
     if length > LARGEST:
@@ -260,8 +262,11 @@ def _array(cursor: Cursor, key: str, depth: int) -> tuple[str, list[Any]]:
     return f"[{kinds[0]}]", [value for _, value in items]
 
 
-def _numbers(cursor: Cursor, letter: str, length: int, what: str) -> list[Any]:
+def _numbers(cursor: Cursor, letter: str, length: int, what: str) -> Sequence[Any]:
+    """Numbers of one type; many of u8 stay the bytes they are, which take a 17th of a list's memory."""
     raw = cursor.take(length * struct.calcsize(f"<{letter}"), what)
+    if letter == "B" and length > BYTES:
+        return raw
     if letter == "?" and max(raw, default=0) > 1:
         raise cursor.bad(f"{what} holds a bool that is neither 0 nor 1")
     return list(struct.unpack(f"<{length}{letter}", raw))

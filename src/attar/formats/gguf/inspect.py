@@ -114,7 +114,7 @@ def _file_type(opened: GGUF, types: list[dict[str, Any]]) -> str:
 
 def _shown(opened: GGUF, key: str) -> Any:
     value = opened.metadata[key]
-    if isinstance(value, list) and len(value) > LONG:
+    if isinstance(value, list | bytes) and len(value) > LONG:
         return {"kind": opened.kinds[key], "length": len(value)}
     if opened.kinds[key] in ("f32", "[f32]"):
         short = [float(str(np.float32(number))) for number in np.atleast_1d(value)]

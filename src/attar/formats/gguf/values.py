@@ -47,14 +47,14 @@ class Typed:
 
     Attributes:
         kind: such as ``"u64"``; for a list ``"[i32]"``, or the type of its elements alone: ``"i32"``.
-        value: bool, int, float, str, or a list of them.
+        value: bool, int, float, str, or a list of them; bytes are a list of u8.
     """
 
     kind: str
     value: Any
 
 
-Value = bool | int | float | str | list[Any] | Typed
+Value = bool | int | float | str | bytes | list[Any] | Typed
 """A metadata value. Without a type an int is u32, below zero i32, beyond 32 bits u64 or i64; a float is f32;
 a list has the type of its elements, an empty one that of strings."""
 
@@ -66,8 +66,10 @@ def value_kind(value: Any) -> str:
         ModelError: no type holds it, such as None.
     """
     if isinstance(value, Typed):
-        bare = isinstance(value.value, list | tuple) and not value.kind.startswith("[")
+        bare = isinstance(value.value, list | tuple | bytes) and not value.kind.startswith("[")
         return f"[{value.kind}]" if bare else value.kind
+    if isinstance(value, bytes):
+        return "[u8]"
     if isinstance(value, list | tuple):
         return f"[{_common_kind(value)}]"
     if isinstance(value, str):
@@ -111,6 +113,8 @@ def _payload(kind: str, value: Any) -> bytes:
         return string(value) if kind == "str" else struct.pack(f"<{NUMBERS[kind][1]}", value)
     inner = kind[1:-1]
     head = struct.pack("<IQ", _type_id(inner), len(value))
+    if isinstance(value, bytes) and inner == "u8":
+        return head + value
     if inner in NUMBERS:
         return head + struct.pack(f"<{len(value)}{NUMBERS[inner][1]}", *value)
     return head + b"".join(_payload(inner, item) for item in value)

@@ -179,7 +179,7 @@ class Quantized:
         codes: (N, K) in the grid's code type, in the original column order.
         parameters: what decodes them.
         g_idx: int64 (K,), the column of tiles that decodes each column, where groups do not follow the column
-            order (GPTQ's "group" act-order); None: they do.
+            order (act-order "group"); None: they do.
     """
 
     grid: Grid
@@ -212,6 +212,18 @@ class Quantized:
             ).dequantize()
         return values
 
+    def restored(self, order: Tensor) -> Quantized:
+        """Codes of columns that were sorted before they were rounded, back in the weight's column order;
+        ``g_idx`` says which group each column belongs to.
+
+        Args:
+            order: int64 (K,), the original number of each column.
+        """
+        codes, g_idx = torch.empty_like(self.codes), torch.empty_like(order)
+        codes[:, order] = self.codes
+        g_idx[order] = torch.arange(len(order), device=order.device) // (self.grid.group_size or len(order))
+        return Quantized(self.grid, codes, self.parameters, g_idx)
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
         named = {"codes": self.codes, "scale": self.parameters.scale}
@@ -240,6 +252,7 @@ class Quantized:
 
 def stored_scale(scale: Tensor, storage: torch.dtype) -> Tensor:
     """The scale as it will be read back, float32; a tile of zeros gets scale 1, and tiny scales the smallest
-    normal number of the storage type."""
+    positive number of the storage type, but never one that is subnormal in float32."""
     kept = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return kept.clamp(min=torch.finfo(storage).tiny).to(storage).float()
+    number = torch.finfo(storage)
+    return kept.clamp(min=max(number.tiny * number.eps, torch.finfo(torch.float32).tiny)).to(storage).float()
