@@ -247,6 +247,17 @@ def test_packed_parents_are_decoded(family, merged, tmp_path):
     assert 0 < (got - one).abs().max() < 0.02
 
 
+@pytest.mark.parametrize(("keys", "stored"), [({}, "BF16"), ({"dtype": "float32"}, "F32")])
+def test_a_gguf_parent_does_not_make_float32_of_the_merge(family, merged, tmp_path, keys, stored):
+    attar.export(family["one"], tmp_path / "one.gguf", format="gguf", type="Q8_0")
+    config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "one.gguf"))))
+    assert config["models"][0]["model"].endswith("one.gguf")
+    made = merged(config | keys)
+    assert {info.dtype for info in made.tensors.values()} == {stored}
+    said = any("stored as bfloat16" in note for note in made.card.details["notes"])
+    assert said == (stored == "BF16")
+
+
 def run_cli(arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "attar.cli.main", *arguments],

@@ -9,7 +9,7 @@ from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 2
+VERSION = 3
 
 FORMATS = (
     "dense",
@@ -39,7 +39,11 @@ class ExportSettings:
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "dense: number type of the tensors; auto: as stored", "choices": DTYPES},
+        metadata={
+            "help": "dense: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
+            "file with quantized blocks; float32 keeps their decoded values exactly",
+            "choices": DTYPES,
+        },
     )
     type: str = field(
         default="auto",

@@ -23,7 +23,7 @@ from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.precision import stored_precision
+from attar.models.precision import precision_note, stored_precision
 from attar.progress import SILENT, Progress
 from attar.walks.train import History
 
@@ -73,7 +73,7 @@ def distill(
             what="distill",
             writer=writer,
         )
-        _save(student, source, output, history)
+        _save(student, source, output, history, progress)
         if settings.width:
             output.details["width"] = settings.width
         else:
@@ -119,7 +119,7 @@ def recover(
         key=key,
     ) as output:
         history = learn(student, guide, source, settings, work=output.work, progress=progress, what="recover")
-        _save(student, source, output, history)
+        _save(student, source, output, history, progress)
     return open_checkpoint(out)
 
 
@@ -153,7 +153,9 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
         )
 
 
-def _save(student: Any, source: Checkpoint, output: Any, history: History) -> None:
+def _save(student: Any, source: Checkpoint, output: Any, history: History, progress: Progress) -> None:
+    if note := precision_note(source):
+        progress.log(note)
     save_model(student, output.folder, dtype=stored_precision(source))
     copy_companions(source.path, output.folder)
     output.details.update(

@@ -8,7 +8,7 @@ from attar.checkpoint.units import byte_count
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 1
+VERSION = 2
 
 COMPATS = ("mergekit", "paper")
 
