@@ -185,6 +185,7 @@ def _index(folder: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{path}: {tensor!r} is in {name!r}, which is not a file name")
+    for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{path}: names the shard {name}, which is missing", hint="copy it too")
     return weight_map
