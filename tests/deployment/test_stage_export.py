@@ -110,9 +110,9 @@ def test_what_a_format_cannot_hold_is_refused(packed, tmp_path):
 def test_whole_numbers_keep_their_type(tmp_path):
     folder = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense", dtype=torch.bfloat16)
     positions = torch.arange(5, dtype=torch.int32)
-    damage(folder, lambda tensors: tensors.update({"model.positions": positions}))
+    damage(folder, lambda tensors: tensors.update({"model.position_ids": positions}))
     made = export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float32"))
-    assert torch.equal(made.load("model.positions"), positions)
+    assert torch.equal(made.load("model.position_ids"), positions)
     assert made.tensors["model.norm.weight"].dtype == "F32"
 
 

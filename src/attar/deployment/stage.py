@@ -27,6 +27,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.deployment.settings import VERSION, ExportSettings
 from attar.errors import SettingsError
+from attar.models.fit import check_fit
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def export(
     """
     source = open_checkpoint(model)
     writer = _writer(settings.format)
+    check_fit(source)
     writer.refuse(source, settings)
     if Path(out).suffix != GGUF:
         _write(source, Path(out), settings, writer, progress, force, key)

@@ -50,6 +50,7 @@ def distill(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(teacher)
+    load_tokenizer(source)  # what cannot be read is said before the weights are
     model = _causal(source, settings)
     kept, student = beginner(model, settings)
     with produce(
@@ -106,8 +107,8 @@ def recover(
         AttarError: see errors.py; nothing is left behind.
     """
     source, signal = open_checkpoint(model), open_checkpoint(teacher)
-    student, guide = _causal(source, settings), _causal(signal, settings)
     _same_tokens(source, signal)
+    student, guide = _causal(source, settings), _causal(signal, settings)
     with produce(
         out,
         stage="recover",

@@ -53,6 +53,7 @@ def prune(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(model)
+    tokenizer = load_tokenizer(source)
     loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
     anatomy = discover(loaded)
     modules, owners = units(loaded, anatomy, settings.method)
@@ -74,7 +75,6 @@ def prune(
         for note in (_share(total, keep, settings), precision_note(source)):
             if note:
                 progress.log(note)
-        tokenizer = load_tokenizer(source)
         batches = calibration_batches(
             tokenizer,
             settings.data,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.models.fit import check_fit
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
@@ -59,6 +60,8 @@ def quantize(
         AttarError: see errors.py; nothing is left behind.
     """
     checkpoint = open_checkpoint(model)
+    if not checkpoint.config.get("quantization_config"):
+        check_fit(checkpoint, text=settings.check_tokens > 0)
     plan(checkpoint, settings)  # what cannot be done is said before anything is
     with produce(
         out,
