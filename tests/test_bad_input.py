@@ -274,14 +274,16 @@ def test_errors_never_name_the_hidden_folder(tmp_path):
     from attar.checkpoint.output import produce
     from attar.errors import CheckpointError
 
-    with pytest.raises(CheckpointError) as caught:
-        with produce(
+    with (
+        pytest.raises(CheckpointError) as caught,
+        produce(
             tmp_path / "out",
             stage="prune",
             version=1,
             settings={},
             seed=0,
             parents=[(open_checkpoint("attar:tiny"), "weights")],
-        ) as output:
-            raise CheckpointError(f"{output.folder}: broken", hint=f"look at {output.folder}/x")
+        ) as output,
+    ):
+        raise CheckpointError(f"{output.folder}: broken", hint=f"look at {output.folder}/x")
     assert str(caught.value) == f"{tmp_path}/out: broken\nhint: look at {tmp_path}/out/x"

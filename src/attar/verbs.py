@@ -268,9 +268,7 @@ def run_merge(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Call the merge with settings that are checked already."""
-    load("attar.merging.settings:yaml_text")(
-        settings.config
-    )  # a wrong path is said before torch is imported
+    load("attar.merging.settings:yaml_text")(settings.config)  # a wrong path is said before torch is imported
     function = STAGES["merge"].run()
     draw = load("attar.measure.report.conflicts:conflicts_svg")
     made: Checkpoint = function(

@@ -24,6 +24,7 @@ from attar.merging.methods import METHODS
 from attar.merging.parameters import method_of
 from attar.merging.preview import preview
 from attar.merging.settings import MergeSettings
+from attar.merging.weights import Merge
 from tests import tiny_models
 from tests.merging.conftest import tuned
 
@@ -252,9 +253,18 @@ def test_packed_parents_are_decoded(family, merged, tmp_path):
     assert 0 < (got - one).abs().max() < 0.02
 
 
+def test_too_short_a_text_is_said_before_the_merge_is_made(merged, tmp_path, monkeypatch):
+    text = tmp_path / "short.txt"
+    text.write_text("a few words")
+    monkeypatch.setattr(Merge, "write", lambda *_, **__: pytest.fail("the merge was made"))
+    with pytest.raises(attar.AttarError, match=r"short\.txt"):
+        merged(LINEAR, tokens=4096, data=str(text))
+    assert not (tmp_path / "out").exists()
+
+
 TWO_WITH_WEIGHTS = {  # methods, and what each needs besides two models with a weight
-    **dict.fromkeys(("linear", "multislerp", "nuslerp", "greedy_soup", "uniform_soup"), {}),
-    **dict.fromkeys(("slerp", "nearswap"), {"base_model": "one", "parameters": {"t": 0.35}}),
+    **{key: {} for key in ("linear", "multislerp", "nuslerp", "greedy_soup", "uniform_soup")},
+    **{key: {"base_model": "one", "parameters": {"t": 0.35}} for key in ("slerp", "nearswap")},
     "arcee_fusion": {"base_model": "one"},
     "ramplus_tl": {"base_model": "base", "parameters": {"r": 0.05, "alpha": 1.0}},
 }

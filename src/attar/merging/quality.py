@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from attar.checkpoint.open import open_checkpoint
-from attar.errors import ModelError
+from attar.errors import DataError, ModelError
 from attar.merging.heldout import HeldOut
 from attar.merging.prepared import Prepared, asked_tokens
 from attar.merging.settings import MergeSettings
@@ -22,26 +22,27 @@ WORSE = 1.5  # times the worst parent's loss in nats a byte: a merge behind that
 
 
 def measure_quality(
-    prepared: Prepared, folder: Path, settings: MergeSettings, progress: Progress
+    prepared: Prepared, folder: Path, settings: MergeSettings, texts: Sequence[HeldOut], progress: Progress
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
     The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
     own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
-    not. One model is in memory at a time.
+    not. One model is in memory at a time. Where a model has no loss on text, or the merged tokenizer makes too
+    little of it, the merge stands and a line says so.
 
-    Raises:
-        DataError: the text is missing or too short.
+    Args:
+        texts: of :func:`texts_of_parents`.
     """
-    tokens = asked_tokens(settings, prepared)
     plan = prepared.merge.plan
     models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
     rows: list[dict[str, Any]] = []
     with progress.task("measure", total=len(models)) as task:
-        for name, view in models.items():
+        for number, (name, view) in enumerate(models.items()):
             try:
-                rows.append({"name": name, **_quality(view, settings, tokens)})
-            except ModelError as error:  # no loss on text: an encoder without a mask token, say
+                text = texts[number] if number < len(texts) else _text(view, settings, prepared)
+                rows.append({"name": name, **_quality(view, text)})
+            except (ModelError, DataError) as error:  # an encoder without a mask token, say
                 progress.log(f"quality is not measured: {error.message}")
                 return {}
             task.advance(loss=rows[-1]["loss"])
@@ -56,9 +57,20 @@ def measure_quality(
     return {"quality": rows, "warning": warning}
 
 
-def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float]:
+def texts_of_parents(prepared: Prepared, settings: MergeSettings) -> list[HeldOut]:
+    """The held-out text of every parent, read before the merge is made.
+
+    Raises:
+        CheckpointError: a parent has no tokenizer.
+        DataError: the text is missing or too short.
+    """
+    return [_text(view, settings, prepared) for view in prepared.merge.plan.models]
+
+
+def _text(view: Any, settings: MergeSettings, prepared: Prepared) -> HeldOut:
+    tokens = asked_tokens(settings, prepared)
     length = min(settings.sequence_length, tokens)
-    text = HeldOut.of(
+    return HeldOut.of(
         view.path,
         view.config,
         data=settings.data,
@@ -68,6 +80,9 @@ def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float
         split="evaluation",
         device=settings.device,
     )
+
+
+def _quality(view: Any, text: HeldOut) -> dict[str, float]:
     loss = text.loss_of(view.config, _Stored(view))
     read = load_tokenizer(view.path).batch_decode(text.rows[:, 1:])
     characters = sum(len(row.encode()) for row in read)

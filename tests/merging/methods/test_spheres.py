@@ -9,9 +9,9 @@ import torch
 
 from attar.errors import NumericsError
 from attar.merging.methods.karcher import karcher, mean_direction
-from attar.merging.methods.sce import sce
 from attar.merging.methods.multislerp import multislerp
 from attar.merging.methods.nuslerp import nuslerp
+from attar.merging.methods.sce import sce
 from attar.merging.methods.slerp import slerp
 
 EAST, NORTH = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
