@@ -28,8 +28,8 @@ def measure_quality(
 
     The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
     own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
-    not. One model is in memory at a time. Where a model has no loss on text, or the merged tokenizer makes too
-    little of it, the merge stands and a line says so.
+    not. One model is in memory at a time. Where a model has no loss on text, or the merged tokenizer makes
+    too little of it, the merge stands and a line says so.
 
     Args:
         texts: of :func:`texts_of_parents`.

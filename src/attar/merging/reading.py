@@ -1,7 +1,7 @@
 """mergekit's YAML read into :class:`~attar.merging.config.MergeConfig`; what is wrong names file and line.
 
-Stricter than the reference: an unknown key, a parameter of no method, a model given twice, a parameter where it is never
-looked up and a value of the wrong kind are errors, and not passed over.
+Stricter than the reference: an unknown key, a parameter of no method, a model given twice, a parameter where
+it is never looked up and a value of the wrong kind are errors, and not passed over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether config.json, the stored tensors and the tokenizer belong together: asked of the headers, before any work."""
+"""Whether config.json, the stored tensors and the tokenizer belong together: asked before any work."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _check_layers(checkpoint: Checkpoint) -> None:
     layers = geometry(checkpoint.config, "float32").layers
     if layers is not None and layers > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.path}: config.json says {layers} layers, but there are {len(checkpoint.tensors)} tensors",
+            f"{checkpoint.path}: config.json says {layers} layers, but there are "
+            f"{len(checkpoint.tensors)} tensors",
             hint=HINT,
         )
 

@@ -17,9 +17,9 @@ KINDS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
     """The type in which a dense model made from this checkpoint is stored.
 
-    A dense checkpoint: the floating-point type of most of its bytes. A quantized one: the type that its config
-    names. A GGUF file with quantized blocks: bfloat16, as it does not say what it was made from, and float32
-    would make a 4-bit file five times as large.
+    A dense checkpoint: the floating-point type of most of its bytes. A quantized one: the type that its
+    config names. A GGUF file with quantized blocks: bfloat16, as it does not say what it was made from, and
+    float32 would make a 4-bit file five times as large.
     """
     if any(info.block for info in checkpoint.tensors.values()):
         return torch.bfloat16
