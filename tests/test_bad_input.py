@@ -193,3 +193,97 @@ def test_a_bug_of_ours_is_called_one(model, tmp_path):
     done = subprocess.run(run, capture_output=True, text=True)
     assert done.returncode == 1 and "bug" in done.stderr and "--debug" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def small_tokenizer(model, content):
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (model / name).unlink(missing_ok=True)
+    if content is None:
+        (model / "tokenizer.json").unlink()
+    else:
+        (model / "tokenizer.json").write_text(content)
+
+
+def transposed(tensors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].T.contiguous()
+
+
+def cut(tensors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:, :32].contiguous()
+
+
+def stray(tensors):
+    tensors["model.layers.1.mlp.extra.weight"] = torch.ones(4, 4)
+
+
+def codes(tensors):
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+
+
+MISFITS = {  # what is wrong with a folder, and what the line says
+    "transposed": (lambda model: damaged(model, transposed), "up_proj.weight is [64, 96], but"),
+    "cut": (lambda model: damaged(model, cut), "up_proj.weight is [96, 32], but"),
+    "stray": (lambda model: damaged(model, stray), "extra.weight has no place in the model"),
+    "codes": (lambda model: damaged(model, codes), "is I8, but config.json has no quantization_config"),
+    "fewer layers": (lambda model: rewrite(model, num_hidden_layers=1), "has no place in the model"),
+    "more layers": (
+        lambda model: rewrite(model, num_hidden_layers=10**9),
+        "1000000000 layers, but there are",
+    ),
+    "vocabulary": (lambda model: rewrite(model, vocab_size=10**12), "but the config asks for [1000000000000"),
+    "{} tokenizer": (lambda model: small_tokenizer(model, "{}"), "the tokenizer cannot be loaded"),
+    "cut tokenizer": (
+        lambda model: small_tokenizer(model, '{"version": "1.0", "model'),
+        "the tokenizer cannot",
+    ),
+}
+STREAMS = {
+    "rtn": ["quantize", "--group-size", "32", "--method", "rtn", "--check-tokens", "0"],
+    "dense": ["export", "--format", "dense"],
+    "gguf": ["export", "--format", "gguf", "--type", "Q8_0"],
+}
+
+
+@pytest.mark.parametrize("verb", STREAMS)
+@pytest.mark.parametrize("fault", MISFITS)
+def test_what_does_not_fit_together_is_refused_before_any_work(fault, verb, refused, model, tmp_path):
+    spoil, words = MISFITS[fault]
+    spoil(model)
+    name, *options = STREAMS[verb]
+    said = refused(name, model, "-o", tmp_path / "out", *options, code=1)
+    assert words in said and str(model) in said and "bug of attar" not in said
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "quantize --method rtn"])
+def test_a_missing_tokenizer_is_said_before_any_work(verb, refused, model, tmp_path, monkeypatch):
+    """The default quantize reads text to judge the result, whatever the method."""
+    from attar.checkpoint import open as opened
+
+    small_tokenizer(model, None)
+    monkeypatch.setattr(opened, "read_tensor", lambda info: pytest.fail("a weight was read"))
+    name, *more = verb.split()
+    said = refused(name, model, "-o", tmp_path / "out", *more, *VERBS.get(name, []), code=1)
+    assert f"{model}: no tokenizer" in said
+
+
+def test_errors_never_name_the_hidden_folder(tmp_path):
+    from attar.checkpoint.open import open_checkpoint
+    from attar.checkpoint.output import produce
+    from attar.errors import CheckpointError
+
+    with (
+        pytest.raises(CheckpointError) as caught,
+        produce(
+            tmp_path / "out",
+            stage="prune",
+            version=1,
+            settings={},
+            seed=0,
+            parents=[(open_checkpoint("attar:tiny"), "weights")],
+        ) as output,
+    ):
+        raise CheckpointError(f"{output.folder}: broken", hint=f"look at {output.folder}/x")
+    assert str(caught.value) == f"{tmp_path}/out: broken\nhint: look at {tmp_path}/out/x"

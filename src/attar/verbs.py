@@ -171,6 +171,7 @@ def generate(
     options = parse(engine, {name: settings[name] for name in settings if name in known}, origin).options()
     rest = {name: settings[name] for name in settings if name not in known}
     params = parse(texts, rest, origin).params()
+    check_models(model)
     llm = load("attar.runtime.llm:LLM")(model, **options)
     results: list[Result] = llm.generate(prompts, params, progress=progress or SILENT)
     return results
@@ -239,6 +240,7 @@ def run_stage(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
+    check_models(model, teacher)
     signal: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     if verb == "quantize":  # said before transformers is imported
         model = load("attar.checkpoint.open:open_checkpoint")(model)
@@ -269,6 +271,7 @@ def run_merge(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Call the merge with settings that are checked already."""
+    load("attar.merging.settings:yaml_text")(settings.config)  # a wrong path is said before torch is imported
     function = STAGES["merge"].run()
     draw = load("attar.measure.report.conflicts:conflicts_svg")
     made: Checkpoint = function(
@@ -287,6 +290,7 @@ def run_extract(
     progress: Progress | None = None,
 ) -> Path:
     """Call the extraction with settings that are checked already."""
+    check_models(model, base)
     function = load("attar.merging.extraction:extract")
     made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
     return made
@@ -296,9 +300,23 @@ def run_evaluate(
     model: Model, settings: Any, *, reference: Model | None = None, progress: Progress | None = None
 ) -> Measurements:
     """Call the evaluation with settings that are checked already."""
+    check_models(model, reference)
     function = load("attar.measure.evaluate:evaluate")
     found: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
     return found
+
+
+def check_models(*models: Model | None) -> None:
+    """Refuse a path that leads nowhere, before torch and transformers take their seconds to be imported.
+
+    Raises:
+        CheckpointError: there is no such folder, file or embedded model, and it is no hub id.
+    """
+    from attar.checkpoint.paths import find
+
+    for model in models:
+        if isinstance(model, str | Path):
+            find(model)
 
 
 def _settings(verb: str, given: dict[str, Any]) -> Any:

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from attar.checkpoint.card import Card, Parent, plain, versions
-from attar.errors import CheckpointError
+from attar.checkpoint.inspect import inspect
+from attar.checkpoint.licences import duties
+from attar.checkpoint.lineage import as_parent, compact, duties_of
+from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.render import render
+from attar.errors import AttarError, CheckpointError
 
 ROOT = Parent(
     role="weights", name="org/base@main", stage="original", fingerprint="f0", licence={"ids": ["mit"]}
@@ -55,10 +60,10 @@ def test_unknown_fields_of_a_later_attar_are_passed_over(tmp_path):
     [
         ({"attar": 2}, "card version 2"),
         ({"attar": None}, "card version None"),
-        ({"name": None}, "no name"),
-        ({"stage": 7}, "no stage"),
-        ({"settings": []}, "settings is not an object"),
-        ({"parents": {}}, "parents is not a list"),
+        ({"name": None}, "name is None, but must be a text"),
+        ({"stage": 7}, "stage is 7, but must be a text"),
+        ({"settings": []}, r"settings is \[\], but must be an object"),
+        ({"parents": {}}, r"parents is \{\}, but must be a list"),
         ({"parents": [{"role": "uncle", "name": "x", "stage": "y"}]}, "a parent without a role"),
         ({"parents": ["x"]}, "a parent without a role"),
     ],
@@ -100,3 +105,54 @@ def test_plain_values():
 def test_versions_name_what_decides_numbers():
     assert list(versions()) == ["attar", "python", "torch", "transformers"]
     assert versions()["torch"] == torch.__version__
+
+
+def places(value, path=()):
+    """The path of every value inside a JSON value."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, (*path, key))
+
+
+def replaced(value, path, other):
+    if not path:
+        return other
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], other)
+    return copy
+
+
+WHOLE = json.loads(
+    json.dumps(
+        CARD.with_measurements(perplexity=8.0, bytes=10, prompt="x", kl=None).to_dict()
+        | {
+            "licence": {
+                "ids": ["mit"],
+                "evidence": ["by hand"],
+                "status": "allow",
+                "sources": [{"id": "mit"}],
+            }
+        }
+    )
+)
+VALUES = (None, True, 5, -1, 10**250, 0.5, "text", "", [], [1], {}, {"a": 1})
+
+
+def test_no_field_of_a_card_can_break_what_reads_it(make, tmp_path):
+    """One value anywhere in the card of another kind: one line, or no notice taken."""
+    folder = make()
+    for path in places(WHOLE):
+        for value in VALUES:
+            (folder / "attar.json").write_text(json.dumps(replaced(WHOLE, path, value)))
+            try:
+                found = inspect(folder)
+                render(found)
+                found.to_dict()
+                duties_of(open_checkpoint(folder))
+                lineage = compact(
+                    [as_parent(open_checkpoint(folder), role) for role in ("weights", "signal")]
+                )
+                Card(name="x", stage="y", parents=lineage, licence=duties(lineage).to_dict()).to_dict()
+            except AttarError as error:
+                assert "attar.json" in error.message and "\n" not in error.message, path

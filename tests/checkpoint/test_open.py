@@ -249,7 +249,11 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         ({"w": F32}, b"\0" * 7, "truncated: the header describes 77 bytes, the file has 76"),
         ({"w": F32}, b"\0" * 9, "damaged: the header describes 77 bytes, the file has 78"),
-        (b"not json", b"", "header of 8 bytes is not JSON"),
+        (b"not json", b"", "header of 8 bytes:1: not JSON"),
+        (b"[" * 100_000, b"", "JSON of more than 256 levels"),
+        (b'{"w":' + b"9" * 5000 + b"}", b"", "has a number of 5000 digits"),
+        ({"__metadata__": ["x"], "w": F32}, b"\0" * 8, "__metadata__ is not a mapping of texts"),
+        ({"w": {**F32, "shape": [2**62] * 2000}}, b"\0" * 8, "has shape"),
         (b"[]", b"", "not a JSON object"),
         (b'{"w":1,"w":2}', b"", "names a tensor twice"),
         ({"w": {"dtype": "F32"}}, b"", "has no dtype, shape or data_offsets"),
@@ -304,3 +308,45 @@ def test_a_flipped_byte_in_the_header_is_refused_or_harmless(make):
         with safe_open(path, "pt") as file:
             assert sorted(file.keys()) == sorted(tensors)
     assert 100 < refused < 400
+
+
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (DEEP, "JSON of more than 256 levels"),
+        ('{"a":' * 300 + "1" + "}" * 300, "JSON of more than 256 levels"),
+        ('{"a": ' + "1" * 5000 + "}", "has a number of 5000 digits"),
+        ('{"a": "\\ud800"}', "half of a surrogate pair"),
+        ("[]", "not a JSON object"),
+        ("{", ":1: not JSON"),
+    ],
+    ids=["deep", "rather deep", "long", "surrogate", "list", "cut"],
+)
+@pytest.mark.parametrize("file", ["config.json", "attar.json", "model.safetensors.index.json"])
+def test_json_of_every_kind_is_refused_in_a_line(make, file, content, message):
+    folder = make()
+    (folder / file).write_text(content)
+    if "index" in file:
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(folder)
+    assert file in caught.value.message and len(caught.value.message) < 400
+
+
+def test_an_index_looks_at_each_shard_once(make, monkeypatch):
+    folder = make(tensors={f"t{number}": torch.zeros(1) for number in range(200)})
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    index = {"weight_map": {f"t{number}": "one.safetensors" for number in range(200)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    looked, is_file = [], Path.is_file
+
+    def counted(path):
+        looked.append(path.name)
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", counted)
+    assert len(open_checkpoint(folder).tensors) == 200
+    assert looked.count("one.safetensors") == 1 and looked.count("model.safetensors.index.json") == 1

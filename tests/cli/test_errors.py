@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,49 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 def test_explain_keeps_hints() -> None:
     assert guard.explain(CheckpointError("a\nb", hint="c\nd")) == ["error: a b", "hint: c d"]
+
+
+WITHOUT_A_MODEL = {
+    **{verb: [verb, "nosuch", "-o", "x"] for verb in ("distill", "prune", "quantize", "export")},
+    "recover": ["recover", "attar:tiny", "-o", "x", "--teacher", "nosuch"],
+    "merge": ["merge", "nosuch.yml", "-o", "x"],
+    "extract": ["extract", "attar:tiny", "--base", "nosuch", "-o", "x"],
+    "evaluate": ["evaluate", "nosuch"],
+    "reference": ["evaluate", "attar:tiny", "--reference", "nosuch"],
+    "generate": ["generate", "nosuch", "a"],
+    "bench": ["bench", "nosuch"],
+    "serve": ["serve", "nosuch"],
+    "inspect": ["inspect", "nosuch"],
+    "plan-kv": ["plan-kv", "nosuch"],
+    "report": ["report", "nosuch"],
+    "run": ["run", "nosuch.yaml"],
+}
+
+
+def test_a_wrong_path_is_refused_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    """Imports of torch and transformers take seconds; every verb looks at its paths first."""
+    code = (
+        "import json, sys\nfrom attar.cli.main import call\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    code = call(argv)\n"
+        "    heavy = [name for name in ('torch', 'transformers') if name in sys.modules]\n"
+        "    print(json.dumps([argv, code, heavy]), flush=True)\n"
+    )
+    argv = json.dumps(list(WITHOUT_A_MODEL.values()))
+    run = subprocess.run([sys.executable, "-c", code, argv], capture_output=True, text=True, cwd=tmp_path)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(lines) == len(WITHOUT_A_MODEL), run.stderr
+    assert [line for line in lines if line[1] not in (1, 2) or line[2]] == []
+    errors = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(lines) and all("nosuch" in line for line in errors)
+
+
+def test_an_unfinished_folder_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".rtn.work").mkdir()
+    (tmp_path / ".other.work").mkdir()
+    lines = error_of(capsys, "inspect", str(tmp_path / "rtn"), code=1)
+    assert lines == [
+        f"error: {tmp_path}/rtn: is unfinished",
+        "hint: run the command that makes it again to go on",
+    ]
+    assert ".other" not in error_of(capsys, "inspect", str(tmp_path / "othe"), code=1)[1]

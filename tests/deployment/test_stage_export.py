@@ -110,7 +110,21 @@ def test_what_a_format_cannot_hold_is_refused(packed, tmp_path):
 def test_whole_numbers_keep_their_type(tmp_path):
     folder = tiny_models.save(tiny_models.build("smollm"), tmp_path / "dense", dtype=torch.bfloat16)
     positions = torch.arange(5, dtype=torch.int32)
-    damage(folder, lambda tensors: tensors.update({"model.positions": positions}))
+    damage(folder, lambda tensors: tensors.update({"model.position_ids": positions}))
     made = export(folder, tmp_path / "out", ExportSettings(format="dense", dtype="float32"))
-    assert torch.equal(made.load("model.positions"), positions)
+    assert torch.equal(made.load("model.position_ids"), positions)
     assert made.tensors["model.norm.weight"].dtype == "F32"
+
+
+def test_dense_export_of_quantized_blocks_is_bfloat16_unless_asked(tmp_path):
+    """A 4-bit file would become five times as large in float32; float32 keeps every value."""
+    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "dense")
+    file = tmp_path / "m.gguf"
+    export(folder, file, ExportSettings(format="gguf", type="Q8_0"))
+    exact = export(file, tmp_path / "exact", ExportSettings(format="dense", dtype="float32"))
+    made = export(file, tmp_path / "out", ExportSettings(format="dense"))
+    assert {info.dtype for info in exact.tensors.values()} == {"F32"} and exact.config["dtype"] == "float32"
+    assert {info.dtype for info in made.tensors.values()} == {"BF16"} and made.config["dtype"] == "bfloat16"
+    assert all(torch.equal(made.load(name), exact.load(name).bfloat16()) for name in made.tensors)
+    assert "--dtype float32" in made.card.details["notes"][0]
+    assert "notes" not in exact.card.details

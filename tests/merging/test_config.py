@@ -147,8 +147,8 @@ def test_greedy_soup_is_a_method_with_optional_weights() -> None:
     config = one(f"merge_method: greedy_soup\n{PAIR}")
     assert config.method == "greedy_soup"
     assert (
-        "unknown parameter 't' of greedy_soup"
-        in refused(f"merge_method: greedy_soup\n{PAIR}parameters: {{t: 1}}").message
+        "unknown parameter 'tt' of greedy_soup"
+        in refused(f"merge_method: greedy_soup\n{PAIR}parameters: {{tt: 1}}").message
     )
 
 

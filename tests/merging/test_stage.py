@@ -19,6 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attar
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
+from attar.merging.config import SEARCHED
+from attar.merging.methods import METHODS
+from attar.merging.parameters import method_of
+from attar.merging.preview import preview
+from attar.merging.settings import MergeSettings
+from attar.merging.weights import Merge
 from tests import tiny_models
 from tests.merging.conftest import tuned
 
@@ -245,6 +251,63 @@ def test_packed_parents_are_decoded(family, merged, tmp_path):
     one = tensors(merged(LINEAR, "dense").path)["model.layers.0.mlp.up_proj.weight"]
     got = tensors(made.path)["model.layers.0.mlp.up_proj.weight"]
     assert 0 < (got - one).abs().max() < 0.02
+
+
+def test_too_short_a_text_is_said_before_the_merge_is_made(merged, tmp_path, monkeypatch):
+    text = tmp_path / "short.txt"
+    text.write_text("a few words")
+    monkeypatch.setattr(Merge, "write", lambda *_, **__: pytest.fail("the merge was made"))
+    with pytest.raises(attar.AttarError, match=r"short\.txt"):
+        merged(LINEAR, tokens=4096, data=str(text))
+    assert not (tmp_path / "out").exists()
+
+
+TWO_WITH_WEIGHTS = {  # methods, and what each needs besides two models with a weight
+    **{key: {} for key in ("linear", "multislerp", "nuslerp", "greedy_soup", "uniform_soup")},
+    **{key: {"base_model": "one", "parameters": {"t": 0.35}} for key in ("slerp", "nearswap")},
+    "arcee_fusion": {"base_model": "one"},
+    "ramplus_tl": {"base_model": "base", "parameters": {"r": 0.05, "alpha": 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS, *SEARCHED} - {"passthrough"}))
+def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
+    """Configurations in the wild write ``weight`` beside every model, whatever the method."""
+    more = TWO_WITH_WEIGHTS.get(name, {"base_model": "base"})
+    models = [
+        {"model": "one", "parameters": {"weight": 0.6}},
+        {"model": "two", "parameters": {"weight": 0.4}},
+    ]
+    file = tmp_path / "merge.yml"
+    file.write_text(yaml.safe_dump({"merge_method": name, "models": models, **more}, sort_keys=False))
+    notes = preview(MergeSettings(config=str(file)), family).to_dict()["documents"][0]["notes"]
+    uses = "weight" in {parameter.name for parameter in method_of(name).each}
+    unused = [f"{file}:{line}: weight is not a parameter of {name}: without effect" for line in (5, 8)]
+    assert [note for note in notes if "not a parameter" in note] == ([] if uses else unused)
+
+
+def test_an_unused_parameter_changes_no_bit_and_is_said(family, merged):
+    config = {"merge_method": "slerp", "base_model": "one", "parameters": {"t": 0.35}}
+    config["models"] = [{"model": "one"}, {"model": "two"}]
+    plain = tensors(merged(config, "plain").path)
+    config["models"][1]["parameters"] = {"weight": 0.4, "density": [1, 0.5]}
+    made = merged(config, "weighted")
+    assert [note.partition(": ")[2] for note in made.card.details["notes"]] == [
+        "weight is not a parameter of slerp: without effect",
+        "density is not a parameter of slerp: without effect",
+    ]
+    assert all(torch.equal(value, plain[name]) for name, value in tensors(made.path).items())
+
+
+@pytest.mark.parametrize(("keys", "stored"), [({}, "BF16"), ({"dtype": "float32"}, "F32")])
+def test_a_gguf_parent_does_not_make_float32_of_the_merge(family, merged, tmp_path, keys, stored):
+    attar.export(family["one"], tmp_path / "one.gguf", format="gguf", type="Q8_0")
+    config = json.loads(json.dumps(LINEAR).replace('"one"', json.dumps(str(tmp_path / "one.gguf"))))
+    assert config["models"][0]["model"].endswith("one.gguf")
+    made = merged(config | keys)
+    assert {info.dtype for info in made.tensors.values()} == {stored}
+    said = any("stored as bfloat16" in note for note in made.card.details["notes"])
+    assert said == (stored == "BF16")
 
 
 def run_cli(arguments):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attar.errors import CheckpointError, ModelError
-from attar.merging.tokenizer import Tokens, extend, read_tokens, write_tokens
+from attar.merging.tokenizer import Tokens, extend, only, read_tokens, write_tokens
 from tests import tiny_models
 
 TEXTS = ["def merge(self, tokens):\n    return tokens", "naïve café 42", "the quick brown fox jumps"]
@@ -170,3 +170,20 @@ def test_inputs_are_not_changed(tiny, tmp_path):
     before = json.dumps([dict(tokens.ids), dict(tokens.added), tokens.backend])
     extend(tokens, [read_tokens(stored(tmp_path / "other", byte_bpe(300)))], ["<|x|>"])
     assert json.dumps([dict(tokens.ids), dict(tokens.added), tokens.backend]) == before
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "word_piece"])
+def test_tokens_that_nobody_stores_leave_the_file(tmp_path, kind):
+    tokenizer = {
+        "bpe": lambda: byte_bpe(300),
+        "unigram": lambda: unigram(tuple(WORDS), 30),
+        "word_piece": lambda: word_piece(["the", "fox", "##es"]),
+    }[kind]()
+    folder = stored(tmp_path / "one", tokenizer)
+    before = read_tokens(folder)
+    last = list(before.ids)[-2:]
+    made = only(before, frozenset(before.ids) - set(last))
+    assert only(before, before.ids) is before and list(before.ids)[-2:] == last
+    loaded = written(made, tmp_path / "out")
+    assert set(before.ids) - set(loaded.get_vocab()) == set(last)
+    assert loaded.get_vocab() == dict(made.ids)

@@ -1,11 +1,12 @@
 """Embeddings of several models brought into one vocabulary: each rule against rows written down by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attar.errors import ModelError, RecipeError, SettingsError
 from attar.merging.config import ModelReference, ModelToken, TokenChoice, TokenizerChoice
@@ -151,7 +152,52 @@ def test_a_token_beyond_its_models_rows_is_one_that_it_lacks(tmp_path):
     assert vocabulary.size == 3
     assert columns(vocabulary) == [[0, 1, 101], [100, 1, 101]]
     alone = built(made[:1], choice("base"), base=0)
-    assert columns(alone) == [[0, 1, 0]]
+    assert dict(alone.tokens) == {"u": 0, "x": 1}  # y: no model has a row for it
+    assert columns(alone) == [[0, 1]]
+
+
+def padded(folder, extra, rows, words=("u", "x", "y")):
+    """A model of ``rows`` rows whose tokenizer has further added tokens, the last of them for padding."""
+    made = view(folder, words, rows=rows)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(extra[:-1])
+    tokenizer.add_special_tokens({"pad_token": extra[-1]})
+    tokenizer.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("base", [0, 1])
+def test_a_token_that_no_model_has_a_row_for_is_dropped(tmp_path, base):
+    """A head row of zeros would have the logit 0, and could be drawn."""
+    unused = padded(tmp_path / "a", ["<a>", "<b>", "<pad>"], rows=3)
+    made = [unused, view(tmp_path / "b", [*WORDS["b"], "<a>"])]
+    vocabulary = built(made, choice(), base=base)
+    assert set(vocabulary.tokens) == {"u", "x", "y", "z", "<a>"}  # <a> has a row in the other
+    assert vocabulary.size == 5 and (vocabulary.rules >= 0).all()
+    assert sum(model["defaults"]["zero"] for model in vocabulary.report()["models"]) == 0
+    out = tmp_path / "out"
+    out.mkdir()
+    vocabulary.write(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.get_vocab() == dict(vocabulary.tokens) and tokenizer.pad_token is None
+
+
+def test_a_dropped_token_comes_back_where_the_configuration_names_it(tmp_path):
+    made = [padded(tmp_path / "a", ["<a>", "<pad>"], rows=3), view(tmp_path / "b", WORDS["b"])]
+    wish = {"<pad>": TokenChoice(ModelToken(A, token="u"))}
+    vocabulary = built(made, choice(tokens=wish), base=0)
+    assert "<a>" not in vocabulary.tokens and vocabulary.tokens["<pad>"] == 4
+    assert columns(vocabulary)[1][4] == 0
+
+
+def test_a_tokenizer_of_python_code_keeps_its_tokens_with_the_mean_for_a_row(tmp_path, monkeypatch):
+    from attar.merging import vocabulary as module
+
+    made = [padded(tmp_path / "a", ["<pad>"], rows=3)]
+    read = module.read_tokens
+    monkeypatch.setattr(module, "read_tokens", lambda path: replace(read(path), backend=None))
+    kept = built(made, choice("base"), base=0)
+    assert kept.tokens["<pad>"] == 3 and columns(kept) == [[0, 1, 2, 1]]
 
 
 def test_biases_types_and_inputs(three):

@@ -1,5 +1,6 @@
 """The verb prune, from folder to folder."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,10 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from attar.cli.main import call
+from attar.deployment.settings import ExportSettings
+from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models.load import load_model
+from attar.progress import Silent
 from attar.pruning.settings import PruneSettings
-from attar.pruning.stage import kept_units, prune
+from attar.pruning.stage import kept_units, nothing_removed, prune
 from tests import tiny_models
 
 SMALL = {
@@ -82,10 +87,88 @@ def test_the_least_important_go(tmp_path):
         (96, 0.9, 0, 10),
         (11008, 0.3, 0, 7680),
         (5, 0.5, 0, 2),
+        (1536, 0.02, 0, 1504),  # 64 would remove nothing: 1505 is nearest to all 1536
+        (1536, 0.25, 0, 1152),
     ],
 )
 def test_how_many_neurons_stay(total, ratio, multiple, kept):
     assert kept_units(total, PruneSettings(method="neurons", ratio=ratio, multiple_of=multiple)) == kept
+
+
+@pytest.mark.parametrize(
+    ("total", "settings", "ratio"),
+    [
+        (3, {"method": "heads", "ratio": 0.1}, 0.1667),
+        (4, {"method": "heads", "ratio": 0.0}, 0.1251),
+        (1536, {"ratio": 0.0002}, 0.0004),
+        (1536, {"ratio": 0.01, "multiple_of": 64}, 0.0209),
+        (100, {"ratio": 0.01, "multiple_of": 64}, 0.0401),
+    ],
+)
+def test_the_least_ratio_that_removes_something_is_named(total, settings, ratio):
+    asked = PruneSettings(**settings)
+    assert kept_units(total, asked) == total
+    problem = nothing_removed(total, asked)
+    kept = kept_units(total, dataclasses.replace(asked, ratio=ratio))
+    assert kept < total == kept_units(total, dataclasses.replace(asked, ratio=ratio - 1e-4))
+    assert f"--ratio {ratio:g} removes " in problem.hint and f"--ratio {asked.ratio:g}" in problem.message
+
+
+def test_where_nothing_can_be_removed_no_ratio_is_named():
+    assert nothing_removed(1, PruneSettings(method="heads")).hint == "one must stay"
+    assert "--multiple-of" in nothing_removed(96, PruneSettings(multiple_of=96)).hint
+
+
+def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
+    folder = save("llama3", tmp_path)
+    arguments = ["prune", str(folder), "-o", str(tmp_path / "out"), "--method", "heads", "--ratio", "0.1"]
+    assert call(arguments) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2:] == [
+        "error: --ratio 0.1 removes none of the 4 head groups of a layer",
+        "hint: --ratio 0.1251 removes 1 of 4",
+    ]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
+    folder = save("llama3", tmp_path)
+    lines = Lines()
+    settings = PruneSettings(method="heads", ratio=0.3, **SMALL)
+    made = prune(folder, tmp_path / "out", settings, progress=lines)
+    assert lines.lines == ["prune heads: asked for 30.0%, removes 25.0%: 1 of 4 head groups of each layer"]
+    kept = made.card.details["kept"]
+    assert (kept["asked_ratio"], kept["removed_ratio"]) == (0.3, 0.25)
+
+
+class Lines(Silent):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, line):
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_gguf_file_does_not_become_float32(tmp_path, kind):
+    folder = save("llama3", tmp_path)
+    file = tmp_path / "m.gguf"
+    export(folder, file, ExportSettings(format="gguf", type=kind))
+    lines = Lines()
+    settings = PruneSettings(ratio=0.5, **SMALL)
+    made = prune(file, tmp_path / "out", settings, progress=lines)
+    stored = {info.dtype for info in made.tensors.values()}
+    name = {"Q8_0": "bfloat16", "F16": "float16"}[kind]
+    assert stored == {{"Q8_0": "BF16", "F16": "F16"}[kind]} and made.config["dtype"] == name
+    assert lines.lines[-1] == f"m is quantized: its weights are decoded and stored dense, as {name}"
+
+
+@pytest.mark.parametrize("seed", ["-1", "1" + "0" * 23])
+def test_a_seed_is_a_number_from_0(seed, capsys):
+    assert call(["prune", "attar:tiny", "-o", "x", "--seed", seed]) == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_one_head_always_stays_and_impossible_settings_are_refused(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -172,16 +173,64 @@ def _parent(content: Any, path: Path) -> Parent:
 
 
 def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of a record that this version knows; the two without a default must be there."""
+    """The fields of a record that this version knows, each of its kind; the two without a default must be
+    there."""
     fields = {item.name: content[item.name] for item in dataclasses.fields(kind) if item.name in content}
     for name in ("name", "stage"):
-        if not isinstance(fields.get(name), str):
-            raise CheckpointError(
-                f"{path}: no {name}", hint="the card is damaged; delete it: the model loads without it"
-            )
-    for name in ("settings", "measurements", "details", "licence", "files", "versions"):
-        if not isinstance(fields.get(name, {}), dict):
-            raise CheckpointError(f"{path}: {name} is not an object", hint="the card is damaged; delete it")
-    if not isinstance(fields.get("parents", []), list):
-        raise CheckpointError(f"{path}: parents is not a list", hint="the card is damaged; delete it")
+        if name not in fields:
+            raise _damaged(path, f"no {name}")
+    for name, value in fields.items():
+        allowed, fits = _KINDS[name]
+        if not fits(value):
+            raise _damaged(path, f"{name} is {_shown(value)}, but must be {allowed}")
     return fields
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_licence(value: Any) -> bool:
+    """What is known of a root's licence, or the duties computed for a child: only this is read again."""
+    if not isinstance(value, dict) or not isinstance(value.get("id", ""), str):
+        return False
+    lists = [value.get(name, []) for name in ("ids", "evidence")]
+    return all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("name", "stage", "role", "key", "fingerprint", "command"), ("a text", _is_text)),
+    **dict.fromkeys(("settings", "measurements", "details"), ("an object", _is_object)),
+    **dict.fromkeys(("versions", "files"), ("an object of texts", _is_texts)),
+    "seed": ("a whole number", _is_whole),
+    "parents": ("a list", _is_list),
+    "licence": ("an object whose ids and evidence are lists of texts", _is_licence),
+}
+"""What each field of a record must be, in words and as a check."""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {what}", hint="the card is damaged; delete it: the model loads without it"
+    )

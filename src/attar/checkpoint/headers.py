@@ -17,10 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attar.checkpoint.jsonfile import parse_json
 from attar.errors import CheckpointError
 
 MAX_HEADER = 100_000_000
 """Longest header in bytes; the reference implementation has the same limit."""
+
+_DIMENSIONS = 64
 
 BITS: dict[str, int] = {
     "BOOL": 8,
@@ -136,13 +139,12 @@ def _fields(path: Path, raw: bytes) -> dict[str, Any]:
             raise _damaged(path, "the header names a tensor twice")
         return fields
 
-    try:
-        fields = json.loads(raw.decode(), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise _damaged(path, f"the header of {len(raw)} bytes is not JSON") from error
+    fields = parse_json(raw, f"{path}: header of {len(raw)} bytes", unique)
     if not isinstance(fields, dict):
         raise _damaged(path, "the header is not a JSON object")
-    fields.pop("__metadata__", None)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, "the header's __metadata__ is not a mapping of texts")
     return fields
 
 
@@ -150,10 +152,10 @@ def _entry(path: Path, name: str, field: Any, start: int) -> Entry:
     """One checked header entry, with offsets counted from the beginning of the file."""
     try:
         dtype, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
-        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        whole = all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from error
-    if not isinstance(shape, list) or not whole:
+    if not isinstance(shape, list) or len(shape) > _DIMENSIONS or not whole:
         raise _damaged(path, f"tensor {name!r} has shape {shape} and offsets {begin}..{end}")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _damaged(path, f"tensor {name!r} has the unknown dtype {dtype!r}")

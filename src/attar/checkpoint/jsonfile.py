@@ -1,30 +1,87 @@
-"""JSON objects, read with errors that name file and line."""
+"""JSON that came from outside, read with errors that name file and line."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from attar.errors import CheckpointError
 
+DEEPEST = 256
+"""Levels of lists and objects; what is deeper overflows the stack of whoever walks over it."""
+
+_DIGITS = 300
+_LONG = re.compile(rb"\d{%d}" % (_DIGITS + 1))
+_HINT = "copy or download the file again"
+
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that must hold an object.
+    """A JSON file that must hold an object, of at most :data:`DEEPEST` levels.
 
     Raises:
         CheckpointError: names the file, and the line where the JSON is wrong.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(
-            f"{path}:{error.lineno}: not JSON: {error.msg}", hint="copy or download the file again"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 text", hint="copy or download the file again") from error
+        raw = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    content = parse_json(raw, str(path))
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object", hint="copy or download the file again")
+        raise CheckpointError(f"{path}: not a JSON object", hint=_HINT)
+    _check_depth(content, str(path))
     return content
+
+
+def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """JSON in UTF-8 without numbers of hundreds of digits and without halves of surrogate pairs.
+
+    Args:
+        raw: the bytes.
+        where: what errors call it, such as the path of the file.
+        pairs: makes an object of its names and values; None: a dict.
+
+    Raises:
+        CheckpointError: names ``where``, and the line where there is one.
+    """
+    try:
+        whole = _whole if _LONG.search(raw) else None  # a function in Python for each number takes its time
+        content = json.loads(raw.decode(), object_pairs_hook=pairs, parse_int=whole)
+        if b"\\u" in raw:
+            json.dumps(content, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{where}:{error.lineno}: not JSON: {error.msg}", hint=_HINT) from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{where}: has half of a surrogate pair in a text", hint=_HINT) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where}: not UTF-8 text", hint=_HINT) from error
+    except RecursionError as error:
+        raise _too_deep(where) from error
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}", hint=_HINT) from error
+    return content
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(content: Any, where: str) -> None:
+    level = [content]
+    for _ in range(DEEPEST):
+        level = [inner for outer in level for inner in _inside(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return
+    raise _too_deep(where)
+
+
+def _inside(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _too_deep(where: str) -> CheckpointError:
+    return CheckpointError(f"{where}: JSON of more than {DEEPEST} levels", hint=_HINT)

@@ -115,7 +115,7 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
         opened: Checkpoint = getattr(import_module(module), function)(folder)
         return opened
     config = read_config(folder)
-    tensors = _scan(folder, _weight_files(folder))
+    tensors = _scan(folder, _weight_map(folder))
     return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)
 
 
@@ -152,12 +152,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, sorted by name: the single one, or those the index names."""
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor name to file name, as the index says; None where there is a single file."""
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+        return None
     if (folder / INDEX).is_file():
-        return [folder / name for name in sorted(set(_index(folder).values()))]
+        return _index(folder)
     raise _no_weights(folder)
 
 
@@ -182,18 +182,25 @@ def _index(folder: Path) -> dict[str, str]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map", hint="copy or download the file again")
-    for tensor, name in weight_map.items():
+    for name in _shards(weight_map):
         if not isinstance(name, str) or Path(name).name != name:
+            tensor = next(tensor for tensor, file in weight_map.items() if file == name)
             raise CheckpointError(f"{path}: {tensor!r} is in {name!r}, which is not a file name")
         if not (folder / name).is_file():
             raise CheckpointError(f"{path}: names the shard {name}, which is missing", hint="copy it too")
     return weight_map
 
 
-def _scan(folder: Path, files: list[Path]) -> dict[str, TensorInfo]:
-    """Every tensor of these files; no name twice, and all that the index promises."""
+def _shards(weight_map: dict[str, Any]) -> list[Any]:
+    """What the index names as files, each once: sorted, and what is no text before."""
+    others = [name for name in weight_map.values() if not isinstance(name, str)]
+    return others[:1] + sorted({name for name in weight_map.values() if isinstance(name, str)})
+
+
+def _scan(folder: Path, weight_map: dict[str, str] | None) -> dict[str, TensorInfo]:
+    """Every tensor of the files; no name twice, and all that the index promises."""
     tensors: dict[str, TensorInfo] = {}
-    for file in files:
+    for file in [folder / name for name in ([SINGLE] if weight_map is None else _shards(weight_map))]:
         for entry in read_header(file):
             if entry.name in tensors:
                 raise CheckpointError(
@@ -201,11 +208,10 @@ def _scan(folder: Path, files: list[Path]) -> dict[str, TensorInfo]:
                 )
             nbytes = entry.end - entry.begin
             tensors[entry.name] = TensorInfo(entry.name, entry.dtype, entry.shape, nbytes, file, entry.begin)
-    if files[0].name != SINGLE:
-        for name, shard in _index(folder).items():
-            if name not in tensors or tensors[name].file.name != shard:
-                raise CheckpointError(
-                    f"{folder / shard}: lacks tensor {name!r}, which {INDEX} places there",
-                    hint="index and shards are of different versions; copy them again",
-                )
+    for name, shard in (weight_map or {}).items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{folder / shard}: lacks tensor {name!r}, which {INDEX} places there",
+                hint="index and shards are of different versions; copy them again",
+            )
     return tensors

@@ -113,9 +113,22 @@ def produce(
         resumed = _claim(work, stage, key)
         command = command_line(stage, settings, seed, parents, final)
         output = Output(folder, work, key, resumed, command)
-        yield output
+        with _named(folder, final):
+            yield output
         write_texts(folder, [parent for parent, _ in parents], output.texts)
         _card(final.name, stage, settings, seed, lineage, output).write(folder)
+
+
+@contextmanager
+def _named(folder: Path, final: Path) -> Iterator[None]:
+    """Errors speak of the output folder, not of the hidden one that becomes it."""
+    try:
+        yield
+    except AttarError as error:
+        error.message = error.message.replace(str(folder), str(final))
+        if error.hint:
+            error.hint = error.hint.replace(str(folder), str(final))
+        raise
 
 
 def stage_key(

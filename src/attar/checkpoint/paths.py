@@ -47,6 +47,16 @@ def resolve(model: str | Path) -> Path:
     Raises:
         CheckpointError: there is no such folder, file, embedded model or repository, or it cannot be fetched.
     """
+    local = find(model)
+    return local if local is not None else _fetch(*_repository(str(model)))
+
+
+def find(model: str | Path) -> Path | None:
+    """The folder or file of a model that is on this machine; None for a hub id. Fetches nothing.
+
+    Raises:
+        CheckpointError: it can be none of them.
+    """
     text = str(model)
     if isinstance(model, str) and model.startswith("attar:"):
         return _embedded(model)
@@ -59,11 +69,18 @@ def resolve(model: str | Path) -> Path:
         raise CheckpointError(
             f"{text}: is a file, not a model folder", hint=f"give its folder: {path.parent}"
         )
-    match = _HUB_ID.fullmatch(text) if isinstance(model, str) else None
     # "runs/small" looks like a hub id, but somebody with a folder "runs" has most likely mistyped a path.
-    if match is None or path.parent.is_dir():
-        raise CheckpointError(f"{text}: no such model folder", hint=_where(path))
-    return _fetch(match["repo"], match["revision"])
+    if isinstance(model, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():
+        return None
+    if any(path.with_name(f".{path.name}.{suffix}").is_dir() for suffix in ("work", "partial") if path.name):
+        raise CheckpointError(f"{text}: is unfinished", hint="run the command that makes it again to go on")
+    raise CheckpointError(f"{text}: no such model folder", hint=_where(path))
+
+
+def _repository(hub_id: str) -> tuple[str, str | None]:
+    match = _HUB_ID.fullmatch(hub_id)
+    assert match is not None, "find() lets nothing else through"
+    return match["repo"], match["revision"]
 
 
 def model_name(model: str | Path, folder: Path) -> str:
@@ -102,7 +119,8 @@ def _where(path: Path) -> str:
     """A hint for a missing folder: the sibling with the nearest name, or the ways to name a model."""
     parent = path.parent
     children = sorted(parent.iterdir()) if parent.is_dir() else []
-    siblings = [child.name for child in children if child.is_dir() or child.suffix.lower() in FILES]
+    models = [child for child in children if child.is_dir() or child.suffix.lower() in FILES]
+    siblings = [child.name for child in models if not child.name.startswith(".")]
     close = nearest(path.name, siblings)
     if close:
         return f"did you mean {parent / close}?"

@@ -13,6 +13,7 @@ from attar.progress import Progress
 from attar.recipe.settings import settings_of
 from attar.recipe.stages import load
 from attar.recipe.table import table
+from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.settings"
 _PROFILE = "attar.runtime.speculate.profile"
@@ -37,6 +38,7 @@ def build(verb: str) -> Any:
         rest = {name: value for name, value in values.items() if name not in own}
         chosen, how = read_settings(methods, verb, values), read_settings(engine, verb, rest)
         bench = read_settings(cases, verb, rest)
+        check_models(values["model"])
         if chosen.asked:
             picture = _picture(values.get("picture"))
             batches = bench.batch if values.get("batch") else (1,)

@@ -21,6 +21,7 @@ from attar.cli.command import build as build_command
 from attar.errors import DataError, UsageError
 from attar.progress import Progress
 from attar.recipe.stages import load
+from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.settings"
 _EXAMPLE = 'attar generate attar:tiny "def " --max-tokens 64 --temperature 0.8 --seed 1'
@@ -43,6 +44,7 @@ def build(verb: str) -> Any:
         params = read_settings(texts, verb, values).params()
         options = read_settings(engine, verb, values).options()
         prompts = list(_prompts(values))
+        check_models(values["model"])
         llm = load("attar.runtime.llm:LLM")(values["model"], **options)
         shown = ["" if values["chat"] else prompt for prompt in prompts]
         said = [llm.encode_chat([_user(p)]) if values["chat"] else llm.encode(p) for p in prompts]

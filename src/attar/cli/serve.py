@@ -9,6 +9,7 @@ from attar.cli.command import Answer, argument, read_settings, settings_options
 from attar.cli.command import build as build_command
 from attar.progress import Progress
 from attar.recipe.stages import load
+from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.server.settings:ServerSettings"
 _SERVE = "attar.runtime.server.stage:serve"
@@ -28,6 +29,7 @@ def build(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
         options = read_settings(engine, verb, values).options()
+        check_models(values["model"])
         load(_SERVE)(values["model"], settings, progress=progress, told=_tell, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 

@@ -18,6 +18,7 @@ from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import method, reader
+from attar.models.precision import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -36,10 +37,10 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype = _dtype(source, settings, output)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     if dtype is not None:
-        config["dtype"] = settings.dtype
+        config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
     write_config(output.folder, config)
     read = reader(source)
@@ -62,3 +63,16 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     stream(source, layout, transform, output.folder, work=work, progress=progress, what="export dense")
     copy_companions(source.path, output.folder)
     return same_tensors(source, open_checkpoint(output.folder), dtype, progress)
+
+
+def _dtype(source: Checkpoint, settings: ExportSettings, output: Output) -> torch.dtype | None:
+    """The number type of the tensors; None: as they are stored. Says so where it was not asked for."""
+    if settings.dtype != "auto":
+        asked: torch.dtype = getattr(torch, settings.dtype)
+        return asked
+    if not any(info.block for info in source.tensors.values()):
+        return None
+    output.details["notes"] = [
+        "quantized blocks are decoded and stored as bfloat16; --dtype float32 keeps their values exactly"
+    ]
+    return stored_precision(source)

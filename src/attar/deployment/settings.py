@@ -10,7 +10,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 2
+VERSION = 3
 
 FORMATS = (
     "dense",
@@ -40,7 +40,11 @@ class ExportSettings:
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "dense: number type of the tensors; auto: as stored", "choices": DTYPES},
+        metadata={
+            "help": "dense: number type of the tensors; auto: as stored, and bfloat16 for a GGUF "
+            "file with quantized blocks; float32 keeps their decoded values exactly",
+            "choices": DTYPES,
+        },
     )
     type: str = field(
         default="auto",

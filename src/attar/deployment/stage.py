@@ -32,6 +32,7 @@ from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
 from attar.deployment.settings import VERSION, ExportSettings
 from attar.errors import SettingsError
+from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 
@@ -76,6 +77,7 @@ def export(
     """
     source = open_checkpoint(model)
     writer = _writer(settings.format)
+    check_fit(source)
     writer.refuse(source, settings)
     if _reads_text(settings):
         settings = fit(settings, source, progress)

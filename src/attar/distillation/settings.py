@@ -8,7 +8,7 @@ from attar.distillation.layer_map import is_map
 from attar.errors import SettingsError
 from attar.walks.settings import TrainSettings, check_range
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)

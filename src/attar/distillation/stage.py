@@ -26,7 +26,7 @@ from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.precision import stored_precision
+from attar.models.precision import precision_note, stored_precision
 from attar.progress import SILENT, Progress
 from attar.walks.train import History
 
@@ -53,6 +53,7 @@ def distill(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(teacher)
+    load_tokenizer(source)  # what cannot be read is said before the weights are
     settings = fit(settings, source, progress)
     model = _causal(source, settings)
     kept, student = beginner(model, settings)
@@ -79,7 +80,7 @@ def distill(
             what="distill",
             writer=writer,
         )
-        _save(student, source, output, history)
+        _save(student, source, output, history, progress)
         if settings.width:
             output.details["width"] = settings.width
         else:
@@ -113,8 +114,8 @@ def recover(
     """
     source, signal = open_checkpoint(model), open_checkpoint(teacher)
     settings = fit(settings, source, progress)
-    student, guide = _causal(source, settings), _causal(signal, settings)
     _same_tokens(source, signal)
+    student, guide = _causal(source, settings), _causal(signal, settings)
     with produce(
         out,
         stage="recover",
@@ -128,7 +129,7 @@ def recover(
     ) as output:
         remember(output, _records("recover", source, settings), progress)
         history = learn(student, guide, source, settings, work=output.work, progress=progress, what="recover")
-        _save(student, source, output, history)
+        _save(student, source, output, history, progress)
     return open_checkpoint(out)
 
 
@@ -181,7 +182,9 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
         )
 
 
-def _save(student: Any, source: Checkpoint, output: Any, history: History) -> None:
+def _save(student: Any, source: Checkpoint, output: Any, history: History, progress: Progress) -> None:
+    if note := precision_note(source):
+        progress.log(note)
     save_model(student, output.folder, dtype=stored_precision(source))
     copy_companions(source.path, output.folder)
     output.details.update(

@@ -126,7 +126,10 @@ def read_state(stored: Tensor) -> dict[str, Any]:
     Raises:
         ValueError: it is not JSON.
     """
-    said = json.loads(bytes(stored.tolist()).decode())
+    try:
+        said = json.loads(bytes(stored.tolist()).decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(said, dict):
         raise ValueError("not an object")
     return said

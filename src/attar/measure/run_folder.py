@@ -113,7 +113,7 @@ def read_run(folder: str | Path) -> Run:
         ) from None
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {problem.strerror}") from None
-    except ValueError as problem:  # bad JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError) as problem:  # bad JSON, or bytes that are no UTF-8
         raise DataError(
             f"{path} is no JSON: {problem}", hint="run the recipe again: it writes the file anew"
         ) from None

@@ -60,7 +60,7 @@ class Journal:
             row = json.loads(line)
             loss = row["loss"]
             self._known[tuple(row["tried"])] = math.inf if loss is None else float(loss)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return False
         return True
 

@@ -76,6 +76,10 @@ class Parents:
         self._checkpoints.setdefault(f"+{reference.lora}", adapter)
         return Adapted(view, adapter.path)
 
+    def in_blocks(self, reference: ModelReference) -> bool:
+        """Whether a model is a GGUF file with quantized blocks, which decode to float32."""
+        return any(info.block for info in self._checkpoint(reference.model).tensors.values())
+
     def _checkpoint(self, model: str) -> Checkpoint:
         if model not in self._checkpoints:
             self._checkpoints[model] = open_checkpoint(self.made.get(model) or self.known.get(model, model))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from attar.merging.config import MergeConfig
@@ -41,9 +41,17 @@ def prepare(document: MergeConfig, parents: Parents, settings: MergeSettings) ->
         RecipeError: the configuration does not fit the models.
     """
     vocabulary = _vocabulary(document, parents)
+    first = document.base or document.models()[0]
+    unnamed = document.dtype is None and document.out_dtype is None
+    notes: tuple[str, ...] = ()
+    if unnamed and first.model not in parents.made and parents.in_blocks(first):
+        document = replace(document, out_dtype="bfloat16")
+        notes = (
+            f"{first.model} decodes to float32, the merge is stored as bfloat16; dtype: float32 keeps it",
+        )
     plan = make_plan(document, parents.view, vocabulary, compat=settings.compat)
     merge = Merge(plan, vocabulary, settings.compat, settings.seed)
-    return Prepared(document, merge, plan.notes)
+    return Prepared(document, merge, (*notes, *plan.notes))
 
 
 def _vocabulary(document: MergeConfig, parents: Parents) -> Vocabulary | None:

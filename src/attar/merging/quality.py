@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import evaluation_rows, row_length
 from attar.data.seen import held_out_note
-from attar.errors import ModelError
+from attar.errors import DataError, ModelError
 from attar.merging.heldout import HeldOut
 from attar.merging.prepared import Prepared, asked_tokens
 from attar.merging.settings import MergeSettings
@@ -27,34 +27,34 @@ def measure_quality(
     prepared: Prepared,
     folder: Path,
     settings: MergeSettings,
+    texts: Sequence[HeldOut],
     progress: Progress,
-    texts: Sequence[dict[str, Any]] = (),
+    records: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
     The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
     own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
-    not. One model is in memory at a time.
+    not. One model is in memory at a time. Where a model has no loss on text, or the merged tokenizer makes
+    too little of it, the merge stands and a line says so.
 
     Args:
-        texts: records of what the parents and the search have read (attar.data.seen).
-
-    Raises:
-        DataError: the text is missing or too short.
+        texts: of :func:`texts_of_parents`.
+        records: of what the parents and the search have read (attar.data.seen).
     """
-    tokens = asked_tokens(settings, prepared)
     plan = prepared.merge.plan
     models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
     rows: list[dict[str, Any]] = []
     with progress.task("measure", total=len(models)) as task:
-        for name, view in models.items():
+        for number, (name, view) in enumerate(models.items()):
             try:
-                rows.append({"name": name, **_quality(view, settings, tokens)})
-            except ModelError as error:  # no loss on text: an encoder without a mask token, say
+                text = texts[number] if number < len(texts) else _text(view, settings, prepared)
+                rows.append({"name": name, **_quality(view, text)})
+            except (ModelError, DataError) as error:  # an encoder without a mask token, say
                 progress.log(f"quality is not measured: {error.message}")
                 return {}
             task.advance(loss=rows[-1]["loss"])
-    note = _held_out_note(models["merge"], settings, tokens, texts)
+    note = _held_out_note(models["merge"], settings, prepared, records)
     if note:
         progress.log(f"warning: quality is not of held-out text: {note}")
     about = {"held_out": not note} | ({"held_out_note": note} if note else {})
@@ -69,7 +69,10 @@ def measure_quality(
     return {"quality": rows, **about, "warning": warning}
 
 
-def _held_out_note(view: Any, settings: MergeSettings, tokens: int, texts: Sequence[dict[str, Any]]) -> str:
+def _held_out_note(
+    view: Any, settings: MergeSettings, prepared: Prepared, records: Sequence[dict[str, Any]]
+) -> str:
+    tokens = asked_tokens(settings, prepared)
     tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
     text = evaluation_rows(
         tokenizer,
@@ -79,12 +82,23 @@ def _held_out_note(view: Any, settings: MergeSettings, tokens: int, texts: Seque
         seed=settings.seed,
         bos=settings.bos,
     )
-    return held_out_note(tokenizer, [text.rows], text.shared, texts)
+    return held_out_note(tokenizer, [text.rows], text.shared, records)
 
 
-def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float]:
+def texts_of_parents(prepared: Prepared, settings: MergeSettings) -> list[HeldOut]:
+    """The held-out text of every parent, read before the merge is made.
+
+    Raises:
+        CheckpointError: a parent has no tokenizer.
+        DataError: the text is missing or too short.
+    """
+    return [_text(view, settings, prepared) for view in prepared.merge.plan.models]
+
+
+def _text(view: Any, settings: MergeSettings, prepared: Prepared) -> HeldOut:
+    tokens = asked_tokens(settings, prepared)
     length = min(settings.sequence_length, tokens)
-    text = HeldOut.of(
+    return HeldOut.of(
         view.path,
         view.config,
         data=settings.data,
@@ -95,6 +109,9 @@ def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float
         split="evaluation",
         device=settings.device,
     )
+
+
+def _quality(view: Any, text: HeldOut) -> dict[str, float]:
     loss = text.loss_of(view.config, _Stored(view))
     read = load_tokenizer(view.path).batch_decode(text.rows[:, 1:])
     characters = sum(len(row.encode()) for row in read)

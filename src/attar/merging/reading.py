@@ -1,7 +1,7 @@
 """mergekit's YAML read into :class:`~attar.merging.config.MergeConfig`; what is wrong names file and line.
 
-Stricter than the reference: an unknown key or parameter, a model given twice, a parameter where it is never
-looked up and a value of the wrong kind are errors, and not passed over.
+Stricter than the reference: an unknown key, a parameter of no method, a model given twice, a parameter where
+it is never looked up and a value of the wrong kind are errors, and not passed over.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ _SLICE_INSTEAD = {
     "layer_range": "the layers stand beside each model, under 'sources'",
 }
 _SHAPES = ("models", "slices", "modules")
+_OF_SOME_METHOD = {
+    parameter.name for method in METHODS.values() for parameter in (*method.shared, *method.each)
+}
+"""What a configuration may hold for a method that does not use it, as those of mergekit do."""
 
 
 def load_configs(path: Path) -> tuple[MergeConfig, ...]:
@@ -254,7 +258,10 @@ def _reference(fields: Fields, key: str) -> ModelReference | None:
 
 
 def _parameters(fields: Fields, method: Method, level: str) -> Parameters:
-    """``parameters`` of a level: ``"merge"`` knows all of the method's, ``"model"`` those of a model."""
+    """``parameters`` of a level: ``"merge"`` knows all of the method's, ``"model"`` those of a model.
+
+    One that only other methods have is kept and never looked up; :mod:`attar.merging.remarks` says so.
+    """
     located = fields.get("parameters")
     if located is None:
         return {}
@@ -270,12 +277,13 @@ def _parameters(fields: Fields, method: Method, level: str) -> Parameters:
                 f"{entry.where}: {name} is one for all models; beside one of them it is never looked up",
                 hint="move it to the parameters of the slice or of the merge",
             )
-        if name not in known:
+        if name not in known and name not in _OF_SOME_METHOD:
             raise RecipeError(
                 f"{entry.where}: unknown parameter {name!r} of {method.name}{_nearest(name, known)}"
             )
         settings[name] = parse_setting(name, Located(entry.value.value, entry.where))
-        check_kind(known[name], settings[name])
+        if name in known:
+            check_kind(known[name], settings[name])
     return settings
 
 

@@ -31,7 +31,7 @@ _MEANING = (
 
 
 def remarks(config: MergeConfig, method: Method, donor: Member, found: TensorMap) -> Iterator[str]:
-    """Notes on a merge, one line each: configs that differ, settings without effect, slices that pass.
+    """Notes on a merge, one line each: configs that differ, parameters without effect, slices that pass.
 
     Args:
         config: the document.
@@ -39,13 +39,20 @@ def remarks(config: MergeConfig, method: Method, donor: Member, found: TensorMap
         donor: the model whose config the result gets.
         found: the tensor map.
     """
+    known = {parameter.name for parameter in (*method.shared, *method.each)}
+    for level in _levels(config):
+        for name, setting in level.items():
+            if name not in known:
+                yield f"{setting.where}: {name} is not a parameter of {method.name}: without effect"
     pieces = [piece for parts in found.pieces.values() for piece in parts]
     used = {start.member.index: start.member for piece in pieces for start in piece.all()}
     for member in (used[index] for index in sorted(used)):
         yield from _differences(donor, member)
     for piece in pieces:
-        if piece.base is not None and piece.base.source.parameters:
-            names = ", ".join(piece.base.source.parameters)
+        names = (
+            ", ".join(name for name in piece.base.source.parameters if name in known) if piece.base else ""
+        )
+        if piece.base is not None and names:
             label = piece.base.member.label
             yield f"{piece.base.source.where}: {label} is the base model: {names} without effect"
         if piece.passed:
@@ -82,11 +89,15 @@ def _short(value: Any) -> str:
 
 def _filters(config: MergeConfig) -> Iterator[Filtered]:
     """Every entry of a filtered setting, in the order of the levels."""
-    slices = [each for module in config.modules for each in module.slices]
-    levels: list[Parameters] = [config.parameters, *(module.parameters for module in config.modules)]
-    levels += [each.parameters for each in slices]
-    levels += [source.parameters for each in slices for source in each.sources]
-    for level in levels:
+    for level in _levels(config):
         for setting in level.values():
             if isinstance(setting.value, tuple):
                 yield from (entry for entry in setting.value if isinstance(entry, Filtered))
+
+
+def _levels(config: MergeConfig) -> list[Parameters]:
+    """The parameters of every level: of the merge, of modules, of slices, of sources."""
+    slices = [each for module in config.modules for each in module.slices]
+    levels: list[Parameters] = [config.parameters, *(module.parameters for module in config.modules)]
+    levels += [each.parameters for each in slices]
+    return levels + [source.parameters for each in slices for source in each.sources]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from attar.checkpoint.units import byte_count
 from attar.data.settings import bos_field, check_text, data_field
-from attar.errors import SettingsError
+from attar.errors import RecipeError, SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 1
+VERSION = 2
 
 COMPATS = ("mergekit", "paper")
 
@@ -71,3 +72,33 @@ class MergeSettings:
             raise SettingsError("shard_size", self.shard_size, "a size such as 5GB or 900MiB")
         for name in ("samples", "sequence_length"):
             check_range(name, getattr(self, name), 1, 10**9, "at least 1")
+
+
+INLINE = "config"
+"""What an error calls a text that came from no file."""
+
+
+def yaml_text(config: str, name: str = INLINE) -> tuple[str, str]:
+    """The YAML that the setting ``config`` names or is, and what errors call it.
+
+    Args:
+        config: a path, or a YAML text (it has a line break or a colon followed by a space).
+        name: what to call a text in errors.
+
+    Raises:
+        RecipeError: there is no such file, or it is not text.
+        SettingsError: nothing was given.
+    """
+    if not config.strip():
+        raise SettingsError("config", config, "mergekit's YAML: a file, or its text")
+    if "\n" in config or ": " in config or config.lstrip().startswith("{"):
+        return config, name
+    path = Path(config).expanduser()
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise RecipeError(
+            f"{path}: cannot be read: {error.strerror}", hint="give a file in mergekit's YAML"
+        ) from None

@@ -150,6 +150,11 @@ class _Run:
         for note in notes:
             self.progress.log(note)
         prepared = self._chosen(prepared, output)
+        texts = None
+        if asked_tokens(self.settings, prepared):
+            from attar.merging.quality import measure_quality, texts_of_parents
+
+            texts = texts_of_parents(prepared, self.settings)
         disagreement = Disagreement(output.work / "conflicts.jsonl")
         merge = replace(prepared.merge.scanned(self.progress), look=disagreement.look)
         atomic.write_json(output.folder / "config.json", merge.plan.config)
@@ -166,12 +171,10 @@ class _Run:
         output.details |= self._disagreement(disagreement.details(merge.plan), output.folder)
         if merge.vocabulary is not None:
             output.details["vocabulary"] = merge.vocabulary.report()
-        if asked_tokens(self.settings, prepared):
-            from attar.merging.quality import measure_quality
-
+        if texts is not None:
             known = [record for parent in self.parents.checkpoints() for record in texts_of(parent)]
             output.details |= measure_quality(
-                prepared, output.folder, self.settings, self.progress, [*known, *output.texts]
+                prepared, output.folder, self.settings, texts, self.progress, [*known, *output.texts]
             )
 
     def _chosen(self, prepared: Prepared, output: Output) -> Prepared:

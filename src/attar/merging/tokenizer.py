@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,30 @@ def read_tokens(folder: Path) -> Tokens:
     }
     backend = json.loads(loaded.backend_tokenizer.to_str()) if loaded.is_fast else None
     return Tokens(folder, ids, added, backend)
+
+
+def only(tokens: Tokens, stored: Collection[str]) -> Tokens:
+    """A tokenizer without the tokens that no model has a row for, such as a ``<pad>`` whose embedding was
+    never resized.
+
+    Args:
+        tokens: not changed; returned itself where nothing is dropped, and where it is Python code.
+        stored: the texts that stay.
+    """
+    ids = {text: number for text, number in tokens.ids.items() if text in stored}
+    if len(ids) == len(tokens.ids) or tokens.backend is None:
+        return tokens
+    backend = copy.deepcopy(dict(tokens.backend))
+    backend["added_tokens"] = [entry for entry in backend["added_tokens"] if entry["content"] in ids]
+    model = backend["model"]
+    if model["type"] == "Unigram":
+        model["vocab"] = model["vocab"][: max(ids.values(), default=-1) + 1]  # a piece's number is its place
+    else:
+        model["vocab"] = {text: number for text, number in model["vocab"].items() if text in ids}
+    if model["type"] == "BPE":
+        model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= ids.keys()]
+    added = {text: flags for text, flags in tokens.added.items() if text in ids}
+    return Tokens(tokens.folder, ids, added, backend, changed=True)
 
 
 def extend(tokens: Tokens, others: Sequence[Tokens], extra: Iterable[str] = ()) -> Tokens:
@@ -216,14 +240,20 @@ def write_tokens(tokens: Tokens, folder: Path) -> list[str]:
 def _changed_files(tokens: Tokens) -> dict[str, bytes]:
     config_path = tokens.folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
+    files = {"tokenizer.json": _json(tokens.backend or {})}
     if isinstance(config.get("added_tokens_decoder"), dict):
         config["added_tokens_decoder"] |= {
             str(tokens.ids[text]): {"content": text, **flags} for text, flags in tokens.added.items()
         }
-    files = {"tokenizer.json": _json(tokens.backend or {})}
+        config["added_tokens_decoder"] = {
+            number: entry
+            for number, entry in config["added_tokens_decoder"].items()
+            if _text(entry) in tokens.ids
+        }
+    config = _of_known_tokens(config, tokens.ids)
     special = tokens.folder / "special_tokens_map.json"
     if special.is_file():
-        files[special.name] = special.read_bytes()
+        files[special.name] = _json(_of_known_tokens(read_json(special), tokens.ids))
     problem = ""
     for name in (config.get("tokenizer_class"), FALLBACK):
         stated = {"tokenizer_class": name} if name else {}
@@ -255,6 +285,23 @@ def _read_back(tokens: Tokens, files: Mapping[str, bytes]) -> str:
         return f"token {wrong!r} has number {found.ids.get(wrong)} instead of {tokens.ids[wrong]}"
     surplus = next((text for text in found.ids if text not in tokens.ids), None)
     return "" if surplus is None else f"there is a token {surplus!r} more"
+
+
+def _of_known_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+    """A tokenizer's settings without the special tokens that it does not have any more."""
+    kept: dict[str, Any] = {}
+    for name, value in config.items():
+        if name.endswith("_special_tokens") and isinstance(value, list):
+            kept[name] = [item for item in value if _text(item) in ids]
+        elif not name.endswith("_token") or _text(value) is None or _text(value) in ids:
+            kept[name] = value
+    return kept
+
+
+def _text(token: Any) -> str | None:
+    """A token's text, written as a text or with its flags; None for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

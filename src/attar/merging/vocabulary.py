@@ -19,8 +19,9 @@ the same number where it has one, else the mean of its rows of tokens.
 
 Source: mergekit's tokenizer merging, as documented. Differs from it:
 - a vocabulary that its own model pads stays as large as that model's embedding (Qwen's 152,064 rows);
-- a token whose number lies beyond the rows of its model counts as one that this model lacks;
-- zeros can be chosen, and a token that no model has gets zeros;
+- a token whose number lies beyond the rows of its model counts as one that this model lacks; one that no
+  model has a row for is dropped (mergekit strips it from the base, and passes it over in a union);
+- zeros can be chosen, and a token that the configuration adds without a source gets zeros;
 - models are taken in the order of the configuration, where mergekit's order hangs on hashes;
 - how new tokens enter a tokenizer: see :mod:`attar.merging.tokenizer`.
 """
@@ -40,7 +41,7 @@ from attar.errors import ModelError, SettingsError
 from attar.merging.config import ModelReference, TokenizerChoice
 from attar.merging.naming import token_embedding
 from attar.merging.token_rows import choose, index_of, rows_of_tokens
-from attar.merging.tokenizer import Tokens, extend, read_tokens, write_tokens
+from attar.merging.tokenizer import Tokens, extend, only, read_tokens, write_tokens
 from attar.merging.vocabulary_report import report, table
 
 
@@ -190,16 +191,19 @@ def build_vocabulary(
     source = _source(choice, references, base)
     read = [read_tokens(model.path) for model in models]
     rows = tuple(embedding_rows(model) for model in models)
+    ids = [
+        {text: number for text, number in tokens.ids.items() if number < count}
+        for tokens, count in zip(read, rows, strict=True)
+    ]
+    stored = frozenset[str]().union(*ids)
+    read = [only(tokens, stored) for tokens in read]
     others = [tokens for i, tokens in enumerate(read) if i != source] if choice.source == "union" else []
     tokenizer = extend(read[source], others, choice.tokens)
     size = max(max(tokenizer.ids.values(), default=-1) + 1, rows[source])
     if choice.pad_to_multiple_of:
         size = -(-size // choice.pad_to_multiple_of) * choice.pad_to_multiple_of
-    ids = [
-        {text: number for text, number in tokens.ids.items() if number < count}
-        for tokens, count in zip(read, rows, strict=True)
-    ]
     own, donors, rules = rows_of_tokens(tokenizer.ids, size, ids, rows, base)
+    rules[[i for text, i in tokenizer.ids.items() if text not in stored and text not in choice.tokens]] = -1
     for text, wish in choice.tokens.items():
         choose(text, wish, tokenizer.ids[text], ids, rows, references, (own, donors, rules))
     return Vocabulary(

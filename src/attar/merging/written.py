@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from attar.errors import RecipeError, SettingsError
 from attar.merging.config import MergeConfig
 from attar.merging.reading import parse_configs
-
-INLINE = "config"
-"""What an error calls a text that came from no file."""
+from attar.merging.settings import INLINE, yaml_text
 
 
 def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeConfig, ...], str]:
@@ -23,17 +18,5 @@ def read_configs(config: str, name: str = INLINE) -> tuple[tuple[MergeConfig, ..
         RecipeError: there is no such file, or the configuration is wrong; names file and line.
         SettingsError: nothing was given.
     """
-    if not config.strip():
-        raise SettingsError("config", config, "mergekit's YAML: a file, or its text")
-    if "\n" in config or ": " in config or config.lstrip().startswith("{"):
-        return parse_configs(config, name), config
-    path = Path(config).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
-    except OSError as error:
-        raise RecipeError(
-            f"{path}: cannot be read: {error.strerror}", hint="give a file in mergekit's YAML"
-        ) from None
-    return parse_configs(text, str(path)), text
+    text, where = yaml_text(config, name)
+    return parse_configs(text, where), text

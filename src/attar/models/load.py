@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from attar.errors import CheckpointError, ModelError
 from attar.models.configs import load_config, model_class, parse_config
 from attar.models.device import pick_device
+from attar.models.fit import report_misfits
 from attar.models.library import first_line, quiet
 
 if TYPE_CHECKING:
@@ -176,17 +177,7 @@ def load_tokenizer(model: str | Path | Checkpoint) -> Any:
     """
     checkpoint = _opened(model)
     path = checkpoint.path
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise CheckpointError(
-            f"{path}: no tokenizer", hint="copy tokenizer.json and tokenizer_config.json there"
-        )
-    with quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path), local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:
-            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
+    tokenizer = read_tokenizer(path)
     rows = _vocabulary_rows(checkpoint.config)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if rows is not None and largest >= rows:
@@ -195,6 +186,23 @@ def load_tokenizer(model: str | Path | Checkpoint) -> Any:
             hint="the tokenizer belongs to another model",
         )
     return tokenizer
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Load the tokenizer of a folder, whatever model stands beside it.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path}: no tokenizer", hint="copy tokenizer.json and tokenizer_config.json there"
+        )
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise CheckpointError(f"{path}: the tokenizer cannot be loaded: {first_line(error)}") from error
 
 
 def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
@@ -253,33 +261,13 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
 def _check_report(checkpoint: Checkpoint, model: Any, report: Any) -> None:
     """Raise where the checkpoint's tensors and the architecture's differ."""
     found = dict(report) if isinstance(report, Mapping) else vars(report)
-    where, hint = f"{checkpoint.path} ({type(model).__name__})", "config.json belongs to another model"
-    if wrong := sorted(found.get("mismatched_keys") or []):
-        name, stored, wanted = wrong[0]
-        raise CheckpointError(
-            f"{where}: tensor {name} is {list(stored)}, but the config asks for {list(wanted)}{_more(wrong)}",
-            hint=hint,
-        )
-    if missing := sorted(found.get("missing_keys") or []):
-        raise ModelError(f"{where}: tensor {missing[0]} is missing{_more(missing)}", hint=hint)
-    extra = [name for name in sorted(found.get("unexpected_keys") or []) if not _is_spare(model, name)]
-    if extra:
-        raise ModelError(f"{where}: tensor {extra[0]} has no place in the model{_more(extra)}", hint=hint)
-
-
-def _is_spare(model: Any, name: str) -> bool:
-    """Whether a tensor belongs to a whole module, outside the layers, that the model does without."""
-    steps = name.split(".")
-    if any(step.isdigit() for step in steps):
-        return False
-    path = ""
-    for step in steps[:-1]:
-        path = f"{path}.{step}".lstrip(".")
-        try:
-            model.get_submodule(path)
-        except AttributeError:
-            return True
-    return False
+    report_misfits(
+        f"{checkpoint.path} ({type(model).__name__})",
+        model,
+        wrong={name: shapes for name, *shapes in sorted(found.get("mismatched_keys") or [])},
+        missing=sorted(found.get("missing_keys") or []),
+        extra=sorted(found.get("unexpected_keys") or []),
+    )
 
 
 def _check_numbers(checkpoint: Checkpoint, model: Any) -> None:
@@ -289,10 +277,6 @@ def _check_numbers(checkpoint: Checkpoint, model: Any) -> None:
     for name, tensor in model.named_parameters():
         info = checkpoint.tensors.get(name)
         check_finite(name, tensor, info.file if info is not None else checkpoint.path)
-
-
-def _more(items: list[Any]) -> str:
-    return f", and {len(items) - 1} more" if len(items) > 1 else ""
 
 
 def _vocabulary_rows(config: Mapping[str, Any]) -> int | None:

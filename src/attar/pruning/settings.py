@@ -8,7 +8,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 1
+VERSION = 2
 
 METHODS = ("heads", "neurons")
 
@@ -31,7 +31,8 @@ class PruneSettings:
     multiple_of: int = field(
         default=0,
         metadata={
-            "help": "keep a multiple of so many neurons; 0: a power of two up to 64 that hits the ratio"
+            "help": "keep a multiple of so many neurons; 0: a power of two up to 64 that hits the ratio "
+            "(within a quarter of what is removed)"
         },
     )
     rigid: str = field(
@@ -65,4 +66,5 @@ class PruneSettings:
         for name in ("samples", "batch_size"):
             check_range(name, getattr(self, name), 1, 2**40, "at least 1")
         check_range("sequence_length", self.sequence_length, 2, 2**24, "at least 2")
+        check_range("seed", self.seed, 0, 2**63, "0 or more")
         check_range("multiple_of", self.multiple_of, 0, 2**20, "0 or more")

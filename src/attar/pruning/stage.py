@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,11 @@ from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
-from attar.errors import ModelError, SettingsError
+from attar.errors import ModelError, SettingsError, UsageError
 from attar.models.anatomy import Anatomy, discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
-from attar.models.precision import stored_precision
+from attar.models.precision import precision_note, stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
 from attar.pruning.importance import gradient_importance, keep_most_important, units_of
@@ -55,12 +56,15 @@ def prune(
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(model)
+    tokenizer = load_tokenizer(source)
     settings = fit(settings, source, progress)
     loaded = load_model(source, dtype=torch.float32, device=pick_device(settings.device))
     anatomy = discover(loaded)
     modules, owners = units(loaded, anatomy, settings.method)
     total = int(owners[0].max()) + 1
     keep = kept_units(total, settings)
+    if keep == total:
+        raise nothing_removed(total, settings)
     cut = _cut(source, anatomy, settings, keep)
     with produce(
         out,
@@ -73,7 +77,10 @@ def prune(
         key=key,
         text=fingerprint(settings.data),
     ) as output:
-        tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
+        for note in (_share(total, keep, settings), precision_note(source)):
+            if note:
+                progress.log(note)
+        length = row_length(settings.sequence_length, source.config)
         read = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
         remember(output, [read], progress)
         batches = calibration_batches(
@@ -97,6 +104,8 @@ def prune(
             "unit": settings.method,
             "of": total,
             "kept": keep,
+            "asked_ratio": settings.ratio,
+            "removed_ratio": 1 - keep / total,
             "cut": "zeroed in place" if cut is zero_heads else "removed",
         }
     return open_checkpoint(out)
@@ -153,12 +162,51 @@ def kept_units(total: int, settings: PruneSettings) -> int:
     wanted = total * (1.0 - settings.ratio)
     if settings.method == "heads":
         return max(round(wanted), 1)
-    multiple = settings.multiple_of or next(
-        m for m in (64, 32, 16, 8, 4, 2, 1) if m == 1 or (total % m == 0 and wanted >= 8 * m)
+    if settings.multiple_of > total:
+        raise SettingsError("multiple_of", settings.multiple_of, f"at most the {total} neurons of a layer")
+    if settings.multiple_of:
+        return _nearest(total, wanted, settings.multiple_of)
+    return next(
+        _nearest(total, wanted, m)
+        for m in (64, 32, 16, 8, 4, 2, 1)
+        if m == 1 or (total % m == 0 and wanted >= 8 * m and _hits(total, wanted, m))
     )
-    if multiple > total:
-        raise SettingsError("multiple_of", multiple, f"at most the {total} neurons of a layer")
+
+
+def _nearest(total: int, wanted: float, multiple: int) -> int:
+    """The multiple nearest to the number wanted; at least one, at most all."""
     return min(max(round(wanted / multiple), 1) * multiple, total)
+
+
+def _hits(total: int, wanted: float, multiple: int) -> bool:
+    """Whether the multiple misses by a quarter of what is to be removed at most."""
+    return abs(_nearest(total, wanted, multiple) - wanted) <= 0.25 * (total - wanted)
+
+
+def nothing_removed(total: int, settings: PruneSettings) -> UsageError:
+    """What is said of a ratio that removes no unit, with the least that removes some."""
+    problem = f"--ratio {settings.ratio:g} removes none of the {total} {_units(settings)} of a layer"
+    multiple = 1 if settings.method == "heads" else settings.multiple_of or 1
+    fewer = math.ceil(total / multiple) - 1  # multiples below the total
+    if fewer == 0:
+        return UsageError(problem, hint="one must stay" if total == 1 else "a smaller --multiple-of")
+    half = (total - (fewer + 0.5) * multiple) / total  # beyond this ratio fewer are kept
+    ratio = (math.floor(half * 10_000 + 1e-6) + 1) / 10_000
+    removed = total - kept_units(total, replace(settings, ratio=ratio))
+    return UsageError(problem, hint=f"--ratio {ratio:g} removes {removed} of {total}")
+
+
+def _share(total: int, keep: int, settings: PruneSettings) -> str:
+    """What was asked for and what whole units allow, in a line."""
+    removed = total - keep
+    return (
+        f"prune {settings.method}: asked for {settings.ratio:.1%}, removes {removed / total:.1%}: "
+        f"{removed} of {total} {_units(settings)} of each layer"
+    )
+
+
+def _units(settings: PruneSettings) -> str:
+    return "head groups" if settings.method == "heads" else "neurons"
 
 
 def _loss(anatomy: Anatomy, tokenizer: Any) -> Any:

@@ -24,6 +24,7 @@ from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
+from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
@@ -66,6 +67,8 @@ def quantize(
         AttarError: see errors.py; nothing is left behind.
     """
     checkpoint = open_checkpoint(model)
+    if not checkpoint.config.get("quantization_config"):
+        check_fit(checkpoint, text=settings.check_tokens > 0)
     first = plan(checkpoint, settings)  # what cannot be done is said before anything is
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)

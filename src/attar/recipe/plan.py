@@ -7,7 +7,6 @@ whatever happened around it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from attar.checkpoint.atomic import beside
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
+from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
@@ -229,7 +229,6 @@ def _card_key(folder: Path) -> str | None:
 def _work_key(folder: Path) -> str | None:
     """The key of the half-done work beside a folder."""
     try:
-        content = json.loads((beside(folder, "work") / "key.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(read_json(beside(folder, "work") / "key.json").get("key"))
+    except CheckpointError:
         return None
-    return str(content.get("key")) if isinstance(content, dict) else str(content)

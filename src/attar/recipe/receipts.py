@@ -5,13 +5,14 @@ A receipt is believed only while the checkpoint it speaks of is there with every
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import explain_os_errors, write_json
 from attar.checkpoint.card import FILE as CARD
+from attar.checkpoint.jsonfile import read_json
+from attar.errors import CheckpointError
 
 RECEIPTS = "receipts"
 ORIGINAL_RECEIPT = "00-original"
@@ -62,9 +63,9 @@ def sizes(folder: Path) -> dict[str, int]:
 def read_receipt(run: Path, name: str) -> Receipt | None:
     """The receipt of a stage folder, or None where there is none that can be read: the work is done again."""
     try:
-        content = json.loads((run / RECEIPTS / f"{name}.json").read_text(encoding="utf-8"))
+        content = read_json(run / RECEIPTS / f"{name}.json")
         return Receipt(**{item.name: content[item.name] for item in fields(Receipt)})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (CheckpointError, KeyError, TypeError):
         return None
 
 

@@ -6,13 +6,13 @@ its own files.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import beside
-from attar.errors import OutputError
+from attar.checkpoint.jsonfile import read_json
+from attar.errors import CheckpointError, OutputError
 from attar.recipe.lock import FILE as LOCK
 from attar.recipe.receipts import ORIGINAL_RECEIPT, RECEIPTS, read_receipt
 
@@ -28,10 +28,10 @@ def default_folder(recipe: str | Path) -> Path:
 def read_run(run: Path) -> dict[str, Any] | None:
     """The content of ``run.json``, or None where there is none that can be read."""
     try:
-        content = json.loads((run / RUN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(run / RUN)
+    except CheckpointError:
         return None
-    return content if isinstance(content, dict) and "attar" in content else None
+    return content if "attar" in content else None
 
 
 def own_folders(run: Path) -> list[str]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from attar.errors import NumericsError
-from attar.merging.methods.karcher import karcher
+from attar.merging.methods.karcher import karcher, mean_direction
 from attar.merging.methods.multislerp import multislerp
 from attar.merging.methods.nuslerp import nuslerp
+from attar.merging.methods.sce import sce
 from attar.merging.methods.slerp import slerp
 
 EAST, NORTH = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 1.0, 0.0])
@@ -79,3 +80,33 @@ def test_directions_without_a_mean() -> None:
 def test_a_single_model_is_itself() -> None:
     assert torch.equal(karcher([NORTH]), NORTH)
     assert torch.equal(multislerp([NORTH], weight=[0.3]), NORTH)
+
+
+def test_karcher_rounds_the_length_before_it_multiplies():
+    """In bf16 mergekit's scalar is rounded to bf16, then multiplied: the same bits here."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [(0.02 * torch.randn(64, 64, generator=generator)).bfloat16() for _ in range(3)]
+    lengths = [x.float().norm() for x in tensors]
+    units = [x.reshape(-1) / length for x, length in zip(tensors, lengths, strict=True)]
+    u = mean_direction(units, 10, 1e-5).float()
+    length = sum(length / 3 for length in lengths)
+    rounded = (u * length.bfloat16().float()).bfloat16().view(64, 64)
+    assert torch.equal(karcher(tensors), rounded)
+    assert not torch.equal((u * length).bfloat16().view(64, 64), rounded)
+
+
+def test_sce_in_bf16_depends_on_the_order_of_memory_only_among_ties():
+    """Variances have 8 bits, so that many are equal to the last one kept: which of them stay is a choice."""
+    generator = torch.Generator().manual_seed(1)
+    base = (0.02 * torch.randn(4096, generator=generator)).bfloat16()
+    tensors = [base + (0.002 * torch.randn(4096, generator=generator)).bfloat16() for _ in range(2)]
+    order = torch.randperm(4096, generator=generator)
+    one = sce(tensors, base, select_topk=0.5)[order]
+    two = sce([x[order] for x in tensors], base[order], select_topk=0.5)
+    variance = torch.stack([x - base for x in tensors]).var(dim=0, unbiased=False)[order]
+    last = variance.float().sort(descending=True).values[int(int(variance.count_nonzero()) * 0.5) - 1]
+    differ, tied = one != two, variance == last
+    assert 0 < int((differ & tied).sum()) <= int(tied.sum())
+    size = sum(x[order].float().abs() for x in (base, *tensors))  # the models' shares may move by a rounding
+    off = (one - two).float().abs() / size / torch.finfo(torch.bfloat16).eps
+    assert float(off[~tied].max()) <= 1.0 < float(off[tied].max())

@@ -37,7 +37,7 @@ def read_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """
     try:
         kept = json.loads(metadata.get(PIPELINE, "{}"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{PIPELINE}: not JSON: {error}") from error
     if not isinstance(kept, dict):
         raise CheckpointError(f"{PIPELINE}: not a JSON object")

@@ -39,7 +39,8 @@ def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10,
     with one_thread():
         u = mean_direction(units, max_iter, tol)
     a = 1 / len(flat)
-    return (u * _sum(a * length for length in lengths)).to(tensors[0].dtype).view(tensors[0].shape)
+    length = _sum(a * length for length in lengths).to(u.dtype)  # rounded first, as in mergekit
+    return (u * length).to(tensors[0].dtype).view(tensors[0].shape)
 
 
 def mean_direction(units: Sequence[Tensor], max_iter: int, tol: float) -> Tensor:

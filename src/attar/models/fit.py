@@ -1,0 +1,141 @@
+"""Whether config.json, the stored tensors and the tokenizer belong together: asked before any work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from attar.checkpoint.companions import tokenizer_files
+from attar.checkpoint.geometry import geometry
+from attar.errors import CheckpointError, ModelError
+from attar.formats.decoded import Decoded
+from attar.formats.readers import method
+
+if TYPE_CHECKING:
+    from attar.checkpoint.open import Checkpoint
+
+HINT = "config.json belongs to another model"
+
+_OLD_BUFFERS = r"rotary_emb\.inv_freq|(^|\.)position_ids$"
+"""Stored by older versions of transformers, which now computes them."""
+
+
+def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
+    """Refuse what no stage can work on. Reads headers and the tokenizer's files, no weights.
+
+    Args:
+        checkpoint: dense, or quantized in a way that attar reads.
+        text: the stage reads text, so that there must be a tokenizer; otherwise one that is there must load.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape than the config asks for, or holds codes where
+            the config names no quantization; the tokenizer is missing, damaged or of another model.
+        ModelError: transformers does not know the architecture, or a tensor has no place in it.
+    """
+    from attar.models.load import empty_model, load_tokenizer, read_tokenizer
+
+    packed = method(checkpoint) is not None
+    view: Any = Decoded(checkpoint) if packed else checkpoint
+    _check_layers(checkpoint)
+    _check_tensors(view, empty_model(view.config), packed)
+    if text:
+        load_tokenizer(checkpoint)
+    elif tokenizer_files(checkpoint.path):
+        read_tokenizer(checkpoint.path)
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    """A config with more layers than there are tensors is refused before a module is made for each."""
+    layers = geometry(checkpoint.config, "float32").layers
+    if layers is not None and layers > len(checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json says {layers} layers, but there are "
+            f"{len(checkpoint.tensors)} tensors",
+            hint=HINT,
+        )
+
+
+def _check_tensors(view: Any, model: nn.Module, packed: bool) -> None:
+    from attar.models.names import stored_names
+
+    names = stored_names(model, view)
+    wanted = {stored: tuple(model.get_parameter(name).shape) for name, stored in names.items()}
+    wrong = {stored: shape for stored, shape in wanted.items() if tuple(view.tensors[stored].shape) != shape}
+    extra = sorted(_without_place(model, [name for name in view.tensors if name not in wanted]))
+    report_misfits(
+        f"{view.path} ({type(model).__name__})",
+        model,
+        wrong={name: (tuple(view.tensors[name].shape), shape) for name, shape in sorted(wrong.items())},
+        extra=extra,
+    )
+    codes = [
+        name for name in wanted if view.tensors[name].dtype[0] in "IU" or view.tensors[name].dtype == "BOOL"
+    ]
+    if codes and not packed:
+        raise CheckpointError(
+            f"{view.path}: tensor {codes[0]} is {view.tensors[codes[0]].dtype}{_more(codes)}, "
+            "but config.json has no quantization_config",
+            hint="the codes of a quantized model need its config.json",
+        )
+
+
+def _without_place(model: Any, names: list[str]) -> Iterator[str]:
+    """Those of some stored names that are no part of the model, nor passed over by transformers."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    known = model.state_dict().keys()
+    patterns = [_OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    passed = re.compile("|".join(f"({pattern})" for pattern in patterns))
+    for name in names:
+        spellings = (name, name.removeprefix(prefix), prefix + name)
+        if not passed.search(name) and not any(spelling in known for spelling in spellings):
+            yield name
+
+
+def report_misfits(
+    where: str,
+    model: nn.Module,
+    *,
+    wrong: Mapping[str, tuple[Any, Any]],
+    extra: list[str],
+    missing: list[str] | None = None,
+) -> None:
+    """Raise where the stored tensors and the architecture's differ.
+
+    Args:
+        where: the folder and the architecture.
+        wrong: stored and wanted shape by name.
+        extra: tensors that no parameter takes; those of a whole module that the model does without are spare.
+        missing: parameters without a tensor.
+    """
+    for name, (stored, wanted) in wrong.items():
+        raise CheckpointError(
+            f"{where}: tensor {name} is {list(stored)}, but the config asks for {list(wanted)}{_more(wrong)}",
+            hint=HINT,
+        )
+    if missing:
+        raise ModelError(f"{where}: tensor {missing[0]} is missing{_more(missing)}", hint=HINT)
+    extra = [name for name in extra if not _is_spare(model, name)]
+    if extra:
+        raise ModelError(f"{where}: tensor {extra[0]} has no place in the model{_more(extra)}", hint=HINT)
+
+
+def _is_spare(model: nn.Module, name: str) -> bool:
+    """Whether a tensor belongs to a whole module, outside the layers, that the model does without."""
+    steps = name.split(".")
+    if any(step.isdigit() for step in steps):
+        return False
+    path = ""
+    for step in steps[:-1]:
+        path = f"{path}.{step}".lstrip(".")
+        try:
+            model.get_submodule(path)
+        except AttributeError:
+            return True
+    return False
+
+
+def _more(items: Any) -> str:
+    return f", and {len(items) - 1} more" if len(items) > 1 else ""
