@@ -49,6 +49,8 @@ def stage(
         "kl_mean": kl,
         "kl_p99": kl * 9.3,
         "top1_agreement": top1,
+        "accuracy": 0.6 * (1 + top1) / 2,
+        "quality_kept": (1 + top1) / 2,
         "bytes": int(megabytes * 1e6),
         "parameters": int(megabytes * 8e6 / bits),
         "bits_per_weight": bits,

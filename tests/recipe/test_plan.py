@@ -90,6 +90,14 @@ def test_the_text_and_the_dict(plan: Callable[..., Plan], run: Callable[..., Any
     assert plan_text(plan()).splitlines()[-1].startswith("Everything is done in ")
 
 
+def test_the_table_fits_the_terminal(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("stages.1.names=" + str([f"name-{n}" for n in range(30)]))
+    monkeypatch.setenv("COLUMNS", "90")
+    lines = plan_text(made).splitlines()[:-1]
+    assert max(map(len, lines)) <= 90
+    assert all(entry.entry.name in text for entry, text in zip(made.steps, lines[3:], strict=True))
+
+
 def test_a_full_disk_is_foreseen(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.recipe.show._free", lambda path: 10)
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
