@@ -88,7 +88,9 @@ def test_scores_are_those_of_a_slow_loop(folder: Path, exact: Subject, tmp_path:
 def test_characters_decide_acc_norm(exact: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """-6 over 2 characters is worse than -8 over 10."""
     file = write(tmp_path / "t.jsonl", [{"q": "q", "choices": ["no", "0123456789"], "label": 1}])
-    monkeypatch.setattr("attar.measure.choices.log_likelihoods", lambda *_, **__: [(-6.0, False), (-8.0, False)])
+    monkeypatch.setattr(
+        "attar.measure.choices.log_likelihoods", lambda *_, **__: [(-6.0, False), (-8.0, False)]
+    )
     task = measure_task(exact, file, read_questions(file))
     assert (task.acc, task.acc_norm, task.acc_stderr) == (0.0, 1.0, None)
 

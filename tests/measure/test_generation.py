@@ -78,7 +78,9 @@ def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
     prompt = encode(exact, "def add")
     assert complete(served, prompt, 8) == complete(exact, prompt, 8)
     assert complete(served, prompt, 8) == list(
-        LLM(folder, runner=runner).generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0].token_ids
+        LLM(folder, runner=runner)
+        .generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0]
+        .token_ids
     )
 
 

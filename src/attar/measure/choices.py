@@ -89,7 +89,9 @@ def read_questions(file: str | Path, limit: int = 0) -> list[Question]:
         raise DataError(f"{file}: cannot be read: {reason}", hint="--tasks takes JSON lines") from problem
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
-        raise DataError(f"{file}: no questions", hint='write {"q": ..., "choices": [...], "label": 0} in lines')
+        raise DataError(
+            f"{file}: no questions", hint='write {"q": ..., "choices": [...], "label": 0} in lines'
+        )
     return [_question(f"{file}:{number}", line) for number, line in lines[: limit or None]]
 
 
