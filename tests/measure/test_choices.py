@@ -144,6 +144,6 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
 
 def test_a_choice_longer_than_the_context_names_its_row(exact: Subject, tmp_path: Path) -> None:
     file = write(tmp_path / "t.jsonl", [ROWS[0], {"q": "a", "choices": ["b", "c d " * 200], "label": 0}])
-    with pytest.raises(DataError, match="choice 1 has .* tokens, but the context of model is 128") as caught:
+    with pytest.raises(DataError, match=r"choice 1 has .* tokens, but the context of model is 128") as caught:
         measure_task(exact, file, read_questions(file))
     assert caught.value.message.startswith(f"{file}:2: ")

@@ -74,7 +74,8 @@ def test_what_computed_the_figures() -> None:
     mixed = changed(original={"activations": "bfloat16"}, distill={"activations": "bfloat16"})
     assert computed_by(mixed) == (
         "Measured: original, distill in runner compiled, activations bfloat16, keys and values bfloat16; "
-        "heads, neurons, recover, rtn, quantize in runner compiled, activations int8, keys and values bfloat16."
+        "heads, neurons, recover, rtn, quantize in runner compiled, activations int8, keys and values "
+        "bfloat16."
     )
     old = fake_run()
     for entry in old["stages"]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from attar.recipe import stages
+from attar.recipe.machine import Rates
 from attar.recipe.run import RunResult, run_recipe
 from attar.recipe.schema import Recipe, parse_recipe
-from attar.recipe.machine import Rates
 from tests.recipe import recipe_fakes
 
 

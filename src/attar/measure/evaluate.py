@@ -161,12 +161,12 @@ def evaluate(
         **asdict(formats(subject)),
         model=subject.name,
         reference=reference.subject.name if reference else None,
-        prefill_tokens_per_s=speed and speed.prefill_tokens_per_s,
-        prefill_spread=speed and speed.prefill_spread,
-        decode_tokens_per_s=speed and speed.decode_tokens_per_s,
-        decode_spread=speed and speed.decode_spread,
-        transformers_prefill_tokens_per_s=plain and plain.prefill_tokens_per_s,
-        transformers_decode_tokens_per_s=plain and plain.decode_tokens_per_s,
+        prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
+        prefill_spread=speed.prefill_spread if speed else None,
+        decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
+        decode_spread=speed.decode_spread if speed else None,
+        transformers_prefill_tokens_per_s=plain.prefill_tokens_per_s if plain else None,
+        transformers_decode_tokens_per_s=plain.decode_tokens_per_s if plain else None,
         peak_rss_bytes=peak,
         peak_device_bytes=device_peak,
         prompt=settings.sample or None,
@@ -217,7 +217,7 @@ def measure_quality(
                     agreed.append(agreement(row, logits).cpu())
             task.advance(loss=float(losses[-1].mean()))
     quality = _predicted(subject.name, losses, right)
-    return replace(quality, **_compared(quality, divergences, agreed, best)) if divergences else quality
+    return _compared(quality, divergences, agreed, best) if divergences else quality
 
 
 def _predicted(name: str, losses: list[Tensor], right: list[Tensor]) -> Quality:
@@ -234,15 +234,16 @@ def _predicted(name: str, losses: list[Tensor], right: list[Tensor]) -> Quality:
 
 def _compared(
     quality: Quality, divergences: list[Tensor], agreed: list[Tensor], best: list[Tensor]
-) -> dict[str, float | None]:
-    """What only a comparison with the reference says."""
+) -> Quality:
+    """The same with what only a comparison with the reference says."""
     distances, theirs = torch.cat(divergences), _share(best)
-    return {
-        "kl_mean": float(distances.mean()),
-        "kl_p99": percentile(distances, 99.0),
-        "top1_agreement": _share(agreed),
-        "quality_kept": quality.accuracy / theirs if theirs and quality.accuracy is not None else None,
-    }
+    return replace(
+        quality,
+        kl_mean=float(distances.mean()),
+        kl_p99=percentile(distances, 99.0),
+        top1_agreement=_share(agreed),
+        quality_kept=quality.accuracy / theirs if theirs and quality.accuracy is not None else None,
+    )
 
 
 def _share(parts: list[Tensor]) -> float:

@@ -96,7 +96,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         found = log_likelihoods(self.subject, [(context, after) for _, context, after in requests])
-        for (request, _, _), answer in zip(requests, found, strict=True):
+        for (request, _context, _after), answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request, answer)
         return found
 
@@ -120,7 +120,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """An answer to each context, up to the strings that end it; they are not part of it."""
-        found = []
+        found: list[str] = []
         for request in requests:
             context, options = request.args
             text = self._answer(self.tok_encode(context), dict(options))

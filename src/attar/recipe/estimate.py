@@ -1,7 +1,7 @@
 """How long a stage will take and what it needs, said with 'about'.
 
-    P parameters of the model (B of them inside its blocks), Q of the teacher, h width, f width inside the MLP,
-    T tokens that pass through, V vocabulary; a pass through the blocks is 2 B T operations
+    P parameters of the model (B of them inside its blocks), Q of the teacher, h width, f width inside the
+    MLP, T tokens that pass through, V vocabulary; a pass through the blocks is 2 B T operations
 
     training       T (6 P + 2 Q) operations, 12 V T elements of losses; muon 30 h B operations a step;
                    held-out losses on E tokens: E (2 P + 2 Q) each; 10 P elements of an optimizer's step
@@ -130,7 +130,8 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Sh
         return _training(settings, made, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
         tokens = _calibration(settings)
-        return Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens) + _text(settings, tokens)
+        backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
+        return backward + _text(settings, tokens)
     if entry.stage == "quantize":
         return _quantizing(settings, source) + _check(settings, source)
     if entry.stage == "export":

@@ -182,8 +182,8 @@ class _Run:
             finished(step.folder, step.key)  # cleans what a kill just after its end left
             self.progress.log(f"{name}: done already")
         else:
-            # estimates get better with every stage that is done
-            about = seconds_text(step.estimate.plain * error_factor(self.plan.recipe, self.plan.out, step.entry))
+            factor = error_factor(self.plan.recipe, self.plan.out, step.entry)  # of the stages done by now
+            about = seconds_text(step.estimate.plain * factor)
             self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}, about {about}")
             receipt = self.work(step, replace(receipt, finished=False, measurements_key="", measurements={}))
         if not receipt.finished:

@@ -60,7 +60,8 @@ def _marked(piece: str, kind: str) -> Child:
 def _card(stage: Stage, base: str | None) -> Markup:
     sample = stage.text("sample") or ""
     if base is None:
-        body, note = [sample], ""
+        note = ""
+        body: list[Child] = [sample]
     else:
         body = [_marked(piece, kind) for piece, kind in differences(base, sample)]
         note = _note(same_start(base, sample))
