@@ -58,14 +58,15 @@ def build(verb: str) -> Any:
 def _text(found: dict[str, Any]) -> str:
     from attar.checkpoint.units import bytes_text
 
-    shown = [row for row in _ROWS if found[row[1]] is not None or row[1] not in _ASKED]
-    rows = [(label, number(found[key], form)) for label, key, form in shown]
-    rows += [(f"{task['name']}, {name}", _share(task, name)) for task in found["tasks"] for name in _SCORES]
+    shown = [row for row in _ROWS if found.get(row[1]) is not None or row[1] not in _ASKED]
+    rows = [(label, number(found.get(key), form)) for label, key, form in shown]
+    tasks = found.get("tasks") or ()
+    rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
     rows.append(("bytes", bytes_text(found["bytes"])))
     rows.append(("peak memory", bytes_text(found["peak_rss_bytes"])))
-    note = f" ({found['runner_note']})" if found["runner_note"] else ""
-    rows += [("runner", found["runner"] + note), ("activations", found["activations"])]
-    rows.append(("keys and values", found["kv_dtype"]))
+    note = f" ({found['runner_note']})" if found.get("runner_note") else ""
+    rows += [("runner", f"{found.get('runner', '-')}{note}"), ("activations", found.get("activations", "-"))]
+    rows.append(("keys and values", found.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
     sample = found.get("sample")
     return f"{text}\n\n{found.get('prompt') or ''}{sample}" if sample else text
