@@ -36,8 +36,10 @@ _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
 _START = 2.0  # seconds to load models and data
 _KEPT_LOGITS = 512e6  # the most that a kept reference takes
-_REACHED = 0.5  # of the products' rate, in models
-_CALLS_A_COLUMN = 40.0  # small operations of a solver for a column
+_REACHED = 0.6  # of the products' rate, in models
+_SWEPT = 0.6  # of what a pass costs in training: sweeps keep nothing for a backward pass
+_CALLS_A_COLUMN = 200.0  # a solver's work on a column, in small operations
+_CALLS_A_LAYER = 600.0  # a layer's forward pass of a few tokens, likewise
 _CANDIDATES = 20  # of a search for scales
 _CHARACTERS_AN_ELEMENT = 0.005  # tokenizing, beside an element-wise operation
 _DOCUMENTS, _DOCUMENT = 256, 14e3  # that are tokenized at a time, characters of one
@@ -178,8 +180,8 @@ def _solving(settings: Any, source: Shape, rounding: str) -> Work:
     tokens, layers, hidden = _calibration(settings), source.layers, source.hidden
     inner = max(source.mlp / layers / (3 * hidden), 1.0)
     original = 2 if rounding in _SEES_ORIGINAL else 1
-    work = Work(4.0 * original * source.blocks * tokens)
-    work += Work(2.0 * original * tokens * layers * (3 * hidden**2 + inner**2))
+    hessians = 2.0 * layers * (3 * hidden**2 + inner**2)
+    work = Work(_SWEPT * original * tokens * (4.0 * source.blocks + hessians))
     if rounding == "autoround":
         batch = settings.batch_size * settings.sequence_length
         return work + Work(6 * source.blocks * settings.iterations * batch)
@@ -198,8 +200,9 @@ def _check(settings: Any, source: Shape) -> Work:
     if not tokens:
         return Work()
     spoken = 2 * _SPOKEN if source.bytes <= _SMALL else 0
+    calls = _CALLS_A_LAYER * source.layers * spoken / 44  # a forward pass reads 44 tokens of it
     both = Work(4 * source.parameters * tokens, 40.0 * source.vocabulary * tokens)
-    return both + Work(2 * source.parameters * spoken) + _text(settings, tokens)
+    return both + Work(2 * source.parameters * spoken, calls=calls) + _text(settings, tokens)
 
 
 def _calibration(settings: Any) -> float:
