@@ -33,7 +33,9 @@ def main() -> None:
     options = _options()
     references = [make_reference(options.model, _evaluation(options, text)) for text in options.text]
     print(f"{options.model}: auto is {' because '.join(fitting(references[0].subject.checkpoint))}")
-    print(f"{'calibrated on':20s} {'s':>6s}" + "".join(f" {Path(text).name[:24]:>26s}" for text in options.text))
+    print(
+        f"{'calibrated on':20s} {'s':>6s}" + "".join(f" {Path(text).name[:24]:>26s}" for text in options.text)
+    )
     for source in (NEAREST, *options.sources):
         with tempfile.TemporaryDirectory() as work:
             start = time.monotonic()

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     model = open_checkpoint(args.model)
-    settings = EvaluateSettings(tokens=args.tokens, speed=False, sample="")
+    settings = EvaluateSettings(tokens=args.tokens, speed=False, sample="", runner="transformers")
     reference = make_reference(model, settings, memory_limit=2**31)
     seconds: dict[tuple[object, ...], float] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -187,6 +187,19 @@ def test_caches_of_unusual_models():
     assert geometry({"architectures": ["XForCausalLM"]}, "float32").kv_bytes_per_token is None
 
 
+def test_a_configuration_of_many_lines_keeps_the_tree_whole(make):
+    folder = make("merged")
+    parent = Parent(role="weights", name="base", stage="original")
+    yaml = "merge_method: ties\nmodels:\n  - model: a\n"
+    card = Card(name="merged", stage="merge", settings={"config": yaml, "seed": 0}, parents=(parent,))
+    replace(card, command="attar merge merge.yml -o merged").write(folder)
+    lines = inspect(folder).render().splitlines()
+    start = lines.index("Lineage")
+    assert lines[start + 1] == "  merged  merge: config of 3 lines, seed 0"
+    assert lines[start + 2].startswith("  └─ base")
+    assert lines[lines.index("To make it again") + 1] == "  attar merge merge.yml -o merged"
+
+
 def test_json_and_text_tell_the_lineage(make):
     folder = make("small")
     root = Parent(role="weights", name="org/base", stage="original", licence={"ids": ["llama3.1"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,26 @@ def test_divergence_is_that_of_the_distributions(subject: Subject) -> None:
     assert quality.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
 
 
+def test_quality_kept_is_a_share_of_the_reference_s_accuracy(subject: Subject) -> None:
+    """On a text that the reference wrote and half of which was changed, against plain argmaxes."""
+    batches, other = text(), Subject(llama(5), words())
+    with torch.no_grad():
+        for _ in range(15):
+            batches = [torch.cat([b[:, :1], subject.model(b).logits[:, :-1].argmax(-1)], 1) for b in batches]
+        batches = [torch.where(torch.rand(b.shape) < 0.3, (b + 1) % 64, b) for b in batches]
+        tokens = torch.cat(batches)
+        theirs, ours = (
+            float((each.model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean())
+            for each in (subject, other)
+        )
+    assert theirs > 0.2
+    quality = measure_quality(other, SETTINGS, make_reference(subject, SETTINGS, batches=batches))
+    assert quality.accuracy == pytest.approx(ours)
+    assert quality.quality_kept == pytest.approx(ours / theirs)
+    alone = measure_quality(subject, SETTINGS, batches=batches)
+    assert (alone.accuracy, alone.quality_kept) == (pytest.approx(theirs), None)
+
+
 def test_padding_counts_for_nothing(subject: Subject) -> None:
     batches = text()
     padded = [torch.cat([batch, torch.full((2, 5), PADDING)], dim=1) for batch in batches]
@@ -104,8 +125,9 @@ def test_measurements_are_flat_json(subject: Subject) -> None:
         json.dumps(evaluate(Subject(llama(5), words(), None, "other"), settings, reference=made).to_dict())
     )
     assert set(KEYS) <= set(found)
-    assert not any(isinstance(value, (dict, list)) for value in found.values())
-    assert (found["model"], found["reference"], found["dtype"]) == ("other", "tiny", "float32")
+    assert not any(isinstance(value, dict) for value in found.values())
+    assert (found["model"], found["reference"], found["runner"]) == ("other", "tiny", "transformers")
+    assert (found["activations"], found["kv_dtype"], found["tasks"]) == ("float32", "float32", [])
     assert found["bytes"] == 4 * found["parameters"]
     assert found["bits_per_weight"] == 32.0
     assert len(found["sample"].split()) == 4
@@ -146,7 +168,7 @@ def test_folders_from_end_to_end(tmp_path: Path) -> None:
     assert found.tokens == 4 * 31
     assert found.kl_mean is not None and found.kl_mean > 0.01
     assert (found.model, found.reference) == ("other", "base")
-    same = evaluate(base, settings, reference=base)
+    same = evaluate(base, replace(settings, runner="transformers"), reference=base)
     assert (same.kl_mean, same.top1_agreement) == (0.0, 1.0)
 
 

@@ -1,15 +1,17 @@
-"""The loop against transformers' own generate, and what ends a text."""
+"""The sample: transformers' own greedy text or that of attar.LLM, and what ends it."""
 
 from __future__ import annotations
 
-import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from attar.errors import DataError, NumericsError
-from attar.measure.generation import complete, encode, end_tokens, steps, words
-from attar.measure.subject import Subject
+from attar.errors import DataError
+from attar.measure.generation import complete, encode, end_tokens, words
+from attar.measure.subject import Subject, load_subject
+from attar.runtime.llm import LLM
+from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
 from tests.measure.measure_models import llama
 from tests.measure.measure_models import words as tokenizer
@@ -27,8 +29,9 @@ def test_greedy_equals_transformers(family: str) -> None:
         eos_token_id=None,
         pad_token_id=1,
     )
-    ours = list(steps(model, prompt[0].tolist(), 12, model.config.vocab_size))
-    assert ours == theirs[0, 11:].tolist()
+    bare = Subject(model)
+    bare.model.generation_config.eos_token_id = bare.model.config.eos_token_id = None
+    assert complete(bare, prompt[0].tolist(), 12) == theirs[0, 11:].tolist()
 
 
 def test_text_is_that_of_the_tokens(subject: Subject) -> None:
@@ -65,11 +68,20 @@ def test_empty_prompt(subject: Subject) -> None:
         encode(subject, "")
 
 
-def test_nan_logits_are_named() -> None:
-    model = llama(1)
-    model.lm_head.weight.data[3, 4] = math.nan
-    with pytest.raises(NumericsError, match="NaN"):
-        complete(Subject(model, tokenizer()), [1], 2)
+@pytest.mark.parametrize("runner", ["auto", "modules"])
+def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
+    """The sample is that of attar.LLM, and in float32 that of transformers."""
+    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
+    exact = load_subject(folder)
+    served = load_subject(folder, runner=runner)
+    assert served.loaded is not None
+    prompt = encode(exact, "def add")
+    assert complete(served, prompt, 8) == complete(exact, prompt, 8)
+    assert complete(served, prompt, 8) == list(
+        LLM(folder, runner=runner)
+        .generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0]
+        .token_ids
+    )
 
 
 def test_padded_rows_are_never_chosen() -> None:

@@ -16,47 +16,47 @@ from attar.measure import memory
 from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.size import measure_size
 from attar.measure.speed import measure_speed
-from attar.measure.subject import Subject
-from tests.measure.measure_models import llama
+from attar.measure.subject import Subject, load_subject
+from tests import tiny_models
+from tests.measure.measure_models import llama, words
 
 
-def test_speed_counts_tokens_and_rounds(tiny_model: Any) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("speed") / "model")
+
+
+@pytest.mark.parametrize("runner", ["auto", "transformers"])
+def test_speed_counts_tokens_and_rounds(folder: Path, runner: str) -> None:
+    subject = load_subject(folder, runner=runner)
     start = time.perf_counter()
-    speed = measure_speed(tiny_model, vocabulary=64, prompt_tokens=16, decode_tokens=4, context=64, rounds=3)
+    speed = measure_speed(subject, prompt_tokens=16, decode_tokens=4, rounds=3, budget=60.0)
     seconds = time.perf_counter() - start
     assert (speed.prompt_tokens, speed.decode_tokens, speed.rounds) == (16, 4, 3)
     assert speed.prefill_tokens_per_s > 16 / seconds
     assert speed.decode_tokens_per_s > 4 / seconds
-    assert speed.prefill_spread >= 0 <= speed.decode_spread
-    assert speed.threads == torch.get_num_threads()
+    assert speed.prefill_spread is not None and speed.decode_spread is not None
 
 
-def test_speed_of_a_known_delay() -> None:
-    """A model whose every pass takes 2 ms decodes at most 500 tokens/s."""
+def test_speed_of_a_known_delay(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose every pass takes 2 ms decodes at most 500 tokens/s, and one round has no spread."""
+    model = llama(0)
+    forward = model.forward
 
-    class Slow(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config, self.device = llama(0).config, torch.device("cpu")
+    def slow(*inputs: Any, **options: Any) -> Any:
+        time.sleep(0.002)
+        return forward(*inputs, **options)
 
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            time.sleep(0.002)
-            return type("Output", (), {"logits": torch.zeros(1, input_ids.shape[1], 64)})
-
-    speed = measure_speed(Slow(), vocabulary=64, prompt_tokens=10, decode_tokens=5, rounds=3)
+    monkeypatch.setattr(model, "forward", slow)
+    speed = measure_speed(Subject(model, words()), prompt_tokens=10, decode_tokens=5, budget=0.0)
     assert 0 < speed.decode_tokens_per_s <= 500
     assert 0 < speed.prefill_tokens_per_s <= 5000
+    assert (speed.rounds, speed.prefill_spread, speed.decode_spread) == (1, None, None)
 
 
 def test_speed_fits_the_context(tiny_model: Any) -> None:
-    speed = measure_speed(
-        tiny_model, vocabulary=64, prompt_tokens=500, decode_tokens=500, context=64, rounds=1
-    )
-    assert (speed.prompt_tokens, speed.decode_tokens) == (32, 32)
-
-
-def test_speed_keeps_its_budget(tiny_model: Any) -> None:
-    assert measure_speed(tiny_model, vocabulary=64, prompt_tokens=8, decode_tokens=2, budget=0.0).rounds == 1
+    speed = measure_speed(Subject(tiny_model, words()), prompt_tokens=500, decode_tokens=500, rounds=1)
+    assert (speed.prompt_tokens, speed.decode_tokens) == (31, 32)
 
 
 def test_peak_sees_what_came_and_went() -> None:

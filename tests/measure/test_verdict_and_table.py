@@ -9,7 +9,7 @@ import pytest
 
 from attar.measure import numbers
 from attar.measure.run_folder import Run, run_from_dict
-from attar.measure.table import plain_table, print_table
+from attar.measure.table import computed_by, plain_table, print_table
 from attar.measure.verdict import findings, verdict
 from tests.measure.fake_run import fake_run
 
@@ -63,11 +63,24 @@ def test_plain_table_is_aligned(run: Run) -> None:
     assert len(lines) == 9
     assert len({len(line) for line in lines}) == 1
     assert lines[0].split("  ")[0] == "stage"
-    assert lines[-1].split() == ["quantize", "1.83", "8.0x", "4.56", "12.80", "0.301", "74.9", "215"]
+    assert lines[-1].split() == ["quantize", "1.83", "8.0x", "4.56", "12.80", "87.5", "0.301", "74.9", "215"]
 
 
 def test_table_of_unmeasured_stages() -> None:
-    assert plain_table(run_from_dict({"stages": [{"name": "a"}]})).splitlines()[-1].split() == ["a", *"–" * 7]
+    assert plain_table(run_from_dict({"stages": [{"name": "a"}]})).splitlines()[-1].split() == ["a", *"–" * 8]
+
+
+def test_what_computed_the_figures() -> None:
+    mixed = changed(original={"activations": "bfloat16"}, distill={"activations": "bfloat16"})
+    assert computed_by(mixed) == (
+        "Measured: original, distill in runner compiled, activations bfloat16, keys and values bfloat16; "
+        "heads, neurons, recover, rtn, quantize in runner compiled, activations int8, keys and values "
+        "bfloat16."
+    )
+    old = fake_run()
+    for entry in old["stages"]:
+        del entry["measurements"]["runner"]
+    assert computed_by(run_from_dict(old)) == "", "a run of before says nothing"
 
 
 class Terminal(io.StringIO):
@@ -83,7 +96,8 @@ def test_pipe_gets_plain_text_and_a_terminal_gets_colours(run: Run, monkeypatch:
     monkeypatch.setenv("TERM", "xterm")
     print_table(run, pipe)
     print_table(run, terminal)
-    assert pipe.getvalue() == plain_table(run) + "\n"
+    formats = "Measured in runner compiled, activations int8, keys and values bfloat16."
+    assert pipe.getvalue() == f"{plain_table(run)}\n\n{formats}\n"
     assert "\x1b[" in terminal.getvalue()
     for stage in run.stages:
         assert stage.name in terminal.getvalue()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from attar.recipe import stages
+from attar.recipe.machine import Rates
 from attar.recipe.run import RunResult, run_recipe
 from attar.recipe.schema import Recipe, parse_recipe
 from tests.recipe import recipe_fakes
@@ -22,7 +23,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(f"attar.recipe.{module}.STAGES", recipe_fakes.STAGES)
     monkeypatch.setattr("attar.recipe.schema.EVALUATE_SETTINGS", "tests.recipe.recipe_fakes:MeasureSettings")
     monkeypatch.setattr("attar.recipe.plan.EVALUATE_VERSION", "tests.recipe.recipe_fakes:VERSION")
-    monkeypatch.setattr("attar.recipe.plan.multiply_rate", lambda: 1e9)
+    monkeypatch.setattr("attar.recipe.plan.measure_rates", lambda: Rates(1e9, 1e9, 1e6))
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # nobody pulls the plug on a test
     monkeypatch.setattr("gc.collect", lambda: 0)  # nothing here is large
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

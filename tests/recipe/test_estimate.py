@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
-from attar.recipe.estimate import estimate
+from attar.recipe.estimate import Work, estimate, stage_work
+from attar.recipe.machine import Rates, measure_rates
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shape import Shape, after, shape_of
 from tests.recipe.recipe_fakes import make_model
@@ -50,17 +51,78 @@ def test_what_a_stage_makes(stage: str, parameters: float, nbytes: float) -> Non
     assert made.bytes == pytest.approx(nbytes)
 
 
+def work(stage: str, shape: Shape = SHAPE) -> Work:
+    return stage_work(entry(stage), shape, shape, shape)
+
+
 def test_training_costs_what_the_formula_says() -> None:
-    step = entry("stage: distill, layers: 4, steps: 10, batch_size: 2, accumulate: 3, sequence_length: 100")
-    needs = estimate(step, SHAPE, SHAPE, SHAPE, rate=1e9)
-    assert needs.work == pytest.approx(10 * 2 * 3 * 100 * 8 * 1.2e6)
-    assert needs.seconds == pytest.approx(needs.work / 1e9, abs=3)
+    step = "stage: distill, layers: 4, steps: 10, batch_size: 2, accumulate: 3, sequence_length: 100"
+    tokens, held_out = 10 * 2 * 3 * 100, 16_384
+    found = work(f"{step}, optimizer: adamw")
+    assert found.products == pytest.approx(tokens * 8 * 1.2e6 + held_out * 4 * 1.2e6)
+    needs = estimate(entry(step), SHAPE, SHAPE, SHAPE, Rates(2e9, 1e12, 1e9))
+    muon = work(f"{step}, optimizer: muon").products - found.products
+    assert muon == pytest.approx(10 * 30 * 128 * 1e6)
     assert needs.scratch_bytes == pytest.approx(12 * 1.2e6)
     assert needs.memory_bytes > 20 * 1.2e6
 
 
-def test_rounding_is_cheap_and_gptq_is_not() -> None:
-    rtn = estimate(entry("stage: quantize, method: rtn"), SHAPE, None, SHAPE, rate=1e9)
-    gptq = estimate(entry("stage: quantize, method: gptq"), SHAPE, None, SHAPE, rate=1e9)
-    assert rtn.work == 0 and gptq.work > 4 * 1e6 * 128 * 512
-    assert gptq.seconds > rtn.seconds
+def test_held_out_losses_between_the_steps_count() -> None:
+    often = work("stage: distill, steps: 10, evaluate_every: 2").products
+    assert often - work("stage: distill, steps: 10").products == pytest.approx(5 * 16_384 * 4 * 1.2e6)
+
+
+@pytest.mark.parametrize("method", ["gptq", "qronos", "yaqa", "autoround", "awq"])
+def test_methods_that_train_nothing_do_not_count_steps(method: str) -> None:
+    one, other = (work(f"stage: quantize, method: {method}, samples: 16, steps: {n}") for n in (1, 300))
+    assert one == other
+
+
+def test_qat_counts_its_steps() -> None:
+    one, other = (work(f"stage: quantize, method: qat, steps: {n}").products for n in (1, 300))
+    assert other - one == pytest.approx(299 * 8 * 512 * 8 * 1.2e6)
+
+
+def test_calibration_tokens_decide_what_a_sweep_costs() -> None:
+    base = "stage: quantize, method: gptq, check_tokens: 0, refine: 0, sequence_length: 512"
+    few, many = (work(f"{base}, samples: {n}").products for n in (16, 128))
+    inner = 600e3 / 4 / (3 * 128)
+    a_token = 4 * 1e6 + 2 * 4 * (3 * 128**2 + inner**2)
+    assert many - few == pytest.approx(0.6 * 112 * 512 * a_token)
+
+
+def test_each_method_costs_its_own_work() -> None:
+    base = "stage: quantize, samples: 16, check_tokens: 0"
+    rtn, gptq, plain, qronos, yaqa = (
+        work(f"{base}, {more}")
+        for more in (
+            "method: rtn", "method: gptq", "method: gptq, refine: 0", "method: qronos", "method: yaqa"
+        )
+    )  # fmt: skip
+    assert rtn.products == rtn.calls == 0 < rtn.elements
+    assert gptq.calls == pytest.approx(5 * plain.calls), "4 passes of refinement after the rounding"
+    assert rtn.products < plain.products < gptq.products < qronos.products < yaqa.products
+    checked = work("stage: quantize, method: rtn, check_tokens: 2048").products
+    assert checked == pytest.approx(4 * 1.2e6 * 2048 + 2 * 1.2e6 * 2 * 24 * 44)
+
+
+def test_work_becomes_seconds_kind_by_kind() -> None:
+    rates = Rates(products=1e9, elements=1e8, calls=1e5)
+    assert Work(products=0.6e9).seconds(rates) == pytest.approx(1.0)
+    assert Work(elements=1e8).seconds(rates) == pytest.approx(1.0)
+    assert Work(calls=1e5).seconds(rates) == pytest.approx(1.0)
+    assert (Work(1.0, 2.0) + Work(3.0, 4.0, 5.0, 6.0)) == Work(4.0, 6.0, 5.0, 6.0)
+
+
+def test_a_file_is_tokenized_whole_and_lines_as_far_as_needed(tmp_path: Path) -> None:
+    text, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    text.write_text("x" * 10_000_000)
+    lines.write_text("x" * 10_000_000)
+    base = "stage: prune, method: neurons, samples: 4, sequence_length: 32, data"
+    assert work(f'{base}: "{text}"').characters == 10_000_000
+    assert work(f'{base}: "{lines}"').characters < 10_000_000
+
+
+def test_rates_are_of_this_machine() -> None:
+    rates = measure_rates(0.005)
+    assert rates.products > rates.elements > rates.calls > 0

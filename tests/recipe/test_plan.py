@@ -90,6 +90,14 @@ def test_the_text_and_the_dict(plan: Callable[..., Plan], run: Callable[..., Any
     assert plan_text(plan()).splitlines()[-1].startswith("Everything is done in ")
 
 
+def test_the_table_fits_the_terminal(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan("stages.1.names=" + str([f"name-{n}" for n in range(30)]))
+    monkeypatch.setenv("COLUMNS", "90")
+    lines = plan_text(made).splitlines()[:-1]
+    assert max(map(len, lines)) <= 90
+    assert all(entry.entry.name in text for entry, text in zip(made.steps, lines[3:], strict=True))
+
+
 def test_a_full_disk_is_foreseen(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.recipe.show._free", lambda path: 10)
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
@@ -100,14 +108,24 @@ def test_earlier_work_tells_the_speed(
 ) -> None:
     run()
     before = plan("stages.1.amount=5", "stages.0.amount=5")
-    path = tmp_path / "run" / "receipts" / "01-prune.json"
     for name in ("01-prune", "02-prune-2", "04-side"):
         path = tmp_path / "run" / "receipts" / f"{name}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"work": 1000.0, "seconds": 1000.0}))
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"estimated": 10.0, "seconds": 70.0}))
     after = plan("stages.1.amount=5", "stages.0.amount=5")
-    # one operation a second: every operation that the step is estimated at counts now
-    gained = after.steps[0].estimate.seconds - before.steps[0].estimate.seconds
-    assert gained == pytest.approx(before.steps[0].estimate.work, rel=0.01, abs=1e-3)
+    assert after.steps[0].estimate.plain == pytest.approx(before.steps[0].estimate.plain)
+    assert after.steps[0].estimate.seconds == pytest.approx(7 * after.steps[0].estimate.plain)
+
+
+def test_a_receipt_of_before_is_still_believed(
+    plan: Callable[..., Plan], run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It had the operations of the work in place of the estimate."""
+    run()
+    path = tmp_path / "run" / "receipts" / "01-prune.json"
+    content = json.loads(path.read_text())
+    del content["estimated"]
+    path.write_text(json.dumps(content | {"work": 1e9}))
+    assert states(plan()) == [DONE] * 4
 
 
 def test_planning_imports_no_torch(tmp_path: Path, model: Path) -> None:

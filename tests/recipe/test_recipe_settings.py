@@ -144,6 +144,13 @@ def test_title_tells_what_differs() -> None:
     )
 
 
+def test_title_tells_steps_only_where_they_are_the_work() -> None:
+    """Most methods of quantization train nothing, whatever their default number of steps."""
+    assert title(STAGES["quantize"].settings_class()(method="gptq", scheme="W4A16")) == "W4A16, gptq"
+    assert "steps 7" in title(STAGES["quantize"].settings_class()(method="qat", steps=7))
+    assert "steps" in title(STAGES["recover"].settings_class()())
+
+
 @pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
 def test_every_settings_class_of_attar(cls: type) -> None:
     """Each has help on every field, defaults among its choices and a table, and survives JSON."""

@@ -30,7 +30,7 @@ def render(inspection: Inspection) -> str:
     if inspection.measurements:
         lines += ["", "Measurements", *_measurements(inspection.measurements)]
     if inspection.command:
-        lines += ["", "Made by", *_wrapped(inspection.command, "  ", "      ")]
+        lines += ["", "To make it again", *_wrapped(inspection.command, "  ", "      ")]
     if inspection.container:
         lines += ["", "Metadata", *_metadata(inspection.container["metadata"])]
     return "\n".join(line.rstrip() for line in lines)
@@ -156,6 +156,8 @@ def _node(parent: Parent) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, str) and "\n" in value:  # a whole configuration
+        return f"of {len(value.splitlines())} lines"
     return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
 
 

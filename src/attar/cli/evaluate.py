@@ -14,13 +14,19 @@ from attar.verbs import run_evaluate
 _EXAMPLE = "attar evaluate out/w4 --reference attar:tiny --tokens 16384"
 _ROWS = (
     ("perplexity", "perplexity", ".4f"),
+    ("quality kept", "quality_kept", ".2%"),
+    ("accuracy of the next token", "accuracy", ".2%"),
     ("KL to the reference, mean (nats)", "kl_mean", ".5f"),
     ("KL to the reference, 99 %", "kl_p99", ".4f"),
     ("top-1 agreement", "top1_agreement", ".2%"),
     ("bits per weight", "bits_per_weight", ".3f"),
     ("prefill, tokens/s", "prefill_tokens_per_s", ".1f"),
     ("decode, tokens/s", "decode_tokens_per_s", ".1f"),
+    ("transformers: prefill, tokens/s", "transformers_prefill_tokens_per_s", ".1f"),
+    ("transformers: decode, tokens/s", "transformers_decode_tokens_per_s", ".1f"),
 )
+_SCORES = ("acc", "acc_norm")
+_ASKED = ("quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
 
 
 def build(verb: str) -> Any:
@@ -52,11 +58,23 @@ def build(verb: str) -> Any:
 def _text(found: dict[str, Any]) -> str:
     from attar.checkpoint.units import bytes_text
 
-    rows = [(label, number(found[key], form)) for label, key, form in _ROWS]
-    rows.insert(4, ("bytes", bytes_text(found["bytes"])))
+    shown = [row for row in _ROWS if found.get(row[1]) is not None or row[1] not in _ASKED]
+    rows = [(label, number(found.get(key), form)) for label, key, form in shown]
+    tasks = found.get("tasks") or ()
+    rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
+    rows.append(("bytes", bytes_text(found["bytes"])))
     if "data" in found:
         rows.append(("text", found["data"] + (", held out" if found["held_out"] else ", NOT held out")))
     rows.append(("peak memory", bytes_text(found["peak_rss_bytes"])))
+    note = f" ({found['runner_note']})" if found.get("runner_note") else ""
+    rows += [("runner", f"{found.get('runner', '-')}{note}"), ("activations", found.get("activations", "-"))]
+    rows.append(("keys and values", found.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
     sample = found.get("sample")
     return f"{text}\n\n{found.get('prompt') or ''}{sample}" if sample else text
+
+
+def _share(task: dict[str, Any], name: str) -> str:
+    """``54.1% ± 1.0%``: a part of the questions with its standard error."""
+    error = task[f"{name}_stderr"]
+    return f"{task[name]:.1%} ± {error:.1%}" if error is not None else f"{task[name]:.1%}"

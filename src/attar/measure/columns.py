@@ -53,6 +53,11 @@ TOP1 = Column(
     "tokens whose likeliest successor is the original's",
     lambda run, stage: percent(stage.number("top1_agreement"), 1),
 )
+KEPT = Column(
+    "quality kept %",
+    "next tokens predicted right, as a share of those of the original",
+    lambda run, stage: percent(stage.number("quality_kept"), 1),
+)
 PREFILL = Column(
     "prefill tok/s",
     "prompt tokens read per second",
@@ -64,5 +69,5 @@ DECODE = Column(
     lambda run, stage: fixed(stage.number("decode_tokens_per_s")),
 )
 
-TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KL, TOP1, DECODE)
-REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KL, KL_P99, TOP1, PREFILL, DECODE)
+TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KEPT, KL, TOP1, DECODE)
+REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL, KL_P99, TOP1, PREFILL, DECODE)

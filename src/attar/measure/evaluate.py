@@ -1,5 +1,8 @@
 """Evaluate a checkpoint: quality, size, speed, memory and a sample, as one flat record.
 
+The model runs in what serves it, with the activations and the keys and values of that runner, so that what a
+user gets is what is measured; the reference runs in transformers.
+
 Order matters for the memory figure: the model is loaded, speaks and is timed first, the peak is read, and
 only then come the logits of the whole text.
 """
@@ -17,11 +20,12 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError
+from attar.measure.choices import Task, measure_task, read_questions
 from attar.measure.divergence import agreement, kl, percentile
-from attar.measure.forward import next_token_logits, split
+from attar.measure.forward import split, subject_logits
 from attar.measure.generation import complete, encode, words
 from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
-from attar.measure.perplexity import perplexity, token_losses
+from attar.measure.perplexity import hits, perplexity, token_losses
 from attar.measure.reference import (
     Reference,
     check_same_text,
@@ -33,7 +37,7 @@ from attar.measure.reference import (
 from attar.measure.settings import EvaluateSettings
 from attar.measure.size import measure_size
 from attar.measure.speed import Speed, measure_speed
-from attar.measure.subject import Subject, check_device, load_subject
+from attar.measure.subject import Subject, check_device, formats, load_subject
 from attar.progress import SILENT, Progress
 
 
@@ -48,6 +52,8 @@ class Quality:
             reference.
         top1_agreement: fraction of tokens where both would choose the same one, 0 to 1; None without a
             reference.
+        accuracy: fraction of tokens that the model finds likeliest, 0 to 1.
+        quality_kept: accuracy over the reference's; None without a reference, or where it is never right.
     """
 
     perplexity: float
@@ -56,6 +62,8 @@ class Quality:
     kl_mean: float | None = None
     kl_p99: float | None = None
     top1_agreement: float | None = None
+    accuracy: float | None = None
+    quality_kept: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +77,19 @@ class Measurements(Quality):
         bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes /
             parameters.
         prefill_tokens_per_s, decode_tokens_per_s: medians; the spreads are (max - min) / median over the
-            rounds.
+            rounds, None of one round.
+        transformers_prefill_tokens_per_s, transformers_decode_tokens_per_s: of transformers on the decoded
+            weights, where asked for.
         peak_rss_bytes: the most resident memory while the model was loaded, spoke and was timed, less the
             kept reference.
         peak_device_bytes: the most memory on the GPU in that time; None on a CPU.
         prompt, sample: greedy continuation of the prompt.
-        dtype, device, threads: what the model was run in and on.
+        runner: compiled, modules or transformers: what computed all of this but the reference.
+        runner_note: why it is transformers though the runtime was asked for; None where it is not.
+        activations, kv_dtype: what the runner's products round their inputs to, and how it keeps keys and
+            values.
+        device, threads: where it ran.
+        tasks: accuracy on multiple-choice questions, one for each file.
         seconds: the evaluation took so long.
     """
 
@@ -90,17 +105,23 @@ class Measurements(Quality):
     prefill_spread: float | None
     decode_tokens_per_s: float | None
     decode_spread: float | None
+    transformers_prefill_tokens_per_s: float | None
+    transformers_decode_tokens_per_s: float | None
     peak_rss_bytes: int
     peak_device_bytes: int | None
     prompt: str | None
     sample: str | None
-    dtype: str
+    runner: str
+    runner_note: str | None
+    activations: str
+    kv_dtype: str
     device: str
     threads: int
+    tasks: tuple[Task, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """A flat dict of JSON values."""
+        """A dict of JSON values, flat but for ``tasks``."""
         return asdict(self)
 
 
@@ -119,7 +140,7 @@ def evaluate(
 
     Raises:
         UsageError: model and reference have different tokenizers.
-        DataError: the text is missing, empty or too short.
+        DataError: the text is missing, empty or too short, or a file of questions has a bad line.
         SettingsError: no such device.
         NumericsError: the model's logits are NaN.
         AttarError: the model cannot be loaded.
@@ -129,18 +150,20 @@ def evaluate(
         settings = replace(settings, data=reference.settings.data) if settings.data == AUTO else settings
         check_same_text(reference, settings)
     check_device(settings.device)
+    questions = {file: read_questions(file, settings.tasks_limit) for file in settings.tasks}
     start = time.monotonic()
     reset_peak(settings.device)
-    subject = load_subject(model, dtype=settings.dtype, device=settings.device)
+    where = {"dtype": settings.dtype, "device": settings.device}
+    subject = load_subject(model, runner=settings.runner, kv_dtype=settings.kv_dtype, **where)
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
     sample = _sample(subject, settings)
-    speed = _speed(subject, settings)
+    speed = _speed(subject, settings) if settings.speed else None
     peak, device_peak = peak_rss_bytes(), peak_device_bytes(settings.device)
     if isinstance(reference, Reference):
         peak -= reference.nbytes
     elif reference is not None:
-        other = load_subject(reference, dtype=settings.dtype, device=settings.device)
+        other = load_subject(reference, **where)
         check_same_tokens(subject, other)
         reference = make_reference(other, settings, progress=progress)
     elif subject.checkpoint is not None:
@@ -149,10 +172,12 @@ def evaluate(
     if note:
         progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
     quality = measure_quality(subject, settings, reference, progress=progress)
-    size = measure_size(subject)
+    tasks = tuple(measure_task(subject, file, rows, progress=progress) for file, rows in questions.items())
+    plain = _transformers_speed(model, subject, settings)
     return Measurements(
         **asdict(quality),
-        **asdict(size),
+        **asdict(measure_size(subject)),
+        **asdict(formats(subject)),
         model=subject.name,
         reference=reference.subject.name if reference else None,
         data=reference.settings.data if reference else settings.data,
@@ -162,13 +187,16 @@ def evaluate(
         prefill_spread=speed.prefill_spread if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
         decode_spread=speed.decode_spread if speed else None,
+        transformers_prefill_tokens_per_s=plain.prefill_tokens_per_s if plain else None,
+        transformers_decode_tokens_per_s=plain.decode_tokens_per_s if plain else None,
         peak_rss_bytes=peak,
         peak_device_bytes=device_peak,
         prompt=settings.sample or None,
         sample=sample,
-        dtype=str(subject.model.dtype).removeprefix("torch."),
+        runner_note=subject.why or None,
         device=settings.device,
         threads=torch.get_num_threads(),
+        tasks=tasks,
         seconds=time.monotonic() - start,
     )
 
@@ -196,20 +224,26 @@ def measure_quality(
     losses: list[Tensor] = []
     divergences: list[Tensor] = []
     agreed: list[Tensor] = []
+    right: list[Tensor] = []
+    best: list[Tensor] = []  # whether the reference is right
     with progress.task(f"evaluate {subject.name}", total=len(pieces)) as task:
         for number, piece in enumerate(pieces):
             theirs = reference.rows(number) if reference else None
-            for logits, labels in next_token_logits(subject.model, piece, subject.vocabulary):
+            for logits, labels in subject_logits(subject, piece, subject.vocabulary):
                 losses.append(token_losses(logits, labels).cpu())
+                right.append(hits(logits, labels).cpu())
                 if theirs is not None:
                     row = next(theirs)
+                    best.append(hits(row, labels).cpu())
                     divergences.append(kl(row, logits).cpu())
                     agreed.append(agreement(row, logits).cpu())
             task.advance(loss=float(losses[-1].mean()))
-    return _summary(subject.name, losses, divergences, agreed)
+    quality = _predicted(subject.name, losses, right)
+    return _compared(quality, divergences, agreed, best) if divergences else quality
 
 
-def _summary(name: str, losses: list[Tensor], divergences: list[Tensor], agreed: list[Tensor]) -> Quality:
+def _predicted(name: str, losses: list[Tensor], right: list[Tensor]) -> Quality:
+    """How well the text is predicted: of each sequence losses (n,) and hits (n,)."""
     every = torch.cat(losses)
     loss = float(every.mean())
     if loss != loss:  # NaN
@@ -217,17 +251,26 @@ def _summary(name: str, losses: list[Tensor], divergences: list[Tensor], agreed:
             f"{name} gives NaN logits for {int(every.isnan().sum())} of {every.numel()} tokens",
             hint="evaluate its parent: the stage that made it went wrong, or --dtype is too narrow",
         )
-    if not divergences:
-        return Quality(perplexity(loss), loss, every.numel())
-    distances = torch.cat(divergences)
-    return Quality(
-        perplexity(loss),
-        loss,
-        every.numel(),
-        float(distances.mean()),
-        percentile(distances, 99.0),
-        float(torch.cat(agreed).double().mean()),
+    return Quality(perplexity(loss), loss, every.numel(), accuracy=_share(right))
+
+
+def _compared(
+    quality: Quality, divergences: list[Tensor], agreed: list[Tensor], best: list[Tensor]
+) -> Quality:
+    """The same with what only a comparison with the reference says."""
+    distances, theirs = torch.cat(divergences), _share(best)
+    return replace(
+        quality,
+        kl_mean=float(distances.mean()),
+        kl_p99=percentile(distances, 99.0),
+        top1_agreement=_share(agreed),
+        quality_kept=quality.accuracy / theirs if theirs and quality.accuracy is not None else None,
     )
+
+
+def _share(parts: list[Tensor]) -> float:
+    """The fraction of what is true."""
+    return float(torch.cat(parts).double().mean())
 
 
 def _sample(subject: Subject, settings: EvaluateSettings) -> str | None:
@@ -237,14 +280,23 @@ def _sample(subject: Subject, settings: EvaluateSettings) -> str | None:
     return words(subject, complete(subject, prompt, settings.sample_tokens))
 
 
-def _speed(subject: Subject, settings: EvaluateSettings) -> Speed | None:
-    if not settings.speed:
-        return None
+def _speed(subject: Subject, settings: EvaluateSettings) -> Speed:
     return measure_speed(
-        subject.model,
-        vocabulary=subject.vocabulary,
+        subject,
         prompt_tokens=settings.prompt_tokens,
         decode_tokens=settings.decode_tokens,
-        context=subject.context,
         seed=settings.seed,
     )
+
+
+def _transformers_speed(
+    model: str | Path | Checkpoint | Subject, subject: Subject, settings: EvaluateSettings
+) -> Speed | None:
+    """The same of transformers on the decoded weights, which are loaded for it."""
+    if not settings.reference_speed:
+        return None
+    if subject.loaded is None:
+        return _speed(subject, settings)
+    source = subject.checkpoint if isinstance(model, Subject) else model
+    assert source is not None, "the runtime loads checkpoints only"
+    return _speed(load_subject(source, dtype=settings.dtype, device=settings.device), settings)

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.measure.subject import Subject
+from attar.runtime.scoring import prompt_logits
+
 LOGIT_BYTES = 256 * 2**20  # of one pass; wide vocabularies get smaller batches
 
 
@@ -59,3 +62,14 @@ def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[
             yield logits[row, :-1, :width], labels
         else:
             yield logits[row, :-1, :width][keep.to(device)], labels[keep]
+
+
+def subject_logits(subject: Subject, tokens: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same of a subject, in what runs it: transformers, or a runner of the runtime."""
+    if subject.loaded is None:
+        yield from next_token_logits(subject.model, tokens, width)
+        return
+    rows = [row[row >= 0] for row in tokens]
+    runs = prompt_logits(subject.loaded.runner, [row[:-1].tolist() for row in rows if len(row) > 1])
+    for row in rows:
+        yield (next(runs)[:, :width] if len(row) > 1 else torch.zeros(0, width)), row[1:]

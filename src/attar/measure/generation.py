@@ -1,21 +1,20 @@
 """What a model says after a prompt, greedily: the sample in its record.
 
-The loop is written out over the model's own forward, so that it shows what transformers computes, whatever
-the model is; :class:`attar.LLM` is for texts.
-
-Letters: V vocabulary.
+It comes out of what serves the model, :class:`attar.LLM`; where transformers runs it, of transformers' own
+``generate``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import GenerationConfig
 
-from attar.errors import DataError, NumericsError
+from attar.errors import DataError
 from attar.measure.subject import Subject
+from attar.runtime.llm import LLM
+from attar.runtime.sampling.params import SamplingParams
 
 
 def encode(subject: Subject, text: str, what: str = "prompt") -> list[int]:
@@ -41,17 +40,23 @@ def complete(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
     the last.
 
     Raises:
-        NumericsError: the model's logits are NaN.
+        NumericsError: the runner's logits are NaN.
     """
+    if subject.loaded is not None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        return list(engine(subject).generate(prompt, params)[0].token_ids)
     if subject.context is not None:
         max_tokens = min(max_tokens, subject.context - len(prompt))
-    ends = end_tokens(subject)
-    ids: list[int] = []
-    for token in steps(subject.model, prompt, max_tokens, subject.vocabulary):
-        ids.append(token)
-        if token in ends:
-            break
-    return ids
+    ids = torch.tensor([prompt], device=subject.model.device)
+    settings = greedy(subject, max_tokens, end_tokens(subject))
+    made = subject.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return [int(token) for token in made[0, len(prompt) :]]
+
+
+def engine(subject: Subject) -> LLM:
+    """What serves a subject. It keeps no blocks of the pool when it is idle: they are used for scoring."""
+    assert subject.loaded is not None
+    return LLM.of(subject.loaded, prefix_cache=False)
 
 
 def words(subject: Subject, ids: list[int]) -> str:
@@ -59,26 +64,19 @@ def words(subject: Subject, ids: list[int]) -> str:
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def steps(model: Any, prompt: list[int], max_tokens: int, vocabulary: int) -> Iterator[int]:
-    """Yield up to ``max_tokens`` likeliest tokens after the prompt; the cache belongs to this call alone.
-
-    Args:
-        vocabulary: tokens are chosen from the first so many of V.
-    """
-    cache = DynamicCache(config=model.config)
-    unread = prompt
-    for _ in range(max_tokens):
-        tokens = torch.tensor([unread], device=model.device)
-        with torch.inference_mode():  # not around the yield: it would leak into the caller
-            logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        row = logits[0, -1, :vocabulary].float()
-        if bool(row.isnan().any()):
-            raise NumericsError(
-                "the model's logits are NaN",
-                hint="check the checkpoint with attar inspect, or try --dtype float32",
-            )
-        unread = [int(row.argmax())]
-        yield unread[0]
+def greedy(subject: Subject, max_tokens: int, ends: tuple[int, ...] = ()) -> Any:
+    """Settings of transformers' ``generate`` for the likeliest token each time, and no model's own habits;
+    rows that only pad the vocabulary are left out."""
+    columns = int(subject.model.get_output_embeddings().weight.shape[0])
+    padding = list(range(subject.vocabulary, columns))
+    return GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=list(ends) or None,
+        pad_token_id=0,
+        suppress_tokens=padding or None,
+    )
 
 
 def end_tokens(subject: Subject) -> tuple[int, ...]:

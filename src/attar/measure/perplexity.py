@@ -37,6 +37,20 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """Whether each token is the likeliest one: bool (N,); a tie goes to the token of the lowest number.
+
+    Args:
+        logits: (N, V), row i made before label i was seen; not modified.
+        labels: int64 (N,).
+    """
+    parts = [
+        logits[part].argmax(-1) == labels[part].to(logits.device)
+        for part in chunks(logits.shape[0], logits.shape[-1])
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+
+
 def perplexity(loss: float) -> float:
     """e^loss; infinity where that is beyond a float."""
     try:

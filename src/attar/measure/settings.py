@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 
-VERSION = 1
+VERSION = 2
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+RUNNERS = ("auto", "compiled", "modules", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,31 @@ class EvaluateSettings:
         default="def __init__(self", metadata={"help": "prompt of the greedy sample; empty: no sample"}
     )
     sample_tokens: int = field(default=48, metadata={"help": "length of the greedy sample"})
+    tasks: tuple[str, ...] = field(
+        default=(), metadata={"help": "multiple-choice questions, JSON lines with q, choices and label"}
+    )
+    tasks_limit: int = field(default=0, metadata={"help": "questions of each file, the first ones; 0: all"})
+    runner: str = field(
+        default="auto",
+        metadata={
+            "help": "what computes: auto is what generate and serve run; transformers is exact arithmetic on "
+            "decoded weights",
+            "choices": RUNNERS,
+        },
+    )
+    kv_dtype: str = field(
+        default="auto", metadata={"help": "how the runner keeps keys and values, as in generate and serve"}
+    )
+    reference_speed: bool = field(
+        default=False, metadata={"help": "time transformers on the decoded weights as well"}
+    )
     seed: int = field(default=0, metadata={"help": "seed of the choice of text"})
     device: str = field(default="cpu", metadata={"help": "cpu, cuda or cuda:0"})
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
+            "help": "what to compute in; auto: as generate and serve do; in transformers and for the "
+            "reference float32 on a CPU, the checkpoint's own on a GPU",
             "choices": DTYPES,
         },
     )
@@ -54,9 +74,14 @@ class EvaluateSettings:
             ("prompt_tokens", 1),
             ("decode_tokens", 1),
             ("sample_tokens", 1),
+            ("tasks_limit", 0),
         ):
             value = getattr(self, name)
             if value < least:
                 raise SettingsError(name, value, f"at least {least}")
-        if self.dtype not in DTYPES:
-            raise SettingsError("dtype", self.dtype, ", ".join(DTYPES[:-1]) + f" or {DTYPES[-1]}")
+        for name, allowed in (("dtype", DTYPES), ("runner", RUNNERS)):
+            if getattr(self, name) not in allowed:
+                listed = ", ".join(allowed[:-1]) + f" or {allowed[-1]}"
+                raise SettingsError(name, getattr(self, name), listed)
+        if self.runner == "transformers" and self.kv_dtype != "auto":
+            raise SettingsError("kv_dtype", self.kv_dtype, "auto with --runner transformers")

@@ -1,108 +1,118 @@
-"""Prefill and decode speed, in tokens per second.
+"""Prefill and decode speed, in tokens per second, of what serves the model; of transformers where it runs it.
 
-A round reads a prompt of random tokens in one pass (prefill) and then makes tokens one by one with a KV cache
-(decode). The first round warms up and is thrown away; the median of the others is reported with its spread,
-(max - min) / median. The batch is one sequence, as for a person who waits.
+A round reads a prompt of random tokens (prefill) and then makes tokens one by one (decode), for one sequence,
+as for a person who waits. The first round warms up and is thrown away; the median of the others is reported
+with its spread, (max - min) / median, which one round alone does not have.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
+
+from attar.measure.generation import engine, greedy
+from attar.measure.subject import Subject
+from attar.runtime.bench import measure
 
 BUDGET = 2.0  # seconds after which no further round is begun
 ROUNDS = 7
 
+Round = Callable[[], tuple[float, float]]
+"""Prompt tokens and generated tokens a second, once."""
+
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians over ``rounds`` rounds, with (max - min) / median beside them.
+    """Medians over ``rounds`` rounds, with (max - min) / median beside them, None of one round.
 
     Attributes:
         prompt_tokens, decode_tokens: what a round did; shorter than asked where the context is.
-        threads: torch's, inside an operator.
     """
 
     prefill_tokens_per_s: float
-    prefill_spread: float
+    prefill_spread: float | None
     decode_tokens_per_s: float
-    decode_spread: float
+    decode_spread: float | None
     prompt_tokens: int
     decode_tokens: int
     rounds: int
-    threads: int
 
 
 def measure_speed(
-    model: Any,
+    subject: Subject,
     *,
-    vocabulary: int,
     prompt_tokens: int = 128,
     decode_tokens: int = 32,
-    context: int | None = None,
     seed: int = 0,
     rounds: int = ROUNDS,
     budget: float = BUDGET,
 ) -> Speed:
-    """Time a loaded causal language model.
+    """Time a loaded model.
 
     Args:
-        model: a transformers model in evaluation mode.
-        vocabulary: the prompt's tokens are drawn below this.
-        context: the most tokens the model holds; the prompt and then the decoding are cut to fit.
+        prompt_tokens, decode_tokens: of a round; cut to fit the model's context.
+        seed: of the prompts.
         budget: seconds after which no further round is begun (one is always timed).
     """
-    if context is not None:
-        decode_tokens = max(1, min(decode_tokens, context // 2))
-        prompt_tokens = max(1, min(prompt_tokens, context - decode_tokens))
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(vocabulary, (1, prompt_tokens), generator=generator).to(model.device)
-    _round(model, prompt, decode_tokens)
-    prefill: list[float] = []
-    decode: list[float] = []
+    if subject.context is not None:
+        decode_tokens = max(1, min(decode_tokens, subject.context // 2))
+        prompt_tokens = max(1, min(prompt_tokens, subject.context - decode_tokens - 1))
+    make = _runtime_round if subject.loaded is not None else _transformers_round
+    once = make(subject, prompt_tokens, decode_tokens, random.Random(seed))
+    once()
+    found: list[tuple[float, float]] = []
     start = time.perf_counter()
-    while len(prefill) < rounds and (not prefill or time.perf_counter() - start < budget):
-        first, rest = _round(model, prompt, decode_tokens)
-        prefill.append(prompt_tokens / first)
-        decode.append(decode_tokens / rest)
-    return Speed(
-        *_summary(prefill),
-        *_summary(decode),
-        prompt_tokens,
-        decode_tokens,
-        len(prefill),
-        torch.get_num_threads(),
-    )
+    while len(found) < rounds and (not found or time.perf_counter() - start < budget):
+        found.append(once())
+    prefill, decode = zip(*found, strict=True)
+    return Speed(*_summary(prefill), *_summary(decode), prompt_tokens, decode_tokens, len(found))
 
 
-def _summary(values: list[float]) -> tuple[float, float]:
+def _summary(values: tuple[float, ...]) -> tuple[float, float | None]:
     middle = statistics.median(values)
-    return middle, (max(values) - min(values)) / middle
+    return middle, (max(values) - min(values)) / middle if len(values) > 1 else None
 
 
-def _round(model: Any, prompt: torch.Tensor, decode_tokens: int) -> tuple[float, float]:
-    """Seconds of the prefill of int64 (1, S) and of ``decode_tokens`` decoding steps after it."""
-    cache = DynamicCache(config=model.config)
-    start = _now(prompt)
-    token = _step(model, prompt, cache)
-    middle = _now(prompt)
-    for _ in range(decode_tokens):
-        token = _step(model, token, cache)
-    return middle - start, _now(prompt) - middle
+def _runtime_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> Round:
+    llm = engine(subject)
+
+    def once() -> tuple[float, float]:
+        case = measure(llm, 1, prompt, decode + 1, draws)  # the first token is the prefill's
+        return case.prompt_tokens_per_s, case.decode_tokens_per_s
+
+    return once
 
 
-def _step(model: Any, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-    with torch.inference_mode():
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits[:, -1:].argmax(-1)
+def _transformers_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> Round:
+    settings = greedy(subject, decode + 1)
+
+    def once() -> tuple[float, float]:
+        ids = [[draws.randrange(subject.vocabulary) for _ in range(prompt)]]
+        tokens, stamps = torch.tensor(ids, device=subject.model.device), Stamps()
+        mask = torch.ones_like(tokens)
+        subject.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=stamps)
+        begin, first, *_, last = stamps.times
+        return prompt / (first - begin), decode / (last - first)
+
+    return once
 
 
-def _now(tensor: torch.Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
+class Stamps(BaseStreamer):  # type: ignore[misc]
+    """When transformers hands over the prompt, and then each token: seconds of ``time.perf_counter``."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Tokens on the CPU: whatever made them is done."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""

@@ -1,4 +1,8 @@
-"""A model under measurement: loaded once, with its tokenizer and the checkpoint it came from."""
+"""A model under measurement: loaded once, with its tokenizer and the checkpoint it came from.
+
+It runs in a runner of attar's runtime, as ``generate`` and ``serve`` run it, or in transformers on decoded
+weights: exact arithmetic, the reference, and the way for models that the runtime does not run.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.errors import ModelError, SettingsError
 from attar.measure.settings import DTYPES
 from attar.models.load import load_model, load_tokenizer
+from attar.runtime.loading import Loaded
+from attar.runtime.loading import load as load_runner
 
 
 @dataclass(frozen=True)
@@ -19,54 +25,108 @@ class Subject:
     """A causal language model ready to run.
 
     Attributes:
-        model: a transformers model in evaluation mode.
+        model: a transformers model in evaluation mode; None where a runner of the runtime runs it.
         tokenizer: its tokenizer; None for bare models, which then have no text.
         checkpoint: the folder it came from; None for a model made in memory.
         name: what messages and reports call it.
+        loaded: the runner; None where transformers runs the model.
+        why: why the runtime does not run it though it was asked to; empty where it does.
     """
 
     model: Any
     tokenizer: Any = None
     checkpoint: Checkpoint | None = None
     name: str = "model"
+    loaded: Loaded | None = None
+    why: str = ""
 
     @property
     def vocabulary(self) -> int:
         """Columns of the logits that stand for a token: without the rows that only pad the embedding."""
-        columns = int(self.model.get_output_embeddings().weight.shape[0])
+        if self.loaded is not None:
+            columns = self.loaded.runner.vocabulary
+        else:
+            columns = int(self.model.get_output_embeddings().weight.shape[0])
         return columns if self.tokenizer is None else min(columns, len(self.tokenizer))
 
     @property
     def context(self) -> int | None:
         """How many tokens it can hold, or None where its configuration names no limit."""
+        if self.loaded is not None:
+            return self.loaded.runner.context
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return None if limit is None else int(limit)
 
 
+@dataclass(frozen=True)
+class Formats:
+    """What computes a model.
+
+    Attributes:
+        runner: compiled, modules or transformers.
+        activations: what products round their inputs to: float32, bfloat16, int8, or two of them.
+        kv_dtype: how keys and values are kept.
+    """
+
+    runner: str
+    activations: str
+    kv_dtype: str
+
+
+def formats(subject: Subject) -> Formats:
+    """What computes a subject."""
+    if subject.loaded is None:
+        dtype = str(subject.model.dtype).removeprefix("torch.")
+        return Formats("transformers", dtype, dtype)
+    runner: Any = subject.loaded.runner
+    return Formats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
+
+
 def load_subject(
-    model: str | Path | Checkpoint | Subject, *, dtype: str = "auto", device: str = "cpu"
+    model: str | Path | Checkpoint | Subject,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    runner: str = "transformers",
+    kv_dtype: str = "auto",
 ) -> Subject:
     """Load a model to measure it; one that is loaded already is returned as it is.
 
     Args:
-        dtype: float32, bfloat16, float16, or auto: float32 on a CPU, the checkpoint's own elsewhere.
+        dtype: float32, bfloat16, float16, or auto: in transformers float32 on a CPU, the checkpoint's own
+            elsewhere; in the runtime what it serves.
+        runner: compiled or modules; auto: what serves the model, or transformers where the runtime cannot;
+            transformers.
+        kv_dtype: how the runner keeps keys and values.
 
     Raises:
-        ModelError: not a causal language model.
-        SettingsError: no such dtype or device.
+        ModelError: not a causal language model, or none that the runner runs.
+        SettingsError: no such dtype, device, or ``kv_dtype``.
         CheckpointError: the folder is missing or damaged.
     """
     if isinstance(model, Subject):
         return model
     check_device(device)
     checkpoint = open_checkpoint(model)
+    if runner == "transformers":
+        return _in_transformers(checkpoint, dtype, device)
+    try:
+        loaded = load_runner(checkpoint, dtype=dtype, device=device, runner=runner, kv_dtype=kv_dtype)
+    except ModelError as problem:
+        if runner != "auto":
+            raise
+        return _in_transformers(checkpoint, dtype, device, problem.message)
+    return Subject(None, loaded.tokenizer, checkpoint, checkpoint.name, loaded)
+
+
+def _in_transformers(checkpoint: Checkpoint, dtype: str, device: str, why: str = "") -> Subject:
     loaded = load_model(checkpoint, dtype=torch_dtype(dtype, device), device=device)
     if not loaded.can_generate():
         raise ModelError(
             f"{checkpoint.name} is a {type(loaded).__name__}, which does not predict next tokens",
             hint="evaluate and generate take causal language models",
         )
-    return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name)
+    return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name, why=why)
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype | None:

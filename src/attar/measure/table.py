@@ -10,12 +10,28 @@ from attar.measure.run_folder import Run
 
 
 def print_table(run: Run, file: TextIO | None = None) -> None:
-    """Print one row per stage to ``file`` (stdout)."""
+    """Print one row per stage to ``file`` (stdout), and below what computed them."""
     file = file or sys.stdout
     if file.isatty():
         _print_rich(run, file)
     else:
         print(plain_table(run), file=file)
+    if told := computed_by(run):
+        print(f"\n{told}", file=file)
+
+
+def computed_by(run: Run) -> str:
+    """Which runner computed the figures of which stages, and in which formats; empty where none says so."""
+    groups: dict[str, list[str]] = {}
+    for stage in run.stages:
+        runner, activations, kept = (stage.text(key) for key in ("runner", "activations", "kv_dtype"))
+        if runner and activations and kept:
+            formats = f"runner {runner}, activations {activations}, keys and values {kept}"
+            groups.setdefault(formats, []).append(stage.name)
+    if len(groups) == 1:
+        return f"Measured in {next(iter(groups))}."
+    parts = [f"{', '.join(names)} in {formats}" for formats, names in groups.items()]
+    return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
 def rows(run: Run) -> list[list[str]]:
@@ -47,7 +63,7 @@ def _print_rich(run: Run, file: TextIO) -> None:
     from rich.text import Text
 
     head, *body = rows(run)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column(head[0], no_wrap=True)
     for title in head[1:]:
         lines = title.replace(" ", "\n").replace("/w", "/\nw")  # narrow enough for 80 columns

@@ -1,22 +1,34 @@
-"""How long a stage will take and what it needs: simple formulas, said with 'about'.
+"""How long a stage will take and what it needs, said with 'about'.
 
-    P parameters of the model, Q of the teacher, T tokens that pass through
+    P parameters of the model (B of them inside its blocks), Q of the teacher, h width, f width inside the
+    MLP, T tokens that pass through, V vocabulary; a pass through the blocks is 2 B T operations
 
-    training     T (6 P + 2 Q) operations;  16 P + 4 Q bytes (weights, gradients, moments) and the activations
-    gradients    6 P T operations;  8 P bytes and the activations
-    GPTQ         4 P T + 6 T h^2 layers + P h operations;  one block, its calibration activations
-    rounding     the bytes read and written
-    evaluation   2 P T operations, twice where a reference is compared;  4 P bytes and the kept logits
+    training       T (6 P + 2 Q) operations, 12 V T elements of losses; muon 30 h B operations a step;
+                   held-out losses on E tokens: E (2 P + 2 Q) each; 10 P elements of an optimizer's step
+    prune          6 P T operations, rows one at a time
+    a sweep        every block twice (what comes in, what goes out rounded): 4 B T; Hessians 2 K^2 T for each
+                   group of Linears with K inputs; with the original's inputs too (gptaq, qronos, yaqa): twice
+    solving        for each Linear (N, K): K columns for the rounding and K for each pass of refinement, each
+                   some small operations; N K^2 operations for each of them; a search of scales
+    yaqa           and for each round forward and backward through the model
+    autoround      for each block ``iterations`` batches forward and backward: 6 B times their tokens
+    smoothing      some forward passes of what follows a norm for each candidate
+    qat            training, after the rounding that it starts from
+    rounding       the weights' elements
+    check          both models on held-out tokens, and a short text of each where the model is small
+    text           characters tokenized: a source of many documents is read some hundred at a time
 
-Operations become seconds at the speed that earlier receipts of this run show for the verb, and else at half
-the speed of this machine's matrix product.
+Each kind of work becomes seconds at the rate that a short trial of this machine shows (machine.py), times
+what such work reaches of it, and a run that has done stages multiplies by how wrong their estimates were.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
 from attar.recipe.shape import Shape
 
@@ -24,6 +36,45 @@ _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
 _START = 2.0  # seconds to load models and data
 _KEPT_LOGITS = 512e6  # the most that a kept reference takes
+_REACHED = 0.6  # of the products' rate, in models
+_SWEPT = 0.6  # of what a pass costs in training: sweeps keep nothing for a backward pass
+_CALLS_A_COLUMN = 200.0  # a solver's work on a column, in small operations
+_CALLS_A_LAYER = 600.0  # a layer's forward pass of a few tokens, likewise
+_CANDIDATES = 20  # of a search for scales
+_CHARACTERS_AN_ELEMENT = 0.005  # tokenizing, beside an element-wise operation
+_DOCUMENTS, _DOCUMENT = 256, 14e3  # that are tokenized at a time, characters of one
+_CHARACTERS_A_TOKEN = 4.0
+_HELD_OUT = 16_384  # tokens of a training's held-out loss
+_SPOKEN = 24 * 44  # tokens of a check's greedy text, without a cache
+_SMALL = 2**30  # bytes of a model of which a check makes a text
+_SEES_ORIGINAL = ("gptaq", "qronos", "yaqa")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, in the units of :class:`attar.recipe.machine.Rates`, and characters of text."""
+
+    products: float = 0.0
+    elements: float = 0.0
+    calls: float = 0.0
+    characters: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.products + other.products,
+            self.elements + other.elements,
+            self.calls + other.calls,
+            self.characters + other.characters,
+        )
+
+    def seconds(self, rates: Rates) -> float:
+        """On a machine of these rates."""
+        return (
+            self.products / (_REACHED * rates.products)
+            + self.elements / rates.elements
+            + self.calls / rates.calls
+            + self.characters / (_CHARACTERS_AN_ELEMENT * rates.elements)
+        )
 
 
 @dataclass(frozen=True)
@@ -31,21 +82,23 @@ class Estimate:
     """About what a stage will need.
 
     Args:
-        work: floating-point operations.
         seconds: duration.
+        plain: the same before it was multiplied by the error of earlier estimates.
         memory_bytes: the most memory of the process.
         disk_bytes: of the finished checkpoint.
         scratch_bytes: beside it while it works.
     """
 
-    work: float
     seconds: float
+    plain: float
     memory_bytes: float
     disk_bytes: float
     scratch_bytes: float
 
 
-def estimate(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape, rate: float) -> Estimate:
+def estimate(
+    entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape, rates: Rates, factor: float = 1.0
+) -> Estimate:
     """About what a stage needs.
 
     Args:
@@ -53,53 +106,136 @@ def estimate(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shap
         source: the checkpoint it takes.
         teacher: the checkpoint it learns from, where there is one.
         made: the checkpoint it makes.
-        rate: operations per second.
+        rates: of this machine.
+        factor: time over estimate of earlier work.
     """
-    work, memory, scratch = _needs(entry, source, teacher, made)
-    seconds = _START + work / rate + (source.bytes + made.bytes) / _DISK_RATE
-    return Estimate(work, seconds, _BASE_MEMORY + memory, made.bytes, scratch)
+    memory, scratch = _memory(entry, source, teacher, made)
+    work = stage_work(entry, source, teacher, made)
+    plain = _START + work.seconds(rates) + (source.bytes + made.bytes) / _DISK_RATE
+    return Estimate(plain * factor, plain, _BASE_MEMORY + memory, made.bytes, scratch)
 
 
-def evaluation_seconds(settings: Any, shape: Shape, rate: float) -> float:
-    """About how long the evaluation of one checkpoint takes."""
+def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
+    """About how long the evaluation of one checkpoint takes, with a kept reference."""
     tokens = getattr(settings, "tokens", 16384)
-    rounds = 5 * getattr(settings, "decode_tokens", 32) if getattr(settings, "speed", False) else 0
-    sample = getattr(settings, "sample_tokens", 0)
-    # a decoding step costs some milliseconds however small the model is
-    return (
-        _START
-        + 4 * shape.parameters * tokens / rate
-        + (rounds + sample) * (0.003 + shape.parameters * 2 / 1e10)
-    )
+    work = Work(2.0 * shape.parameters * tokens, 6.0 * shape.vocabulary * tokens)
+    work += _text(settings, tokens)
+    rounds = 3.0 if getattr(settings, "speed", False) else 0.0
+    sample = getattr(settings, "sample_tokens", 0) * (0.003 + shape.parameters * 2 / 1e10)
+    return _START + work.seconds(rates) + rounds + sample
 
 
-def _needs(
-    entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape
-) -> tuple[float, float, float]:
-    """Operations, memory beside the base, scratch on disk."""
+def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape) -> Work:
+    """What a stage has to do."""
     settings = entry.settings
-    tokens = _tokens(settings)
+    if entry.stage in ("distill", "recover"):
+        return _training(settings, made, teacher or source) + _text(settings, _HELD_OUT)
+    if entry.stage == "prune":
+        tokens = _calibration(settings)
+        backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
+        return backward + _text(settings, tokens)
+    if entry.stage == "quantize":
+        return _quantizing(settings, source) + _check(settings, source)
+    if entry.stage == "export":
+        rounding = getattr(settings, "rounding", "rtn")
+        swept = _solving(settings, source, rounding) if rounding != "rtn" else Work()
+        return swept + Work(elements=10 * source.parameters)
+    return Work(elements=4 * source.parameters)
+
+
+def _training(settings: Any, made: Shape, teacher: Shape) -> Work:
+    """Steps, and the held-out losses between them and at the end."""
+    steps = float(settings.steps)
+    batch = getattr(settings, "batch_size", 1) * getattr(settings, "accumulate", 1)
+    tokens = steps * batch * getattr(settings, "sequence_length", 1)
+    every = getattr(settings, "evaluate_every", 0)
+    held_out = _HELD_OUT * (1 + (steps // every if every else 0))
+    products = tokens * (6 * made.parameters + 2 * teacher.parameters)
+    products += held_out * 2 * (made.parameters + teacher.parameters)
+    if getattr(settings, "optimizer", "") == "muon":
+        products += steps * 30 * made.hidden * made.blocks
+    elements = (12 * tokens + 4 * held_out) * made.vocabulary + 10 * steps * made.parameters
+    return Work(products, elements) + _text(settings, tokens)
+
+
+def _quantizing(settings: Any, source: Shape) -> Work:
+    rounding, smoothing = settings.rounding, settings.smoothing
+    work = Work(elements=10 * source.parameters)
+    tokens = _calibration(settings)
+    if smoothing != "none":
+        candidates = _CANDIDATES if smoothing == "awq" or settings.alpha < 0 else 1
+        work += Work(2 * source.blocks * tokens * candidates) + _text(settings, tokens)
+    if rounding == "qat":
+        work += _training(settings, source, source)
+        rounding = "gptq" if settings.start == "auto" else settings.start
+    if settings.method == "awq" or rounding != "rtn":
+        work += _solving(settings, source, rounding) + _text(settings, tokens)
+    if settings.bits:
+        work += Work(8 * source.blocks * tokens)
+    return work
+
+
+def _solving(settings: Any, source: Shape, rounding: str) -> Work:
+    """A sweep with its solver over all blocks."""
+    tokens, layers, hidden = _calibration(settings), source.layers, source.hidden
+    inner = max(source.mlp / layers / (3 * hidden), 1.0)
+    original = 2 if rounding in _SEES_ORIGINAL else 1
+    hessians = 2.0 * layers * (3 * hidden**2 + inner**2)
+    work = Work(_SWEPT * original * tokens * (4.0 * source.blocks + hessians))
+    if rounding == "autoround":
+        batch = settings.batch_size * settings.sequence_length
+        return work + Work(6 * source.blocks * settings.iterations * batch)
+    passes = 1 + (getattr(settings, "refine", 0) if rounding in ("gptq", *_SEES_ORIGINAL) else 0)
+    columns = passes * layers * (6 * hidden + inner)  # q, k, v, o, gate, up; down
+    squares = 4 * hidden * hidden**2 + 2 * inner * hidden**2 + hidden * inner**2  # N K^2
+    work += Work(2.0 * passes * layers * squares, _CANDIDATES * 4 * source.blocks, _CALLS_A_COLUMN * columns)
+    if rounding == "yaqa":
+        work += Work(6 * source.parameters * tokens * settings.rounds)
+    return work
+
+
+def _check(settings: Any, source: Shape) -> Work:
+    """The comparison of what was written with the original."""
+    tokens = settings.check_tokens
+    if not tokens:
+        return Work()
+    spoken = 2 * _SPOKEN if source.bytes <= _SMALL else 0
+    calls = _CALLS_A_LAYER * source.layers * spoken / 44  # a forward pass reads 44 tokens of it
+    both = Work(4 * source.parameters * tokens, 40.0 * source.vocabulary * tokens)
+    return both + Work(2 * source.parameters * spoken, calls=calls) + _text(settings, tokens)
+
+
+def _calibration(settings: Any) -> float:
+    """Tokens of the calibration sequences."""
+    return float(getattr(settings, "samples", 0) * getattr(settings, "sequence_length", 0))
+
+
+def _text(settings: Any, tokens: float) -> Work:
+    """Reading and tokenizing so many tokens of the settings' text."""
+    data = str(getattr(settings, "data", ""))
+    wanted = max(tokens * _CHARACTERS_A_TOKEN, _DOCUMENTS * _DOCUMENT)
+    path = Path(data)
+    if data and path.is_file():
+        size = float(path.stat().st_size)
+        wanted = min(wanted, size) if ".jsonl" in data else size  # one document is tokenized whole
+    return Work(characters=wanted)
+
+
+def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape) -> tuple[float, float]:
+    """Bytes of memory beside the base, and of scratch on disk."""
+    settings = entry.settings
     if entry.stage in ("distill", "recover"):
         other = teacher or source
-        work = tokens * (6 * made.parameters + 2 * other.parameters)
         memory = 16 * made.parameters + 4 * other.parameters + _activations(settings, made)
-        return work, memory, 12 * made.parameters
+        return memory, 12 * made.parameters
     if entry.stage == "prune":
-        return 6 * source.parameters * tokens, 8 * source.parameters + _activations(settings, source), 0.0
+        return 8 * source.parameters + _activations(settings, source), 0.0
+    if entry.stage == "quantize" and getattr(settings, "method", "") == "qat":
+        return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
-        gram = 6 * tokens * source.hidden**2 * source.layers
-        work = 4 * source.blocks * tokens + gram + source.blocks * source.hidden
-        return work, 8 * source.blocks / source.layers + 4.0 * tokens * source.hidden, made.bytes
-    return 0.0, min(source.bytes, 1e9), 0.0
-
-
-def _tokens(settings: Any) -> float:
-    """Tokens that pass through the model."""
-    length = getattr(settings, "sequence_length", 0)
-    if hasattr(settings, "steps"):
-        batch = getattr(settings, "batch_size", 1) * getattr(settings, "accumulate", 1)
-        return float(settings.steps * batch * length)
-    return float(getattr(settings, "samples", 0) * length)
+        kept = 4.0 * _calibration(settings) * source.hidden
+        return 8 * source.blocks / source.layers + kept, made.bytes
+    return min(source.bytes, 1e9), 0.0
 
 
 def _activations(settings: Any, shape: Shape) -> float:

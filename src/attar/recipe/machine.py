@@ -6,6 +6,8 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,17 +51,47 @@ def memory_bytes() -> int | None:
         return None
 
 
-def multiply_rate(size: int = 512, seconds: float = 0.05) -> float:
-    """Floating-point operations per second of float32 matrix products, measured in a blink."""
+@dataclass(frozen=True)
+class Rates:
+    """How fast this machine is at each kind of work, in units a second.
+
+    Attributes:
+        products: floating-point operations of float32 matrix products.
+        elements: numbers that an element-wise operation reads and writes.
+        calls: small operations on some hundred numbers, one after the other, as solvers do column by column.
+    """
+
+    products: float
+    elements: float
+    calls: float
+
+
+def measure_rates(seconds: float = 0.1) -> Rates:
+    """Each kind of work, tried for so many seconds with numpy: plans import no torch."""
     import numpy as np
 
+    size = 512
     matrix = np.full((size, size), 0.5, dtype=np.float32)
-    np.matmul(matrix, matrix)  # the first product starts the threads
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        np.matmul(matrix, matrix)
-        count += 1
-    return 2.0 * size**3 * count / (time.perf_counter() - start)
+    many, few = np.full(1 << 20, 0.5, dtype=np.float32), np.full(256, 0.5, dtype=np.float32)
+    made = np.empty_like(many)
+    return Rates(
+        2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix), seconds),
+        many.size * _per_second(lambda: np.exp(many, out=made), seconds),
+        _per_second(lambda: np.add(few, few), seconds, repeat=100),
+    )
+
+
+def _per_second(work: Callable[[], object], seconds: float, repeat: int = 1) -> float:
+    """How often it is done in a second: by the fastest try, which other work disturbed least."""
+    work()  # starts threads
+    tries: list[float] = []
+    begun = time.perf_counter()
+    while len(tries) < 5 or time.perf_counter() - begun < seconds:
+        start = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        tries.append((time.perf_counter() - start) / repeat)
+    return 1 / min(tries)
 
 
 def _cpu() -> str:

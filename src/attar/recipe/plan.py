@@ -23,7 +23,7 @@ from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
 from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
-from attar.recipe.machine import multiply_rate
+from attar.recipe.machine import Rates, measure_rates
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
 from attar.recipe.settings import plain
@@ -136,14 +136,14 @@ class _Planner:
     def plan(self) -> Plan:
         root = self.original.fingerprint()
         keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
-        rates = _rates(self.recipe, self.receipts)
+        rates, errors = measure_rates(), _errors(self.recipe, self.receipts)
         data: dict[str, str] = {}
         steps = []
         for entry in self.recipe.stages:
             keys[entry.name] = self._key(entry, keys, data)
             source, teacher = shapes[entry.source], shapes[entry.teacher] if entry.teacher else None
             shapes[entry.name] = made = after(entry, source)
-            needs = estimate(entry, source, teacher, made, rates.get(entry.stage, rates[""]))
+            needs = estimate(entry, source, teacher, made, rates, _factor(errors, entry))
             state = self._state(entry, keys[entry.name])
             evaluation = self._evaluation_key(keys[entry.name], root, data)
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
@@ -171,8 +171,8 @@ class _Planner:
         version = int(load(EVALUATE_VERSION))
         return identity("evaluate", version, plain(settings), [key, root, *_data(settings, data)])
 
-    def _evaluation_seconds(self, shape: Shape, rates: Mapping[str, float]) -> float:
-        return evaluation_seconds(self.recipe.evaluate, shape, rates[""])
+    def _evaluation_seconds(self, shape: Shape, rates: Rates) -> float:
+        return evaluation_seconds(self.recipe.evaluate, shape, rates)
 
     def _evaluated(self, name: str, key: str) -> bool:
         receipt = self.receipts.get(name)
@@ -198,14 +198,31 @@ def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
     return {name: receipt for name, receipt in found.items() if receipt is not None}
 
 
-def _rates(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, float]:
-    """Operations per second by verb, from earlier work here; under ``""`` the machine's own guess."""
-    seen: dict[str, list[float]] = {}
+def error_factor(recipe: Recipe, out: Path, entry: StageEntry, *, without: str = "") -> float:
+    """Time over estimate of the stages done in a run's folder, see :func:`_factor`; one may be left out."""
+    receipts = _receipts(recipe, out)
+    receipts.pop(without, None)
+    return _factor(_errors(recipe, receipts), entry)
+
+
+def _errors(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, list[float]]:
+    """Time over estimate of what was done here, by kind of stage, and under ``""`` of all."""
+    found: dict[str, list[float]] = {}
     for entry in recipe.stages:
         receipt = receipts.get(entry.folder)
-        if receipt and receipt.finished and receipt.work > 0 and receipt.seconds > 0:
-            seen.setdefault(entry.stage, []).append(receipt.work / receipt.seconds)
-    return {"": 0.5 * multiply_rate()} | {verb: median(rates) for verb, rates in seen.items()}
+        if receipt and receipt.finished and receipt.estimated > 0 and receipt.seconds > 0:
+            for kind in (_kind(entry), ""):
+                found.setdefault(kind, []).append(receipt.seconds / receipt.estimated)
+    return found
+
+
+def _kind(entry: StageEntry) -> str:
+    return f"{entry.stage} {getattr(entry.settings, 'method', '')}"
+
+
+def _factor(errors: Mapping[str, list[float]], entry: StageEntry) -> float:
+    """What an estimate is multiplied by: the median error of the same verb and method, else of all stages."""
+    return median(errors.get(_kind(entry)) or errors.get("") or [1.0])
 
 
 def _data(settings: Any, known: dict[str, str]) -> list[str]:

@@ -28,8 +28,8 @@ class Receipt:
         finished: the checkpoint was written.
         seconds: time spent on it so far, over all attempts.
         peak_rss_bytes: the most memory the process held while it worked.
-        work: floating-point operations it was estimated to take; over ``seconds`` it gives this machine's
-            speed; 0 where the time is not that of the whole work.
+        estimated: seconds it was estimated to take; with ``seconds`` it says by how much estimates of such
+            work are wrong here; 0 where the time is not that of the whole work.
         files: file name to size in bytes, the card excepted.
         measurements_key: identity of the evaluation, empty where there was none.
         measurements: what the evaluation found.
@@ -39,7 +39,7 @@ class Receipt:
     finished: bool = False
     seconds: float = 0.0
     peak_rss_bytes: int | None = None
-    work: float = 0.0
+    estimated: float = 0.0
     files: dict[str, int] = field(default_factory=dict)
     measurements_key: str = ""
     measurements: dict[str, Any] = field(default_factory=dict)
@@ -64,8 +64,9 @@ def read_receipt(run: Path, name: str) -> Receipt | None:
     """The receipt of a stage folder, or None where there is none that can be read: the work is done again."""
     try:
         content = read_json(run / RECEIPTS / f"{name}.json")
-        return Receipt(**{item.name: content[item.name] for item in fields(Receipt)})
-    except (CheckpointError, KeyError, TypeError):
+        known = {item.name: content[item.name] for item in fields(Receipt) if item.name in content}
+        return Receipt(**known)  # an earlier version's may lack a field
+    except (CheckpointError, TypeError):
         return None
 
 

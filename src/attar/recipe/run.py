@@ -28,7 +28,7 @@ from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
 from attar.recipe.lock import locked
 from attar.recipe.machine import versions
-from attar.recipe.plan import DONE, HALF, Plan, Step, fitted, make_plan
+from attar.recipe.plan import DONE, HALF, Plan, Step, error_factor, fitted, make_plan
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
 from attar.recipe.runfolder import (
     RECIPE,
@@ -42,6 +42,7 @@ from attar.recipe.runfolder import (
 from attar.recipe.schema import ORIGINAL, Recipe
 from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
+from attar.recipe.table import seconds_text
 
 if TYPE_CHECKING:
     from attar.measure.run_folder import Run as RunRecord
@@ -176,12 +177,14 @@ class _Run:
         receipt = read_receipt(self.plan.out, name)
         if receipt is None or receipt.key != step.key:
             # the time of a piece of work says nothing about the speed
-            receipt = Receipt(key=step.key, work=0.0 if step.state == HALF else step.estimate.work)
+            receipt = Receipt(key=step.key, estimated=0.0 if step.state == HALF else step.estimate.plain)
         if step.state == DONE:
             finished(step.folder, step.key)  # cleans what a kill just after its end left
             self.progress.log(f"{name}: done already")
         else:
-            self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}")
+            factor = error_factor(self.plan.recipe, self.plan.out, step.entry)  # of the stages done by now
+            about = seconds_text(step.estimate.plain * factor)
+            self.progress.log(f"{name}: {'goes on' if step.state == HALF else 'starts'}, about {about}")
             receipt = self.work(step, replace(receipt, finished=False, measurements_key="", measurements={}))
         if not receipt.finished:
             write_receipt(self.plan.out, name, replace(receipt, finished=True, files=sizes(step.folder)))

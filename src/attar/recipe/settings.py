@@ -21,7 +21,7 @@ from attar.recipe.origin import Origin
 T = TypeVar("T")
 
 _SELF_EVIDENT = ("scheme", "method", "format")  # their values speak for themselves
-_TELLING = (*_SELF_EVIDENT, "ratio", "steps")  # always told
+_TELLING = (*_SELF_EVIDENT, "ratio")  # always told; steps where training is all that a stage does
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,11 @@ def title(settings: Any) -> str:
     ``data`` and ``seed`` belong to the whole recipe and are left out, and so is a whole ``config``.
     """
     words = []
+    telling = _TELLING if hasattr(settings, "method") else (*_TELLING, "steps")
     for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
         if setting.name in ("data", "seed", "config") or (
-            value == setting.default and setting.name not in _TELLING
+            value == setting.default and setting.name not in telling
         ):
             continue
         name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "

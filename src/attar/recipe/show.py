@@ -15,7 +15,8 @@ from attar.recipe.settings import plain, title
 from attar.recipe.table import seconds_text, table
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
-_WIDTH = 48  # of the settings
+_WIDTH = 120  # of the table where no terminal says
+_LEAST = 12  # of a column that is shortened to fit
 
 
 def plan_text(plan: Plan) -> str:
@@ -26,9 +27,24 @@ def plan_text(plan: Plan) -> str:
         source = ", ".join(entry.parents[:1] if entry.teacher else entry.parents)
         source += f", taught by {entry.teacher}" if entry.teacher else ""
         needs = None if step.state == DONE else step.estimate
-        what = textwrap.shorten(f"{entry.stage} {title(entry.settings)}", _WIDTH, placeholder=" ...")
+        what = f"{entry.stage} {title(entry.settings)}"
         rows.append(_row(str(entry.number), entry.name, what, source, step.state, step.seconds, needs))
-    return table(_PLAN, rows, left=5) + "\n" + _summary(plan)
+    return table(_PLAN, _fitting(rows), left=5) + "\n" + _summary(plan)
+
+
+def _fitting(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The rows with settings and parents shortened until the table fits the terminal."""
+    room = shutil.get_terminal_size((_WIDTH, 24)).columns
+    for column in (_PLAN.index("what"), _PLAN.index("from")):
+        widths = [max(map(len, cells)) for cells in zip(_PLAN, *rows, strict=True)]
+        excess = sum(widths) + 2 * (len(widths) - 1) - room
+        width = max(widths[column] - max(excess, 0), _LEAST)
+        rows = [(*row[:column], _shorter(row[column], width), *row[column + 1 :]) for row in rows]
+    return rows
+
+
+def _shorter(text: str, width: int) -> str:
+    return text if len(text) <= width else textwrap.shorten(text, width, placeholder=" ...")
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

@@ -80,11 +80,11 @@ def bench(llm: LLM, settings: BenchSettings, *, progress: Progress = SILENT) -> 
     cases = [(batch, tokens) for tokens in settings.context for batch in settings.batch]
     seen: dict[tuple[int, int], list[Case]] = {case: [] for case in cases}
     draws = random.Random(settings.seed)
-    _measure(llm, 1, 8, 4, draws)  # what is made at first use is made
+    measure(llm, 1, 8, 4, draws)  # what is made at first use is made
     with progress.task("bench", total=settings.rounds * len(cases)) as task:
         for _ in range(settings.rounds):
             for case in cases:
-                seen[case].append(_measure(llm, *case, settings.tokens, draws))
+                seen[case].append(measure(llm, *case, settings.tokens, draws))
                 task.advance()
     rows = tuple(_median(rounds) for rounds in seen.values())
     runner = type(llm.engine.runner).__name__.lower()
@@ -97,8 +97,8 @@ def peak_rss() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Random) -> Case:
-    """One case once. Prompts are random, so that no prefix is shared."""
+def measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Random) -> Case:
+    """One case once, with tokens a text. Prompts are random, so that no prefix is shared."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()

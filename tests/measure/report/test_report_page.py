@@ -88,6 +88,26 @@ def test_report_says_what_was_measured(run: Run) -> None:
         assert words in text
 
 
+def test_speed_notes_say_what_was_timed() -> None:
+    """One round has no spread, and only transformers' speed is told as such."""
+    data = fake_run()
+    assert "Rounds of one measurement differ by up to 11 %." in words_of(data)
+    for entry in data["stages"]:
+        entry["measurements"]["decode_spread"] = None
+    text = words_of(data)
+    assert "Rounds of one measurement" not in text and "that of transformers" not in text
+    assert "runner compiled, activations int8, keys and values bfloat16" in text
+    for entry in data["stages"]:  # a run of before
+        entry["measurements"].update(decode_spread=0.0)
+        del entry["measurements"]["runner"]
+    text = words_of(data)
+    assert "Rounds of one measurement" not in text and "that of transformers" in text
+
+
+def words_of(data: dict[str, Any]) -> str:
+    return " ".join(checked(page(run_from_dict(data))).text)
+
+
 def test_hostile_text_stays_text() -> None:
     bad = "<script>alert(1)</script>"
     data: dict[str, Any] = fake_run()

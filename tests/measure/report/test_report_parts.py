@@ -105,8 +105,14 @@ def test_differences_rebuild_the_text() -> None:
     base, text = "def f(a):\n    return a", "def f(b):\n    return b + 1"
     pieces = list(differences(base, text))
     assert "".join(piece for piece, _ in pieces) == text
-    assert [piece for piece, new in pieces if new] == ["b", "b + 1"]
-    assert list(differences(text, text)) == [(text, False)]
+    assert [piece for piece, kind in pieces if kind == "new"] == ["b", "b + 1"]
+    assert list(differences(text, text)) == [(text, "same")]
+
+
+def test_what_is_missing_is_a_difference() -> None:
+    pieces = list(differences("a quick brown fox", "a fox"))
+    assert [piece for piece, kind in pieces if kind == "gone"] == ["quick brown "]
+    assert "".join(piece for piece, kind in pieces if kind != "gone") == "a fox"
 
 
 def test_same_start() -> None:

@@ -106,7 +106,7 @@ def _sections(run: Run, recipe: str | None) -> Markup:
         _section(
             "The same prompt, greedily",
             sample_cards(run),
-            "Marked: what differs from the original, word by word.",
+            "Marked: what differs from the original, word by word; struck out: what is missing.",
         ),
         _section("Lineage", lineage_tree(run)),
         _section("Where it ran", _facts(run)),

@@ -1,8 +1,8 @@
 """The picture of size against quality: where every stage stands, and from where it came.
 
-Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; the original
-itself has KL 0, which no logarithm shows, and stands on a line of its own below. Where no KL was measured,
-perplexity takes its place.
+Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; a KL of 0 (the
+original in exact arithmetic), which no logarithm shows, stands on a line of its own below. Where no KL was
+measured, perplexity takes its place.
 """
 
 from __future__ import annotations

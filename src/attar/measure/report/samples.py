@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 
 from attar.measure.numbers import percent
-from attar.measure.report.markup import Markup, el
+from attar.measure.report.markup import Child, Markup, el
 from attar.measure.report.svg import verb_class
 from attar.measure.run_folder import Run, Stage
 
@@ -23,12 +23,16 @@ def sample_cards(run: Run) -> Markup | None:
     )
 
 
-def differences(base: str, text: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of ``text`` in order, and whether each is new against ``base``; compared word by word."""
+def differences(base: str, text: str) -> Iterator[tuple[str, str]]:
+    """Pieces of ``text`` in order, compared with ``base`` word by word, and what each is: ``same``, ``new``
+    (added, or in the place of something else), or ``gone``: of ``base``, with nothing in its place.
+    """
     ours, theirs = _words(text), _words(base)
-    for kind, _, _, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
-        if end > start:
-            yield "".join(ours[start:end]), kind != "equal"
+    for kind, first, last, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
+        if kind == "delete":
+            yield "".join(theirs[first:last]), "gone"
+        else:
+            yield "".join(ours[start:end]), "same" if kind == "equal" else "new"
 
 
 def same_start(base: str, text: str) -> float:
@@ -49,12 +53,17 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\s+|\w+|[^\w\s]", text)
 
 
+def _marked(piece: str, kind: str) -> Child:
+    return piece if kind == "same" else el("del" if kind == "gone" else "mark", piece)
+
+
 def _card(stage: Stage, base: str | None) -> Markup:
     sample = stage.text("sample") or ""
     if base is None:
-        body, note = [sample], ""
+        note = ""
+        body: list[Child] = [sample]
     else:
-        body = [el("mark", piece) if new else piece for piece, new in differences(base, sample)]
+        body = [_marked(piece, kind) for piece, kind in differences(base, sample)]
         note = _note(same_start(base, sample))
     head = el(
         "figcaption", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), el("small", note)

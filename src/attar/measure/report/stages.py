@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from attar.measure.columns import MB, REPORT, TOP1, Column
+from attar.measure.columns import KEPT, MB, REPORT, TOP1, Column
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import verb_class
 from attar.measure.run_folder import Run, Stage
+from attar.measure.table import computed_by
 
 
 def stage_table(run: Run) -> Markup:
@@ -40,9 +41,13 @@ def _cell(run: Run, stage: Stage, column: Column) -> Markup:
 
 
 def _share(run: Run, stage: Stage, column: Column) -> float | None:
-    """The length of the bar under a number: bytes of the largest stage's, agreement of all tokens."""
+    """The length of the bar under a number: bytes of the largest stage's, quality and agreement of
+    all."""
     if column is TOP1:
         return stage.number("top1_agreement")
+    if column is KEPT:
+        kept = stage.number("quality_kept")
+        return None if kept is None else min(kept, 1.0)
     if column is MB:
         most = max((each.number("bytes") or 0.0 for each in run.stages), default=0.0)
         size = stage.number("bytes")
@@ -56,14 +61,21 @@ def _footnote(run: Run) -> Markup:
     if (tokens := measured.number("tokens")) is not None:
         which = "tokens" if run.not_held_out() else "held-out tokens that no stage saw"
         parts.append(f"Quality on {tokens:,.0f} {which}.")
-    dtype, device, threads = measured.text("dtype"), measured.text("device"), measured.number("threads")
-    if measured.number("decode_tokens_per_s") is not None and dtype and device:
-        where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device
-        parts.append(f"Speed is the median of several rounds in transformers, in {dtype} on {where}.")
-        if any(each.verb == "quantize" for each in run.stages):
-            parts.append(
-                f"Packed weights are decoded to {dtype} first: they show their size here, not their speed."
-            )
-        spread = max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0)
-        parts.append(f"Rounds of one measurement differ by up to {spread * 100:.0f} %.")
+    if told := computed_by(run):
+        parts.append(f"{told} The reference is computed by transformers.")
+    parts += _speed_notes(run, measured)
     return el("p", " ".join(parts), class_="foot") if parts else Markup()
+
+
+def _speed_notes(run: Run, measured: Stage) -> list[str]:
+    """What the tokens per second are."""
+    device, threads = measured.text("device"), measured.number("threads")
+    if measured.number("decode_tokens_per_s") is None or not device:
+        return []
+    where = f"{device}, {threads:.0f} threads" if threads and device == "cpu" else device
+    notes = [f"Speed is that of one sequence on {where}, the median of its rounds."]
+    if (measured.text("runner") or "transformers") == "transformers":
+        notes.append("It is that of transformers: packed weights show their size here, not their speed.")
+    if spread := max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0):
+        notes.append(f"Rounds of one measurement differ by up to {spread * 100:.0f} %.")
+    return notes

@@ -35,6 +35,11 @@ class Compiled:
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         exact: bf16 weights take activations in float32, else rounded to bfloat16 (faster).
 
+    Attributes:
+        kv_dtype: as given.
+        activations: what products round their inputs to: int8 (a scale for every group), bfloat16, float32,
+            or two of them where weights differ.
+
     Raises:
         UsageError: a setting is not one of these, or there is no compiler.
         ModelError: the shapes are not ones that the library runs.
@@ -55,6 +60,7 @@ class Compiled:
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
         self._program = Program(weights, blocks, block_size, threads=threads, exact=exact, kv_dtype=kv_dtype)
+        self.kv_dtype, self.activations = kv_dtype, _activations(weights, exact)
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         table = weights.layers[0].rotary
@@ -127,6 +133,14 @@ class Compiled:
     def _check(self, span: Span) -> None:
         assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
         assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
+
+
+def _activations(weights: ModelWeights, exact: bool) -> str:
+    """What the products of these weights round their inputs to; see :class:`Compiled`."""
+    parts = [part for each in weights.layers for part in (each.qkv, each.out, each.gate_up, each.down)]
+    dense = "float32" if exact else "bfloat16"
+    kinds = {dense if part.kind == "bf16" else "int8" for part in (*parts, weights.head)}
+    return " and ".join(sorted(kinds, reverse=True))
 
 
 def compiled(

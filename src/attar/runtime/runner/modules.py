@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attar.kernels.structures import library
 from attar.runtime.kv.compose import Asked, check_together, evicting, store_feature
@@ -20,7 +20,7 @@ from attar.runtime.kv.pool import Pool
 from attar.runtime.kv.store import Geometry
 from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import Pass
-from attar.runtime.runner.linear import PackedLinear
+from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import Found, probe
 from attar.runtime.runner.rotary import Rotary
 from attar.runtime.runner.streamed import StreamedPass
@@ -40,6 +40,9 @@ class Modules:
 
     Attributes:
         features: rows of ``kv/compose.py`` and what asked for them; who schedules checks its own with them.
+        kv_dtype: how keys and values are kept.
+        activations: what products round their inputs to: int8 where Linears keep their codes and are
+            compiled, else the model's dtype; both where some are.
 
     Raises:
         ModelError: the model's attention is not what the runtime does, by name.
@@ -59,6 +62,7 @@ class Modules:
         self.model, self.eviction = model, eviction
         found = probe(model)
         kept = str(model.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+        self.kv_dtype, self.activations = kept, _activations(model)
         self.features = _features(kept, eviction, found)
         check_together(self.features)
         geometry = Geometry(found.layers, blocks, block_size, found.kv_heads, found.head_dim)
@@ -154,6 +158,16 @@ class Modules:
             assert self._rotary is not None
             return StreamedPass(step, self.pool, self.eviction, self._rotary)
         return Pass(step, self.pool, self._watch)
+
+
+def _activations(model: Any) -> str:
+    """What the products of a model round their inputs to; see :class:`Modules`."""
+    dense = str(model.dtype).removeprefix("torch.")
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if library() is None or not linears:
+        return dense
+    others = any(isinstance(module, nn.Linear | DecodedLinear) for module in model.modules())
+    return f"int8 and {dense}" if others else "int8"
 
 
 def _watch(eviction: Eviction | None) -> HeavyWatch | TailWatch | None:

@@ -1,0 +1,161 @@
+"""Models of attar in lm-evaluation-harness (``pip install 'attar[tasks]'``), under the name ``attar``:
+
+    python -m attar.measure.harness --model attar --model_args pretrained=out/w4 --tasks arc_easy
+
+is ``lm_eval`` with that model known: releases up to 0.4.13 find no model outside of their own package. In
+Python, importing this module is enough: ``lm_eval.simple_evaluate(model="attar", ...)``.
+
+Arguments: pretrained (as MODEL of ``attar evaluate``), runner, dtype, device, kv_dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attar.errors import MissingExtraError
+from attar.measure.choices import Pair, log_likelihoods
+from attar.measure.generation import complete, end_tokens, engine, words
+from attar.measure.subject import load_subject
+from attar.runtime.sampling.params import SamplingParams
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ModuleNotFoundError as problem:
+    raise MissingExtraError("lm_eval", "tasks") from problem
+
+MAX_TOKENS = 256  # of an answer, where a task does not say
+CONTEXT = 2048  # of a model whose config names none
+
+
+@register_model("attar")  # type: ignore[untyped-decorator]
+class Harness(TemplateLM):  # type: ignore[misc]
+    """What the harness asks of a model: log-likelihoods of continuations and of texts, and answers.
+
+    Args:
+        pretrained: a folder, a ``.gguf`` file, a hub id or attar:tiny.
+        runner, dtype, device, kv_dtype: as in ``attar evaluate``.
+        batch_size, max_batch_size: of other models; batches are as large as memory allows.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        runner: str = "auto",
+        dtype: str = "auto",
+        device: str = "cpu",
+        kv_dtype: str = "auto",
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+    ) -> None:
+        super().__init__()
+        self.subject = load_subject(
+            pretrained, runner=runner, dtype=dtype, device=device or "cpu", kv_dtype=kv_dtype
+        )
+        self.tokenizer = self.subject.tokenizer
+        self.max_length = self.subject.context or CONTEXT
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has nothing before it."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return self.subject.name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, with the tokenizer's special ones unless the text begins with one, or told not to."""
+        begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        special = not begun if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The conversation as the model reads it."""
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        found = log_likelihoods(self.subject, [(context, after) for _, context, after in requests])
+        for (request, _context, _after), answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """ln p of each text, in windows of the context that do not overlap in what they score."""
+        windows: list[list[Pair]] = [self._windows(request.args[0]) for request in requests]
+        scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
+        found = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
+        return found
+
+    def _windows(self, text: str) -> list[Pair]:
+        windows = get_rolling_token_windows(
+            token_list=self.tok_encode(text),
+            prefix_token=self.prefix_token_id,
+            max_seq_len=self.max_length,
+            context_len=1,
+        )
+        return [make_disjoint_window(window) for window in windows]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """An answer to each context, up to the strings that end it; they are not part of it."""
+        found: list[str] = []
+        for request in requests:
+            context, options = request.args
+            text = self._answer(self.tok_encode(context), dict(options))
+            found.append(text)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return found
+
+    def _answer(self, prompt: list[int], options: dict[str, Any]) -> str:
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
+        most = min(int(options.get("max_gen_toks", MAX_TOKENS)), self.max_length - 1)
+        prompt = prompt[-(self.max_length - most) :]  # what is too long loses its beginning
+        if self.subject.loaded is None:
+            ids = complete(self.subject, prompt, most)
+            ends = end_tokens(self.subject)
+            text = words(self.subject, [token for token in ids if token not in ends])
+        else:
+            text = engine(self.subject).generate(prompt, _params(options, most, stops))[0].text
+        for stop in stops:
+            text = text.split(stop)[0]
+        return text
+
+
+def _params(options: dict[str, Any], most: int, stops: list[str]) -> SamplingParams:
+    """Sampling as a task asks for it: greedy, unless it says otherwise."""
+    sampled = bool(options.get("do_sample", float(options.get("temperature", 0.0)) > 0))
+    return SamplingParams(
+        temperature=float(options.get("temperature", 1.0)) if sampled else 0.0,
+        top_p=float(options.get("top_p", 1.0)) if sampled else 1.0,
+        max_tokens=most,
+        stop=tuple(stops),
+    )
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

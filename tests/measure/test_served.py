@@ -1,0 +1,110 @@
+"""What is served is what is measured: the runner's arithmetic is in the figures, and the record says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from attar.data.packing import PADDING
+from attar.errors import ModelError
+from attar.kernels.build import load as build
+from attar.measure.evaluate import evaluate, measure_quality
+from attar.measure.forward import next_token_logits, subject_logits
+from attar.measure.reference import make_reference
+from attar.measure.settings import EvaluateSettings
+from attar.measure.subject import Formats, formats, load_subject
+from tests import tiny_models
+from tests.quantization.packing import pack, save
+
+compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
+SETTINGS = EvaluateSettings(sample="", speed=False)
+
+
+def text(rows: int = 4, length: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(2, 320, (rows, length), generator=generator)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return Path(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def base(folder: Path) -> Path:
+    return tiny_models.save(tiny_models.build("llama3"), folder / "base")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Any:
+    """A packed checkpoint of 4 bits."""
+    return pack(save(folder / "llama"), folder / "four", scheme="W4A16", group_size=32)[1]
+
+
+@compiled_only
+def test_rounded_activations_are_in_the_figures(four: Any) -> None:
+    """The compiled runner rounds activations to int8: that loss is measured, and transformers has none."""
+    made = make_reference(load_subject(four), SETTINGS, batches=text())
+    exact = measure_quality(load_subject(four, runner="transformers"), SETTINGS, made)
+    subject = load_subject(four, runner=EvaluateSettings().runner)
+    served = measure_quality(subject, SETTINGS, made)
+    assert exact.kl_mean == 0.0
+    assert served.kl_mean is not None and 1e-7 < served.kl_mean < 0.05
+    assert "int8" in formats(subject).activations and formats(subject).runner == "compiled"
+
+
+@compiled_only
+def test_the_format_of_keys_and_values_is_in_the_figures(four: Any) -> None:
+    made = make_reference(load_subject(four), SETTINGS, batches=text())
+    usual, eight = (load_subject(four, runner="compiled", kv_dtype=kv) for kv in ("auto", "int8"))
+    assert [formats(each).kv_dtype for each in (usual, eight)] == ["bfloat16", "int8"]
+    assert measure_quality(usual, SETTINGS, made).kl_mean != measure_quality(eight, SETTINGS, made).kl_mean
+
+
+def test_modules_in_float32_are_exact(base: Path) -> None:
+    """Padding on either side, and a row of nothing but padding, count as in transformers."""
+    tokens = text()[0]
+    tokens[0, 10:], tokens[1, :6], tokens[2] = PADDING, PADDING, PADDING
+    subject, plain = load_subject(base, runner="modules", dtype="float32"), load_subject(base)
+    assert formats(subject) == Formats("modules", "float32", "float32")
+    ours = list(subject_logits(subject, tokens, 320))
+    theirs = list(next_token_logits(plain.model, tokens, 320))
+    assert [len(labels) for _, labels in ours] == [9, 9, 0, 15]
+    for (logits, labels), (wanted, wanted_labels) in zip(ours, theirs, strict=True):
+        assert torch.equal(labels, wanted_labels)
+        assert torch.allclose(logits, wanted, atol=1e-4)
+
+
+def test_the_record_names_what_computed(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("def add(a, b):\n    return a + b\n" * 200)
+    settings = EvaluateSettings(
+        data=str(file), tokens=64, sequence_length=32, sample="def", sample_tokens=3, prompt_tokens=8,
+        decode_tokens=2, reference_speed=True, runner="modules", kv_dtype="fp8",
+    )  # fmt: skip
+    found = evaluate(base, settings, reference=base)
+    assert (found.runner, found.activations, found.kv_dtype) == ("modules", "float32", "fp8")
+    assert found.runner_note is None
+    assert found.kl_mean is not None and found.kl_mean > 0, "keys and values in fp8"
+    assert found.transformers_decode_tokens_per_s and found.transformers_prefill_tokens_per_s
+    plain = evaluate(base, replace(settings, speed=False, reference_speed=False))
+    assert plain.transformers_decode_tokens_per_s is plain.decode_tokens_per_s is None
+
+
+def test_what_the_runtime_does_not_run_runs_in_transformers(tmp_path: Path) -> None:
+    """A model without keys and values; asked for by name, a runner is not replaced."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 320}
+    model = MambaForCausalLM(MambaConfig(**shape)).eval()
+    folder = tiny_models.save(model, tmp_path / "mamba")
+    subject = load_subject(folder, runner="auto")
+    assert formats(subject).runner == "transformers"
+    assert subject.why
+    assert measure_quality(subject, SETTINGS, batches=text()).loss > 0
+    with pytest.raises(ModelError):
+        load_subject(folder, runner="modules")
