@@ -28,7 +28,7 @@ def measure_quality(
     folder: Path,
     settings: MergeSettings,
     progress: Progress,
-    texts: Sequence[dict[str, Any]] = (),
+    records: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
@@ -37,7 +37,7 @@ def measure_quality(
     not. One model is in memory at a time.
 
     Args:
-        texts: records of what the parents and the search have read (attar.data.seen).
+        records: of what the parents and the search have read (attar.data.seen).
 
     Raises:
         DataError: the text is missing or too short.
@@ -54,7 +54,7 @@ def measure_quality(
                 progress.log(f"quality is not measured: {error.message}")
                 return {}
             task.advance(loss=rows[-1]["loss"])
-    note = _held_out_note(models["merge"], settings, tokens, texts)
+    note = _held_out_note(models["merge"], settings, tokens, records)
     if note:
         progress.log(f"warning: quality is not of held-out text: {note}")
     about = {"held_out": not note} | ({"held_out_note": note} if note else {})
@@ -69,7 +69,7 @@ def measure_quality(
     return {"quality": rows, **about, "warning": warning}
 
 
-def _held_out_note(view: Any, settings: MergeSettings, tokens: int, texts: Sequence[dict[str, Any]]) -> str:
+def _held_out_note(view: Any, settings: MergeSettings, tokens: int, records: Sequence[dict[str, Any]]) -> str:
     tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
     text = evaluation_rows(
         tokenizer,
@@ -79,7 +79,7 @@ def _held_out_note(view: Any, settings: MergeSettings, tokens: int, texts: Seque
         seed=settings.seed,
         bos=settings.bos,
     )
-    return held_out_note(tokenizer, [text.rows], text.shared, texts)
+    return held_out_note(tokenizer, [text.rows], text.shared, records)
 
 
 def _quality(view: Any, settings: MergeSettings, tokens: int) -> dict[str, float]:
