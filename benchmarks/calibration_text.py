@@ -1,11 +1,11 @@
 """What the calibration text is worth: one model, one method, the texts that attar brings, KL on other texts.
 
-    python benchmarks/calibration_text.py MODEL [--text whole:wikitext2-test.txt ...] [--samples 32] [--length 256]
-        [--scheme W4A16] [--group-size 64] [--tokens 4096] [--sources python-stdlib python-docs ...]
+    python benchmarks/calibration_text.py MODEL [--text whole:wikitext2-test.txt ...] [--samples 32]
+        [--length 256] [--scheme W4A16] [--group-size 64] [--tokens 4096] [--sources python-docs ...]
 
-A row a source: the model is quantized with GPTQ, calibrated on that source; ``nearest`` reads no text. A column
-an evaluated text: mean KL to the original, nats a token, on the same tokens for all rows. A text that a
-calibration has read is marked (attar evaluate's own note). MODEL must be dense (attar export --format dense).
+A row a source: the model is quantized with GPTQ, calibrated on that source; ``nearest`` reads no text. A
+column an evaluated text: mean KL to the original in nats a token, and top-1 agreement, on the same tokens for
+all rows. A text that a calibration has read is marked. MODEL must be dense (attar export --format dense).
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ def main() -> None:
     options = _options()
     references = [make_reference(options.model, _evaluation(options, text)) for text in options.text]
     print(f"{options.model}: auto is {' because '.join(fitting(references[0].subject.checkpoint))}")
-    print(
-        f"{'calibrated on':20s} {'s':>6s}" + "".join(f" {Path(text).name[:24]:>26s}" for text in options.text)
-    )
+    titles = "".join(f" {Path(text).name[:24]:>26s}" for text in options.text)
+    print(f"{'calibrated on':20s} {'s':>6s}{titles}")
     for source in (NEAREST, *options.sources):
         with tempfile.TemporaryDirectory() as work:
             start = time.monotonic()

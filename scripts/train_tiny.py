@@ -55,6 +55,7 @@ LONG = TrainSettings(
     weight_decay=0.1,
     evaluate_every=400,
     checkpoint_every=100,
+    data="python-stdlib",
     seed=SEED,
 )
 WIDE = replace(
