@@ -153,8 +153,8 @@ class Grammars:
         self._lock, self._making = Lock(), Lock()
 
     def prepare(self) -> None:
-        """Read the vocabulary, for which the first grammar would wait, and with it every thread of the process:
-        llguidance lets no other run meanwhile. Nothing where it is not installed, or knows no such tokenizer.
+        """Read the vocabulary, for which the first grammar would wait, and with it every thread: llguidance
+        lets no other run meanwhile. Nothing where it is not installed, or knows no such tokenizer.
         """
         with suppress(ImportError, ValueError):
             self._vocabulary_trie()
