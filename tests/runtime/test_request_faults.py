@@ -46,6 +46,9 @@ class Even:
 class EvenGrammars:
     """Of every regex the same grammar."""
 
+    def prepare(self) -> None:
+        pass
+
     def matcher(self, params: SamplingParams) -> Even | None:
         return None if params.guide is None else Even()
 

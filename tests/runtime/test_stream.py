@@ -17,7 +17,7 @@ from attar.runtime.stream import Streams
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.faults import Fault, FaultError, Faults
 from tests.runtime.test_engine import alone, engine
-from tests.runtime.test_request_faults import Even
+from tests.runtime.test_request_faults import Even, EvenGrammars
 
 PARAMS = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
 
@@ -139,7 +139,7 @@ def test_grammars_are_compiled_beside_the_engine_s_thread() -> None:
     """A slow one holds up nobody, not even where it is asked for again."""
     threads: list[str] = []
 
-    class Slow:
+    class Slow(EvenGrammars):
         def matcher(self, params: SamplingParams) -> Even | None:
             if params.guide is None:
                 return None

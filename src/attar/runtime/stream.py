@@ -141,6 +141,8 @@ class Streams:
 
     def _work(self) -> None:
         try:
+            if self.engine.grammars is not None:
+                self.engine.grammars.prepare()
             while self._open:
                 pause = self.engine.rest()
                 self._obey(wait=self.engine.idle, seconds=pause)

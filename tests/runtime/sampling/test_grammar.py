@@ -14,6 +14,7 @@ pytest.importorskip("llguidance")
 
 from attar.errors import GrammarError, MissingExtraError, SettingsError
 from attar.models.load import load_tokenizer
+from attar.runtime.sampling import grammar
 from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams
 from attar.runtime.sampling.warp import Row, warp
@@ -204,6 +205,21 @@ def test_a_grammar_is_compiled_once_and_old_ones_go(monkeypatch: pytest.MonkeyPa
     for number in [*range(KEPT + 1), KEPT, 0]:
         start(made, regex=f"a{number}")
     assert len(compiled) == KEPT + 2 and compiled[-1] == "a0" and len(made._compiled) == KEPT
+
+
+def test_the_vocabulary_is_read_once_and_before_the_first_grammar_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, read = Grammars(TOKENIZER, V), grammar._make_trie
+    reads: list[int] = []
+    monkeypatch.setattr(grammar, "_make_trie", lambda *given: reads.append(1) or read(*given))
+    made.prepare()
+    for pattern in ("a", "b"):
+        start(made, regex=pattern)
+    assert reads == [1]
+    Grammars(object(), V).prepare()  # a tokenizer that no grammar can be had for
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    Grammars(TOKENIZER, V).prepare()
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,14 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._trie: tuple[LLTokenizer, int] | None = None
         self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._lock = Lock()
+        self._lock, self._making = Lock(), Lock()
+
+    def prepare(self) -> None:
+        """Read the vocabulary, for which the first grammar would wait, and with it every thread: llguidance
+        lets no other run meanwhile. Nothing where it is not installed, or knows no such tokenizer.
+        """
+        with suppress(ImportError, ValueError):
+            self._vocabulary_trie()
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """At the beginning of a text; None where the parameters have no grammar.
@@ -177,12 +185,10 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
             raise MissingExtraError("llguidance", "grammar") from None
-        if self._trie is None:
-            try:
-                self._trie = _make_trie(self._tokenizer, self._vocabulary)
-            except ValueError as error:
-                raise _refused(name, text, f"of the model's tokenizer: {_reason(str(error))}") from error
-        words, end = self._trie
+        try:
+            words, end = self._vocabulary_trie()
+        except ValueError as error:
+            raise _refused(name, text, f"of the model's tokenizer: {_reason(str(error))}") from error
         made = LLMatcher(words, _written(name, text), log_level=0, limits=LLParserLimits(**LIMITS))
         if made.is_error():
             raise _refused(name, text, _reason(made.get_error()))
@@ -191,6 +197,12 @@ class Grammars:
         if matcher.complete:
             raise _refused(name, text, "it allows the empty text alone")
         return matcher
+
+    def _vocabulary_trie(self) -> tuple[LLTokenizer, int]:
+        with self._making:
+            if self._trie is None:
+                self._trie = _make_trie(self._tokenizer, self._vocabulary)
+            return self._trie
 
 
 def _make_trie(tokenizer: Any, vocabulary: int) -> tuple[LLTokenizer, int]:
