@@ -89,7 +89,7 @@ async def watched(server: Server, asks: list[Any]) -> tuple[list[Seen], float]:
 async def look(server: Server) -> None:
     while True:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         text = (await reader.read()).decode()
         writer.close()
         names = ("kv_cache_usage_perc", "num_requests_waiting")

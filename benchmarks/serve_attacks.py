@@ -188,6 +188,8 @@ def main() -> None:
         print(
             f"{arguments.model}, {arguments.seconds:g} s each\n{'':28} /health most   99 %     gap  answers"
         )
+        with watched(url):  # the first answers take longer
+            time.sleep(2)
         for name in arguments.only:
             row(name, url, arguments.seconds)
 

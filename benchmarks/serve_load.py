@@ -99,7 +99,8 @@ async def _client(port: int, ask: Ask) -> Seen:
     }
     content = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        "Content-Type: application/json\r\n"
     )
     seen, began = Seen(), time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from copy import deepcopy
 
 import torch
 
@@ -29,7 +28,7 @@ def main() -> None:
         job["model"], kv_tokens=job["kv_tokens"], limits=limits, weights=job["weights"], runner=job["runner"]
     )
     settings = ServerSettings(port=job["port"], name="model", max_queue=100_000)
-    app = create_app(EngineBackend(llm.streams()), settings, words=TokenizerWords(deepcopy(llm.tokenizer)))
+    app = create_app(EngineBackend(llm.streams()), settings, words=TokenizerWords(llm.tokenizer))
     print(type(llm.engine.runner).__name__, file=sys.stderr)
     run(app, settings, lambda line: None)
 

@@ -263,3 +263,24 @@ def test_a_text_is_scored_without_a_token_more(server):
     longer = httpx.post(server + COMPLETIONS, json=asked | {"max_tokens": 3}, timeout=30).json()["choices"][0]
     assert longer["logprobs"]["token_logprobs"][:count] == choice["logprobs"]["token_logprobs"]
     refused(httpx.post(server + COMPLETIONS, json=asked | {"echo": False}), 400, param="max_tokens")
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 7e-46, 1e-30])
+def test_no_temperature_ends_the_engine(server, temperature):
+    asked = body(max_tokens=4) | {"temperature": temperature}
+    assert httpx.post(server + COMPLETIONS, json=asked, timeout=30).status_code == 200
+    assert httpx.get(f"{server}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+        {"grammar": "start: start"},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(server, grammar, stream):
+    pytest.importorskip("llguidance")
+    asked = body(max_tokens=8, stream=stream, **grammar)
+    refused(httpx.post(server + COMPLETIONS, json=asked, timeout=60), 400, param=next(iter(grammar)))

@@ -108,3 +108,13 @@ def test_metrics():
     assert float(lines["attar:spec_decode_num_accepted_tokens_total" + label]) == 12
     at = 'attar:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"}'
     assert float(lines[at]) == 4
+
+
+def test_what_runs_the_model_is_told():
+    facts = {"model": "m", "runner": "modules", "why": 'no "compiler"', "threads": 2, "context": None}
+    app = create_app(FakeBackend(), words=FakeWords(), model="tiny", facts=facts)
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/v1/models/tiny").json()["runtime"] == facts
+    line = next(line for line in client.get("/metrics").text.splitlines() if line.startswith("attar:info{"))
+    assert 'model_name="tiny"' in line and 'runner="modules"' in line and 'why="no \\"compiler\\""' in line
+    assert line.endswith(" 1.0")

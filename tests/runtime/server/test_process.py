@@ -76,6 +76,15 @@ async def load(url, clients, then, **more):
         return await asyncio.gather(*tasks), said
 
 
+def test_the_first_lines_say_what_runs(tmp_path):
+    with process(tmp_path) as (url, _):
+        lines = said(tmp_path).splitlines()
+        before = lines[: lines.index(url)]
+        for name in ("model", "runner", "threads", "kv cache", "context", "speculation"):
+            assert sum(line.startswith(name) for line in before) == 1, lines
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["runtime"]["runner"] in ("compiled", "modules")
+
+
 def test_sigterm_under_load(tmp_path):
     with process(tmp_path, "--drain-s", "50") as (url, child):
 

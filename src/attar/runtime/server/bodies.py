@@ -80,7 +80,7 @@ def parse(raw: bytes, model: type[Model], most_ids: int = MOST_IDS) -> Model:
         RefusedError: 400, and which field is wrong.
     """
     bare = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # without its texts
-    _count(bare.count(b"[") + bare.count(b"{"))
+    _count(max(bare.count(b"[") + bare.count(b"{"), bare.count(b":")))
     data = _json(raw)
     _check_values(data)
     _check_ids(data, most_ids)

@@ -30,7 +30,7 @@ from attar.runtime.server.journal import LOGGER
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
 
-_BACKLOG = 128
+_BACKLOG = 128  # connections that wait to be accepted: in a flood everybody waits for those before
 _LAST_S = 1  # for those that were given up to be told
 _DEAD_S = 3.0  # in which a server whose engine is dead says so
 
