@@ -101,7 +101,13 @@ def quantize(
         if rounded.curve:
             details["curve"] = rounded.curve
         gates = judge(
-            checkpoint, open_checkpoint(output.folder), chosen, rounded.reports(), settings, output.work
+            checkpoint,
+            open_checkpoint(output.folder),
+            chosen,
+            rounded.reports(),
+            settings,
+            output.work,
+            progress,
         )
         details["gates"] = gates
         for warning in gates["warnings"]:
