@@ -35,7 +35,11 @@ FAMILIES = [*(family for family in tiny_models.DECODERS if family != "llama2"), 
 
 class Heard(Silent):
     def __init__(self):
-        self.lines = []
+        self.lines, self.tasks = [], []
+
+    def task(self, what, total, done=0):
+        self.tasks.append((what, total))
+        return super().task(what, total, done)
 
     def log(self, line):
         self.lines.append(line)
@@ -129,3 +133,11 @@ def test_the_group_size_that_fits_is_chosen_and_recorded(tmp_path):
     assert alone.card.details["group_sizes"] == {"W4A16": 32}
     with pytest.raises(SettingsError, match=r"group_size is 128.*32 or 16 fits"):
         quantize(folder, tmp_path / "wrong", QuantizeSettings(group_size=128, **QUICK))
+
+
+def test_the_check_says_how_far_it_is(tmp_path):
+    """Between packing and the end there was silence: minutes of it on a real model."""
+    progress = Heard()
+    settings = QuantizeSettings(**{**QUICK, "check_tokens": 64})
+    quantize(dense("llama3", tmp_path / "dense"), tmp_path / "out", settings, progress=progress)
+    assert progress.tasks[-3:] == [("pack", 30), ("compare", 4), ("sample", 2)]

@@ -97,11 +97,13 @@ def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
     silent = _silent_codes(grid)
     for codes, part in zip(quantized.codes.split(rows), weight.split(rows), strict=True):
         inside = part != 0
-        kept += int(inside.sum())
-        seen = codes if bool(inside.all()) else codes[inside]
-        counts += _histogram(seen)
-        if inside.any():
-            bottom, top = torch.aminmax(part[inside])
+        number = int(inside.sum())
+        kept += number
+        if number < part.numel():  # copies: only where there are zeros
+            codes, part = codes[inside], part[inside]
+        counts += _histogram(codes)
+        if number:
+            bottom, top = torch.aminmax(part)
             low, high = min(low, float(bottom)), max(high, float(top))
     if silent is None:
         decoded = quantized.dequantize()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 
 import torch
 from torch import Tensor
@@ -50,8 +49,8 @@ class Hessian:
 
     def ordered(self, order: Tensor) -> Hessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
-        other = copy(self)
-        other.sum = self.sum[order][:, order]
+        other = Hessian(0)
+        other.sum, other.tokens, other.weight = self.sum[order][:, order], self.tokens, self.weight
         return other
 
     @property
@@ -87,8 +86,9 @@ class CrossHessian(Hessian):
 
     def ordered(self, order: Tensor) -> CrossHessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
-        other = copy(self)
+        other = CrossHessian(0)
         other.sum, other.change = (value[order][:, order] for value in (self.sum, self.change))
+        other.tokens, other.weight = self.tokens, self.weight
         return other
 
     @property

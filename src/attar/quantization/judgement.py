@@ -17,6 +17,7 @@ from attar.data.seen import held_out_note
 from attar.formats.decoded import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
+from attar.progress import SILENT, Progress
 from attar.quantization.gates import check_layers, judge_output, raise_on_error, suspect
 from attar.quantization.scheme import Plan
 from attar.quantization.settings import QuantizeSettings
@@ -39,6 +40,7 @@ def judge(
     settings: QuantizeSettings,
     work: Path,
     texts: Sequence[dict[str, Any]] = (),
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Check the layers, then the whole model on held-out text.
 
@@ -63,8 +65,8 @@ def judge(
     note = held_out_note(tokenizer, batches, text.shared, texts)
     found["held_out"] = not note
     found["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
-    compared = _compare(original, written, batches, settings, work)
-    spoken = _samples(original, written, batches[0][:1, :PROMPT], settings)
+    compared = _compare(original, written, batches, settings, work, progress)
+    spoken = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
     if compared.kl is not None and compared.blind is not None:
         output = judge_output(
             compared.kl,
@@ -120,6 +122,7 @@ def _compare(
     batches: Sequence[Tensor],
     settings: QuantizeSettings,
     work: Path,
+    progress: Progress,
 ) -> Compared:
     return compare(
         original,
@@ -128,26 +131,31 @@ def _compare(
         work=work / "compare",
         device=pick_device(settings.device),
         prepare=partial(round_activations, written),
+        progress=progress,
     )
 
 
 def _samples(
-    original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings
+    original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings, progress: Progress
 ) -> dict[str, Any]:
     """Greedy continuations of a held-out text by both, where the model is small enough to be loaded whole."""
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
     device = pick_device(settings.device)
-    ours = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
-    theirs = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
-    return {"sample": ours, "original": theirs, "text": load_tokenizer(original).decode(ours)}
+    said = []
+    with progress.task("sample", total=2) as task:
+        for checkpoint in (written, original):
+            said.append(_continue(load_model(checkpoint, dtype=torch.float32, device=device), prompt))
+            task.advance()
+    return {"sample": said[0], "original": said[1], "text": load_tokenizer(original).decode(said[0])}
 
 
 def _continue(model: Any, batch: Tensor) -> list[int]:
-    """Greedy tokens after a prompt (1, S)."""
-    tokens = batch.to(next(model.parameters()).device)
+    """Greedy tokens after a prompt (1, S); each pass sees what is new, the rest stands in the cache."""
+    tokens, cache, said = batch.to(next(model.parameters()).device), None, []
     with torch.no_grad():
         for _ in range(SPOKEN):
-            following = model(input_ids=tokens).logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, following], 1)
-    return [int(token) for token in tokens[0, batch.shape[1] :]]
+            output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+            said.append(int(tokens))
+    return said

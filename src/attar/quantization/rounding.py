@@ -28,6 +28,7 @@ from attar.quantization.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.curvature import Curvature
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, Quantized, choose_scales
+from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
 from attar.quantization.observe import StaticScales, observe
 from attar.quantization.preparation import calibration
@@ -264,7 +265,7 @@ class _Nearest:
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
         site = self.chosen.sites[stored]
         weight = dense_weight(load(), site)
-        if not torch.isfinite(weight).all():
+        if not all_finite(weight):
             raise NumericsError(f"{stored} holds NaN or infinity", hint="the checkpoint is damaged")
         siblings = self.together.get(site.module, ())
         grid = fused(site.grid, (self.checkpoint.load(self.stored[name]) for name in siblings))

@@ -114,7 +114,8 @@ def quantize(
         if rounded.curve:
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
-        gates = judge(checkpoint, written, chosen, rounded.reports(), settings, output.work, texts)
+        reports = rounded.reports()
+        gates = judge(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
         for warning in gates["warnings"]:
             progress.log(f"warning: {warning}")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.progress import SILENT, Progress
 from attar.walks.activations import Activations
 from attar.walks.objectives import Total
 from attar.walks.passes import arithmetic
@@ -70,6 +71,7 @@ def compare(
     device: str | torch.device = "cpu",
     spill_bytes: int = 2**30,
     prepare: Any = None,
+    progress: Progress = SILENT,
 ) -> Compared:
     """Run both checkpoints over some tokens.
 
@@ -87,13 +89,15 @@ def compare(
         prepare(sides[1].model)
     stores = [Activations(work / f"compare-{number}", spill_bytes) for number in range(2)]
     drift = []
-    with torch.no_grad():
+    with torch.no_grad(), progress.task("compare", total=len(sides[0].blocks) + 1) as task:
         calls = [side.trace(batches, store) for side, store in zip(sides, stores, strict=True)]
         for index in range(len(sides[0].blocks)):
             for side, store, how in zip(sides, stores, calls, strict=True):
                 _advance(side, store, how, index)
             drift.append(_drift(*stores))
+            task.advance(drift=drift[-1])
         result = _end(sides, stores, batches)
+        task.advance()
     for store in stores:
         store.clear()
     return Compared(*result, tuple(drift))
