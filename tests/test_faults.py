@@ -122,8 +122,6 @@ def test_killed_in_every_stage(undisturbed, tmp_path, seed):
 TEXT = ["--samples", "8", "--sequence-length", "32", "--data", str(Path(json.__file__).parent)]
 INTERRUPTED = {
     "prune": ["--ratio", "0.5", *TEXT],
-    "quantize": ["--method", "gptq", "--group-size", "32", "--check-tokens", "64", *TEXT],
-    "distill": ["--layers", "2", "--steps", "4", "--sequence-length", "32", "--data", TEXT[-1]],
     "export": ["--format", "gguf", "--type", "Q4_0"],
     "merge": [],
 }
