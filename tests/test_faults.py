@@ -5,6 +5,7 @@ stage. Two seeds give each stage two points.
 """
 
 import hashlib
+import json
 import os
 import random
 import re
@@ -116,3 +117,51 @@ def test_killed_in_every_stage(undisturbed, tmp_path, seed):
     assert hits >= len(seconds) - 1, "the kills must have met living runs"
     assert weights(tmp_path / "run") == wanted
     assert not list((tmp_path / "run").glob(".*.work")) and not list((tmp_path / "run").glob(".*.partial"))
+
+
+TEXT = ["--samples", "8", "--sequence-length", "32", "--data", str(Path(json.__file__).parent)]
+INTERRUPTED = {
+    "prune": ["--ratio", "0.5", *TEXT],
+    "export": ["--format", "gguf", "--type", "Q4_0"],
+    "merge": [],
+}
+
+
+def begun(arguments, out):
+    """Start attar with a SIGINT that can be felt, whatever started pytest; return once the work has begun."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attar.cli.main", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while process.poll() is None and not out.with_name(f".{out.name}.partial").exists():
+        time.sleep(0.005)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", INTERRUPTED)
+def test_ctrl_c_is_one_line_and_the_same_command_goes_on(verb, tmp_path):
+    """Interrupted twice, then left alone: the bytes of an undisturbed run."""
+    model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")
+    source, (out, whole) = model, (tmp_path / "out", tmp_path / "whole")
+    if verb == "merge":
+        source = tmp_path / "merge.yml"
+        models = [{"model": str(model), "parameters": {"weight": weight}} for weight in (0.5,)]
+        source.write_text(json.dumps({"merge_method": "linear", "models": models}))
+    command = [verb, str(source), *INTERRUPTED[verb], "-q", "-o"]
+    for _ in range(2):
+        process = begun([*command, str(out)], out)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate()[1].splitlines()
+        assert process.returncode == 130, said
+        assert said[-1].startswith(f"stopped; to go on: attar {verb} ") and "Traceback" not in "".join(said)
+        assert not out.exists()
+    for folder in (out, whole):
+        process = begun([*command, str(folder)], folder)
+        said = process.communicate()[1]
+        assert process.returncode == 0, said
+    files = sorted(path.name for path in whole.iterdir() if path.suffix in (".safetensors", ".gguf"))
+    assert files and all((out / name).read_bytes() == (whole / name).read_bytes() for name in files)

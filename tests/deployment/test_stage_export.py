@@ -1,5 +1,7 @@
 """The verb export: dense files equal what the codes say, packed ones are checked."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,3 +130,14 @@ def test_dense_export_of_quantized_blocks_is_bfloat16_unless_asked(tmp_path):
     assert all(torch.equal(made.load(name), exact.load(name).bfloat16()) for name in made.tensors)
     assert "--dtype float32" in made.card.details["notes"][0]
     assert "notes" not in exact.card.details
+
+
+def test_a_checkpoint_with_names_of_its_own_is_exported_as_it_is(tmp_path):
+    """Older releases of a family name their tensors otherwise; transformers renames them as it loads."""
+    folder = tiny_models.save(tiny_models.build("llama3"), tmp_path / "dense")
+    damage(folder, lambda tensors: [tensors.update({f"old.{n}": tensors.pop(n)}) for n in list(tensors)])
+    made = export(folder, tmp_path / "out", ExportSettings(format="dense"))
+    assert all(name.startswith("old.") for name in made.tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "made_up"}))
+    assert export(folder, tmp_path / "unknown", ExportSettings(format="dense")).tensors
