@@ -80,7 +80,8 @@ def quantization_config(
             group alone can be loaded so, and activations are not rounded.
     """
     forms = [TRANSPOSED if transposed and group.form != NAIVE else group.form for group in groups]
-    whole = forms[0] if transposed or len(dict.fromkeys(forms)) == 1 else "mixed-precision"
+    whole = forms[0] if len(dict.fromkeys(forms)) == 1 else "mixed-precision"
+    whole = TRANSPOSED if TRANSPOSED in forms else whole
     said = {
         f"group_{number}": {
             "targets": list(group.targets),
