@@ -11,10 +11,20 @@ from typing import Any
 import pytest
 
 import attar
+from attar.checkpoint import paths
 from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def models_that_are_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``m``, ``t`` and ``small`` stand for models of verbs that are replaced here."""
+    find = paths.find
+    names = ("m", "t", "small")
+    monkeypatch.setattr(paths, "find", lambda model: Path(model) if model in names else find(model))
+
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 

@@ -10,12 +10,22 @@ from xml.etree import ElementTree
 
 import pytest
 
+from attar.checkpoint import paths
 from attar.cli.main import call
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
 from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.profile.settings import ProfileSettings
+
+
+@pytest.fixture(autouse=True)
+def models_that_are_only_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``m``, ``t`` and ``small`` stand for models of verbs that are replaced here."""
+    find = paths.find
+    names = ("m", "t", "small")
+    monkeypatch.setattr(paths, "find", lambda model: Path(model) if model in names else find(model))
+
 
 SMALL = ["--tokens", "10", "--rounds", "1", "--kv-tokens", "4096", "-q"]
 BENCH = ["bench", "attar:tiny", *SMALL]
