@@ -21,6 +21,14 @@ def test_settings_page_is_current():
     )
 
 
+def test_settings_page_has_every_verb_and_whole_sentences():
+    sections = re.findall(r"^## (.*)\n\n(.*)\n\n", document_settings.page(), flags=re.M)
+    for verb in VERBS:
+        assert any(re.search(rf"\b{verb}\b", title) for title, _ in sections), verb
+    for title, sentence in sections:
+        assert sentence.endswith("."), f"{title}: {sentence}"
+
+
 def test_links_between_documents_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

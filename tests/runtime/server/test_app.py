@@ -277,7 +277,9 @@ def test_unknown_model_and_path():
     client, _ = serve()
     error(complete(client, model="gpt-9"), 404, "model_not_found", "model")
     error(client.get("/v1/models/x/y"), 404, "model_not_found")
-    error(client.get("/v1/nothing"), 404)
+    assert "GET /v1/nothing" in error(client.get("/v1/nothing"), 404)["message"]
+    assert "DELETE /v1/models" in error(client.delete("/v1/models"), 405)["message"]
+    assert len(error(client.get("/" + 5000 * "x"), 404)["message"]) <= 200
     error(client.get("/v1/completions"), 405)
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 100
     assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["tiny"]

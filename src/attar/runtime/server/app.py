@@ -94,7 +94,8 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
         return told(refusal(error, service.gate.retry_s()))
 
     async def http(request: Request, error: Any) -> JSONResponse:
-        made = told(RefusedError(error.status_code, str(error.detail)))
+        asked = f"{request.method} {request.url.path[:100]}"
+        made = told(RefusedError(error.status_code, f"{error.detail}: {asked}"))
         made.headers.update(error.headers or {})
         return made
 
