@@ -156,7 +156,10 @@ def _container(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    """The number type that the config names, or that most stored bytes of numbers have."""
+    """The number type that the config names, or that most stored bytes of numbers have. A GGUF file with
+    quantized blocks names none: bfloat16, in which it is decoded and its keys and values are kept."""
+    if any(info.block for info in checkpoint.tensors.values()):
+        return "bfloat16"
     for key in ("dtype", "torch_dtype"):
         named = checkpoint.config.get(key)
         if isinstance(named, str):
