@@ -61,7 +61,7 @@ def test_evaluate_and_generate(file: Path, folder: Path, capsys: pytest.CaptureF
     options = ["--tokens", "256", "--sequence-length", "64", "--no-speed", "--sample-tokens", "4"]
     found, known = (answer(capsys, "evaluate", model, *options) for model in (file, folder))
     assert found["perplexity"] == known["perplexity"] and found["sample"] == known["sample"]
-    against = answer(capsys, "evaluate", file, "--reference", folder, *options)
+    against = answer(capsys, "evaluate", file, "--reference", folder, "--runner", "transformers", *options)
     assert against["kl_mean"] == 0 and against["top1_agreement"] == 1
     found, known = (
         answer(capsys, "generate", model, "-p", "def f(", "--max-tokens", "8") for model in (file, folder)

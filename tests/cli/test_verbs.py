@@ -86,6 +86,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     real = stages.load
 
     def load(path: str) -> Any:
+        if path.endswith((":open_checkpoint", ":refuse_packed")):
+            return lambda model: model
         return (
             behind(path)
             if ".stage:" in path or path.endswith((":evaluate", ":generate", ":export"))
@@ -223,6 +225,7 @@ def test_a_fault_found_by_the_stage_names_the_option(
     monkeypatch.setattr(
         "attar.recipe.stages.load", lambda path: refuse if ":quantize" in path else stages_load(path)
     )
+    monkeypatch.setattr("attar.verbs.load", lambda path: lambda model: model)
     assert call(["quantize", "m", "-o", "x"]) == 2
     assert capsys.readouterr().err.startswith("error: --group-size is 128, but must be a divisor of 96")
 

@@ -74,7 +74,10 @@ def test_states(plan: Callable[..., Plan], run: Callable[..., Any], fakes: Any) 
     assert states(plan(fresh=True)) == [NEW] * 4
 
 
-def test_the_text_and_the_dict(plan: Callable[..., Plan], run: Callable[..., Any]) -> None:
+def test_the_text_and_the_dict(
+    plan: Callable[..., Plan], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     before = plan()
     text = plan_text(before)
     lines = text.splitlines()

@@ -34,7 +34,7 @@ def seeds(folder: Path) -> list[bytes]:
         settings={"scheme": "W4A16", "method": "gptq"},
         parents=(child.as_parent("weights"), child.as_parent("signal")),
         measurements={"perplexity": 7.5, "kl_mean": 0.01},
-        licence={"ids": ["apache-2.0"], "evidence": "config.json"},
+        licence={"ids": ["apache-2.0"], "evidence": ["config.json"]},
     )
     return [*cards, *(json.dumps(card.to_dict()).encode() for card in (child, grandchild))]
 
