@@ -1,14 +1,17 @@
-"""Peak memory of the stream and sweep walks, each in a process of its own.
+"""Peak memory of the stream and sweep walks and of the gate after quantize, each in a process of its own.
 
-    python benchmarks/memory.py            prints a table; needs 5 GB of disk for a minute
+    python benchmarks/memory.py                 prints a table; needs 5 GB of disk for a minute
+    python benchmarks/memory.py --parts gate    one part of it
 
 stream: a W8A16 round-to-nearest pass over a 2 GB checkpoint. sweep: Hessians of every Linear for Llamas of 3
-and of 12 equal blocks. Peaks are resident set sizes (VmHWM, which starts afresh in each process) above those
-of an interpreter that has made the same imports and run one matrix product.
+and of 12 equal blocks. gate: 2,048 tokens of a model with 262,144 tokens in its vocabulary, compared with a
+changed copy; the bound is 1.5 times its head, stored and in float32, with the logits that are kept. Peaks are
+resident set sizes (VmHWM, which starts afresh in each process) above those of an interpreter that has made the same imports and run one matrix product.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -19,7 +22,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from attar.walks.compare import KEPT
+
 MB = 1e6
+PARTS = ("stream", "sweep", "gate")
 
 PEAK = """
     import re
@@ -60,6 +66,18 @@ SWEEP = """
     checkpoint = open_checkpoint(sys.argv[1])
     before = peak()
     sweep(checkpoint, tokens, Solver(), work=Path(sys.argv[2]))
+    print(peak() - before)
+"""
+
+GATE = """
+    import sys, torch, transformers
+    from attar.checkpoint import open_checkpoint
+    from attar.walks.compare import compare
+    torch.randn(512, 512) @ torch.randn(512, 512)
+    tokens = [torch.randint(0, 262144, (4, 512))]
+    checkpoints = [open_checkpoint(path) for path in sys.argv[1:3]]
+    before = peak()
+    assert compare(*checkpoints, tokens, work=Path(sys.argv[3])).kl > 0
     print(peak() - before)
 """
 
@@ -117,16 +135,39 @@ def sweep_bound() -> float:
     return 1.5 * (block + activations + waiting + accumulators)
 
 
+def gate_peak(folder: Path) -> tuple[float, int]:
+    """(peak bytes above the imports, bytes of the head in float32) of the gate's comparison."""
+    import transformers
+
+    shape = {**SHAPE, "vocab_size": 2**18, "hidden_size": 256, "head_dim": 16}
+    config = transformers.LlamaConfig(num_hidden_layers=1, **shape)
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(folder / "original")
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(1.1)
+    model.save_pretrained(folder / "changed")
+    used = measure(GATE, folder / "original", folder / "changed", folder / "gate-work")
+    return used, 4 * model.lm_head.weight.numel()
+
+
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parts = parser.parse_args().parts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        used, size = stream_peak(folder)
         print(f"{'walk':<28}{'peak MB':>10}{'bound MB':>10}")
-        print(f"{f'stream over {size / 1e9:.1f} GB':<28}{used / MB:>10.0f}{700:>10}")
-        for depth in (3, 12):
+        if "stream" in parts:
+            used, size = stream_peak(folder)
+            print(f"{f'stream over {size / 1e9:.1f} GB':<28}{used / MB:>10.0f}{700:>10}")
+        for depth in (3, 12) if "sweep" in parts else ():
             used = sweep_peak(folder, depth)
             print(f"{f'sweep, {depth} blocks of 15 M':<28}{used / MB:>10.0f}{sweep_bound() / MB:>10.0f}")
+        if "gate" in parts:
+            used, head = gate_peak(folder)
+            bound = 1.5 * (1.5 * head + KEPT)
+            print(f"{f'gate, head of {head / MB:.0f} MB':<28}{used / MB:>10.0f}{bound / MB:>10.0f}")
 
 
 if __name__ == "__main__":

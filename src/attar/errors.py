@@ -106,7 +106,10 @@ class MissingExtraError(AttarError):
     """
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"the package {package!r} is not installed", hint=f"pip install 'attar[{extra}]'")
+        super().__init__(
+            f"the package {package!r} is not installed",
+            hint=f"in a checkout of attar: pip install -e '.[{extra}]'",
+        )
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -51,7 +51,7 @@ def test_without_peft_the_error_says_what_to_install(monkeypatch):
     model, grids = ready()
     with pytest.raises(MissingExtraError) as raised:
         learn_adapters(model, grids, ROWS, SETTINGS)
-    assert "attar[adapters]" in raised.value.hint
+    assert ".[adapters]" in raised.value.hint
 
 
 def test_refuses_wrong_settings():

@@ -1,4 +1,4 @@
-"""Models of attar in lm-evaluation-harness (``pip install 'attar[tasks]'``), under the name ``attar``:
+"""Models of attar in lm-evaluation-harness (extra ``tasks``), under the name ``attar``:
 
     python -m attar.measure.harness --model attar --model_args pretrained=out/w4 --tasks arc_easy
 
