@@ -6,7 +6,8 @@
 stream: a W8A16 round-to-nearest pass over a 2 GB checkpoint. sweep: Hessians of every Linear for Llamas of 3
 and of 12 equal blocks. gate: 2,048 tokens of a model with 262,144 tokens in its vocabulary, compared with a
 changed copy; the bound is 1.5 times its head, stored and in float32, with the logits that are kept. Peaks are
-resident set sizes (VmHWM, which starts afresh in each process) above those of an interpreter that has made the same imports and run one matrix product.
+resident set sizes (VmHWM, which starts afresh in each process) above those of an interpreter that has made
+the same imports and run one matrix product.
 """
 
 from __future__ import annotations

@@ -262,6 +262,27 @@ def test_mixture_of_experts_and_encoder_decoder():
         discover(t5)
 
 
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "layer_types": ["linear_attention"] * 2}
+OTHERS = {  # latent attention (with dense MLPs), a state-space model, linear attention
+    "DeepseekV3": {"num_key_value_heads": 2, "first_k_dense_replace": 2, "n_routed_experts": 2, **LATENT}
+    | {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1},
+    "Mamba": {"state_size": 4},
+    "Qwen3Next": {"num_key_value_heads": 1, "head_dim": 16, "mlp_only_layers": [0, 1], **LINEAR},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_what_is_no_dense_transformer_is_refused(family):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2}
+    if family != "Mamba":
+        sizes |= {"intermediate_size": 32, "num_attention_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **OTHERS[family])
+    with pytest.raises(ModelError) as caught:
+        discover(getattr(transformers, f"{family}ForCausalLM")(config))
+    assert "one self-attention and one dense MLP" in caught.value.hint
+
+
 def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
     """OPT's attention has no groups of heads; converted configs have the key all the same."""
     model = tiny_models.build("opt")
