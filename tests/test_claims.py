@@ -2,8 +2,8 @@
 
 ``claims.yaml`` has document → section → words of the document → what holds them: tests
 (``tests/FILE.py::NAME``) or commands (``python SCRIPT --option``, ``attar VERB --option``, ``make TARGET``).
-Who changes a sentence finds there which test to look at; who adds a section, a row of README's table, a strong
-word (STRONG) or a table of figures is asked here what holds it.
+Who changes a sentence finds there which test to look at; who adds a section, a row of README's table, a
+strong word (STRONG) or a table of figures is asked here what holds it.
 docs/settings.md is generated, and held by test_docs.py; docs/index.md has links alone.
 """
 
@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from attar.cli.verbs import VERBS
+from attar.formats.gguf.families import ARCHITECTURES
+from attar.merging.methods import METHODS
 from attar.recipe.stages import load
 
 ROOT = Path(__file__).parents[1]
@@ -154,3 +156,10 @@ def test_a_table_of_figures_has_its_command(page):
 def test_commands_in_documents_exist(page):
     for line in commands((ROOT / page).read_text()):
         check_command(line)
+
+
+def test_counts_in_documents_are_those_of_the_tables():
+    listed = re.findall(r"\*\*Families\.\*\* (.*?);", sections("docs/export.md")["GGUF"], flags=re.S)[0]
+    assert set(listed.replace("gemma3 (text)", "gemma3_text").split(", ")) == set(ARCHITECTURES)
+    assert f"{len(ARCHITECTURES)} families" in sections("README.md")["What works today"]
+    assert f"{len(METHODS)} methods" in sections("README.md")["What works today"]
