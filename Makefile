@@ -1,4 +1,4 @@
-# Set-up, tests and the demo. `make demo` and `make test` need Python 3.11+, git, make and a C compiler; all else they fetch.
+# Set-up, tests and the demo. `make demo` and `make test` need Python 3.11+, git, make and a C++ compiler; all else they fetch.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

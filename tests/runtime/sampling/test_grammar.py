@@ -224,7 +224,7 @@ def test_the_vocabulary_is_read_once_and_before_the_first_grammar_where_that_is_
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtraError, match=r"attar\[grammar\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[grammar\]"):
         start(Grammars(TOKENIZER, V), regex="a")
 
 
