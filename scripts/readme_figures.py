@@ -14,19 +14,22 @@ from attar.measure.run_folder import Run, read_run
 from attar.measure.verdict import findings, verdict
 
 ROOT = Path(__file__).parents[1]
-HEAD = "| stage | MB | smaller | bits/weight | perplexity | KL, nats | top-1 | prefill tok/s | decode tok/s |"
+HEAD = (
+    "| stage | MB | smaller | bits/weight | perplexity | quality kept | KL, nats | top-1 "
+    "| prefill tok/s | decode tok/s |"
+)
 
 
 def table(run: Run) -> str:
     """The run as a Markdown table, with its verdict and findings."""
     first = run.stages[0].measurements["bytes"]
-    rows = [HEAD, "|---|" + "---:|" * 8]
+    rows = [HEAD, "|---|" + "---:|" * 9]
     for stage in run.stages:
         m = stage.measurements
         rows.append(
             f"| {stage.name} | {m['bytes'] / 1e6:.2f} | {first / m['bytes']:.1f}x "
-            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {m['kl_mean']:.3f} "
-            f"| {100 * m['top1_agreement']:.1f} % "
+            f"| {m['bits_per_weight']:.2f} | {m['perplexity']:.2f} | {100 * m['quality_kept']:.1f} % "
+            f"| {m['kl_mean']:.3f} | {100 * m['top1_agreement']:.1f} % "
             f"| {m['prefill_tokens_per_s']:.0f} | {m['decode_tokens_per_s']:.0f} |"
         )
     return "\n".join([*rows, "", f"**{verdict(run)}.** " + " ".join(findings(run))])

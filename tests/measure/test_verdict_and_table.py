@@ -27,6 +27,13 @@ def test_verdict(run: Run) -> None:
     assert verdict(run, run.stages[1]) == "1.7x smaller, keeps 78 % of top-1 choices, KL 0.24 nats"
 
 
+def test_verdict_tells_the_accuracy_that_is_kept() -> None:
+    data = fake_run()
+    for entry in data["stages"]:
+        entry["measurements"]["quality_kept"] = 0.93
+    assert verdict(run_from_dict(data)) == "8.0x smaller, keeps 93 % of its next-token accuracy, KL 0.30 nats"
+
+
 def test_verdict_without_reference_or_measurements() -> None:
     stages: list[dict[str, Any]] = [{"name": "a", "measurements": {"bytes": 800, "perplexity": 20.0}}]
     assert verdict(run_from_dict({"stages": stages})) == "1.0x smaller, perplexity 20.0"

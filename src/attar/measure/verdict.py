@@ -7,16 +7,19 @@ from attar.measure.run_folder import Run, Stage
 
 
 def verdict(run: Run, stage: Stage | None = None) -> str:
-    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 83 % of top-1 choices, KL
-    0.21 nats``.
+    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 93 % of its next-token
+    accuracy, KL 0.21 nats`` (top-1 choices where a run has no accuracy).
 
     Args:
         stage: which one; None: the last that was measured.
     """
     stage = stage or run.last
-    smaller, kept, kl = run.times_smaller(stage), stage.number("top1_agreement"), stage.number("kl_mean")
+    smaller, kl = run.times_smaller(stage), stage.number("kl_mean")
+    kept, what = stage.number("quality_kept"), "its next-token accuracy"
+    if kept is None:
+        kept, what = stage.number("top1_agreement"), "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]
-    parts.append(f"keeps {percent(kept)} % of top-1 choices" if kept is not None else None)
+    parts.append(f"keeps {percent(kept)} % of {what}" if kept is not None else None)
     parts.append(f"KL {significant(kl, 2)} nats" if kl is not None else None)
     if kept is None and kl is None and stage.number("perplexity") is not None:
         parts.append(f"perplexity {significant(stage.number('perplexity'))}")

@@ -39,7 +39,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Profile:
-    """All rows."""
+    """All rows.
+
+    Attributes:
+        held_out_note: which prompts the target or a draft model was trained on, as far as their records
+            tell; empty where none.
+    """
 
     model: str
     runner: str
@@ -47,6 +52,7 @@ class Profile:
     rounds: int
     temperature: float
     rows: tuple[Row, ...]
+    held_out_note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
+
+from attar.checkpoint.lineage import texts_of
+from attar.checkpoint.open import open_checkpoint
+from attar.data.seen import seen
 from attar.progress import SILENT, Progress
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -52,7 +57,10 @@ def run_profile(
         llm = LLM.of(loaded, limits=limits, prefix_cache=reuse)
         task.advance()
     sets = {name: [_encoded(llm, text, chosen) for text in each] for name, each in texts.items()}
-    return profile(
+    note = held_out_note(llm.tokenizer, sets, [model, *chosen.draft])
+    if note:
+        progress.log(f"warning: not measured on held-out text: {note}")
+    measured = profile(
         llm.engine,
         llm.name,
         methods,
@@ -63,6 +71,25 @@ def run_profile(
         temperature=chosen.temperature,
         progress=progress,
     )
+    return replace(measured, held_out_note=note)
+
+
+def held_out_note(tokenizer: Any, sets: Mapping[str, Sequence[Sequence[int]]], models: Sequence[str]) -> str:
+    """Which sets of prompts the models' lineages have read, by the records beside their cards.
+
+    A draft model that was trained on the prompts is accepted more often than it will be on other text.
+
+    Args:
+        sets: prompts as token ids.
+        models: the target and the draft models, as they were given.
+    """
+    notes = []
+    for model in models:
+        records = texts_of(open_checkpoint(model))
+        for name, prompts in sets.items():
+            rows = [torch.tensor([prompt]) for prompt in prompts]
+            notes += [f"{model}, set {name}: {sentence}" for sentence in seen(tokenizer, rows, records)]
+    return "; ".join(notes)
 
 
 def make_methods(
