@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CLAIMS = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text())
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
 PAGES = [page for page in PAGES if page not in ("docs/settings.md", "docs/index.md")]
-STRONG = r"bit for bit|byte for byte|same bytes|\bresumes?\b|\bloads? (with|in)\b|do not load\b|\bnever\b|\bexact(ly)?\b"
+STRONG = r"bit for bit|byte for byte|same bytes|do not load|\b(resumes?|loads? (with|in)|never|exact(ly)?)\b"
 COMMAND = r"(?:python (?:benchmarks|scripts)/|attar (?=[a-z])|make )"
 
 
