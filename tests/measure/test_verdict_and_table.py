@@ -23,15 +23,16 @@ def changed(**measurements: dict[str, Any]) -> Run:
 
 
 def test_verdict(run: Run) -> None:
-    assert verdict(run) == "8.0x smaller, keeps 75 % of top-1 choices, KL 0.30 nats"
-    assert verdict(run, run.stages[1]) == "1.7x smaller, keeps 78 % of top-1 choices, KL 0.24 nats"
+    assert verdict(run) == "8.0x smaller, keeps 87 % of its next-token accuracy, KL 0.30 nats"
 
 
-def test_verdict_tells_the_accuracy_that_is_kept() -> None:
+def test_verdict_of_a_run_without_accuracy() -> None:
     data = fake_run()
     for entry in data["stages"]:
-        entry["measurements"]["quality_kept"] = 0.93
-    assert verdict(run_from_dict(data)) == "8.0x smaller, keeps 93 % of its next-token accuracy, KL 0.30 nats"
+        entry["measurements"].pop("quality_kept", None)
+    run = run_from_dict(data)
+    assert verdict(run) == "8.0x smaller, keeps 75 % of top-1 choices, KL 0.30 nats"
+    assert verdict(run, run.stages[1]) == "1.7x smaller, keeps 78 % of top-1 choices, KL 0.24 nats"
 
 
 def test_verdict_without_reference_or_measurements() -> None:

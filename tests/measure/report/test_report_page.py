@@ -71,7 +71,7 @@ def test_report_is_one_file_that_loads_nothing(run_folder: Path) -> None:
 
 def test_report_says_what_was_measured(run: Run) -> None:
     text = " ".join(checked(page(run, "model: attar:tiny\n")).text)
-    assert "8.0x smaller, keeps 75 % of top-1 choices, KL 0.30 nats" in text
+    assert "8.0x smaller, keeps 87 % of its next-token accuracy, KL 0.30 nats" in text
     assert "recover won back 89 %" in text
     for stage in run.stages:
         assert stage.name in text
