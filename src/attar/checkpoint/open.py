@@ -183,9 +183,11 @@ def _index(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map", hint="copy or download the file again")
     for name in _shards(weight_map):
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or len(name.encode(errors="replace")) > 255:
             tensor = next(tensor for tensor, file in weight_map.items() if file == name)
-            raise CheckpointError(f"{path}: {tensor!r} is in {name!r}, which is not a file name")
+            raise CheckpointError(
+                f"{path}: {tensor[:80]!r} is in {str(name)[:80]!r}, which is not a file name"
+            )
         if not (folder / name).is_file():
             raise CheckpointError(f"{path}: names the shard {name}, which is missing", hint="copy it too")
     return weight_map
