@@ -83,5 +83,7 @@ def test_one_constraint_at_a_time() -> None:
 
 @pytest.mark.parametrize("field", ["regex", "grammar", "json_schema"])
 def test_half_a_surrogate_pair_is_no_grammar(field: str) -> None:
-    with pytest.raises(SettingsError, match=rf"{field} is .*ud800.*, but must be text without half a surrogate"):
+    with pytest.raises(
+        SettingsError, match=rf"{field} is .*ud800.*, but must be text without half a surrogate"
+    ):
         SamplingParams(**{field: "\ud800"})  # type: ignore[arg-type]
