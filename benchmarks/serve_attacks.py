@@ -5,7 +5,11 @@
 Starts ``attar serve MODEL``, and for each attack asks for /health twenty times a second and reads a stream
 with log-probabilities, while another process attacks for some seconds. The first row is without an attack:
 
-    /health    the longest time to its answer, milliseconds, and the 99th percentile
+    kept       /health on a connection that is kept open: the longest time to its answer, milliseconds, and
+               the 99th percentile. It is what the server itself takes
+    fresh      the same on a new connection each time: with the wait to be accepted, and the second after
+               which a client's kernel asks again where the queue of connections was full
+    load       of the machine, in the minute before the row's end
     gap        the longest time between two pieces of the stream, milliseconds
     answers    what the attack was answered, by status; 0: the connection was closed without an answer
 """
@@ -186,7 +190,8 @@ def main() -> None:
         return
     with serving(arguments.model, arguments.url) as url:
         print(
-            f"{arguments.model}, {arguments.seconds:g} s each\n{'':28} /health most   99 %     gap  answers"
+            f"{arguments.model}, {arguments.seconds:g} s each\n"
+            f"{'':28}  kept   99 %  fresh   99 %    gap  load  answers"
         )
         with watched(url):  # the first answers take longer
             time.sleep(2)
@@ -196,7 +201,7 @@ def main() -> None:
 
 def row(name: str, url: str, seconds: float) -> None:
     """Attack, and print what it did."""
-    with watched(url) as (waits, gaps):
+    with watched(url) as (kept, fresh, gaps):
         if name:
             command = [sys.executable, __file__, "--attack", name, "--url", url, "--seconds", str(seconds)]
             answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -204,47 +209,58 @@ def row(name: str, url: str, seconds: float) -> None:
             time.sleep(seconds)
             answer = "{}"
     answers = ", ".join(f"{status}: {count:,}" for status, count in sorted(json.loads(answer).items()))
-    p99, gap = sorted(waits)[int(0.99 * (len(waits) - 1))], max(gaps, default=0)
+    times = "".join(f" {1e3 * max(waits):6,.0f} {1e3 * p99(waits):6,.0f}" for waits in (kept, fresh))
+    load = os.getloadavg()[0]
     print(
-        f"{name or 'none':28} {1e3 * max(waits):9,.0f} {1e3 * p99:9,.0f} {1e3 * gap:7,.0f}  {answers}",
-        flush=True,
+        f"{name or 'none':27} {times} {1e3 * max(gaps, default=0):6,.0f} {load:5.1f}  {answers}", flush=True
     )
 
 
+def p99(waits: list[float]) -> float:
+    """Their 99th percentile."""
+    return sorted(waits)[int(0.99 * (len(waits) - 1))]
+
+
 @contextmanager
-def watched(url: str) -> Iterator[tuple[list[float], list[float]]]:
-    """Times of /health and of a stream, until the block ends."""
-    over, waits, gaps = threading.Event(), [], []
+def watched(url: str) -> Iterator[tuple[list[float], list[float], list[float]]]:
+    """Times of /health on an open and on new connections, and of a stream, until the block ends."""
+    over = threading.Event()
+    kept: list[float] = []
+    fresh: list[float] = []
+    gaps: list[float] = []
     threads = [
-        threading.Thread(target=probe, args=(url, over, waits)),
+        threading.Thread(target=probe, args=(url, over, kept, True)),
+        threading.Thread(target=probe, args=(url, over, fresh, False)),
         threading.Thread(target=follow, args=(url, over, gaps)),
     ]
     for thread in threads:
         thread.start()
     time.sleep(0.5)
-    gaps.clear()
-    waits.clear()
+    for seconds in (kept, fresh, gaps):
+        seconds.clear()
     try:
-        yield waits, gaps
+        yield kept, fresh, gaps
     finally:
         over.set()
         for thread in threads:
             thread.join()
 
 
-def probe(url: str, over: threading.Event, waits: list[float]) -> None:
-    """Ask for /health on a new connection each time."""
+def probe(url: str, over: threading.Event, waits: list[float], keep: bool) -> None:
+    """Ask for /health on one connection that is kept open, or on a new one each time."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     while not over.is_set():
         began = time.monotonic()
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
         try:
             connection.request("GET", "/health")
             connection.getresponse().read()
         except OSError as error:
             sys.exit(f"/health was not answered: {error}")
-        connection.close()
+        if not keep:
+            connection.close()
         waits.append(time.monotonic() - began)
         time.sleep(0.05)
+    connection.close()
 
 
 def follow(url: str, over: threading.Event, gaps: list[float]) -> None:

@@ -186,8 +186,13 @@ class Streams:
 
 
 def _hand_out(letters: Sequence[tuple[News, Event]]) -> None:
+    """One that cannot be handed out ends its own request."""
     for news, event in letters:
-        news.put_nowait(event)
+        try:
+            news.put_nowait(event)
+        except Exception as failure:
+            with suppress(Exception):
+                news.put_nowait(failure)
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -79,3 +79,11 @@ def test_ids_are_checked_against_the_vocabulary(field: str, value: object) -> No
 def test_one_constraint_at_a_time() -> None:
     with pytest.raises(SettingsError, match="json_schema"):
         SamplingParams(regex="a", json_schema="{}")
+
+
+@pytest.mark.parametrize("field", ["regex", "grammar", "json_schema"])
+def test_half_a_surrogate_pair_is_no_grammar(field: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"{field} is .*ud800.*, but must be text without half a surrogate"
+    ):
+        SamplingParams(**{field: "\ud800"})  # type: ignore[arg-type]

@@ -184,8 +184,19 @@ def _check_guides(guides: Sequence[tuple[str, object]]) -> None:
         if len(text) > MAX_GRAMMAR_CHARACTERS:
             allowed = f"at most {MAX_GRAMMAR_CHARACTERS:,} characters"
             raise SettingsError(name, f"{text[:20]}...", allowed)
+        if not _is_unicode(text):
+            raise SettingsError(name, text[:20], "text without half a surrogate pair")
     if len(given) > 1:
         raise SettingsError(given[0][0], given[0][1], f"None where {given[1][0]} is given")
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8, as the grammar library reads it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_stops(stops: Sequence[str]) -> None:

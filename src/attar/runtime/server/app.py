@@ -1,12 +1,13 @@
 """The application: routes, error shapes, and what stands before them.
 
-    journal → hosts → keys → body limit → routes
+    journal → bugs → hosts → keys → body limit → routes
 
 ``create_app`` has no state outside what it returns. A page for people can be added as a router on ``/``.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,11 +20,22 @@ from starlette.responses import JSONResponse
 import attar
 from attar.errors import AttarError
 from attar.runtime.server.backend import Backend, Words
-from attar.runtime.server.failures import RefusedError, refusal
+from attar.runtime.server.failures import RefusedError
 from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import Journal
+from attar.runtime.server.journal import LOGGER, Journal
 from attar.runtime.server.keys import make_keys
-from attar.runtime.server.limits import BodyLimit, Hosts, Keys, allowed_hosts, answer
+from attar.runtime.server.limits import (
+    App,
+    BodyLimit,
+    Hosts,
+    Keys,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    allowed_hosts,
+    answer,
+)
 from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.routes import make_routes
 from attar.runtime.server.service import Service
@@ -76,33 +88,54 @@ def create_app(
     app.add_middleware(BodyLimit, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(Keys, keys=keys)  # type: ignore[arg-type]
     app.add_middleware(Hosts, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
+    app.add_middleware(Bugs, service=service)  # type: ignore[arg-type]
     app.add_middleware(Journal, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
+
+
+class Bugs:
+    """Answers what nobody foresaw with 500, and logs it.
+
+    Left to uvicorn, it would close the connection, where a body that is still coming in cuts off the answer,
+    and where a proxy may have sent somebody else's request.
+
+    Args:
+        app: what is behind.
+        service: counts the answer.
+    """
+
+    def __init__(self, app: App, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = scope["type"] != "http"
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if started:
+                raise
+            logging.getLogger(LOGGER).error("a request failed", exc_info=error)
+            await answer(self._service.refused(error))(scope, receive, send)
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:
     """Every error in OpenAI's shape."""
 
-    def told(refused: RefusedError) -> JSONResponse:
-        service.metrics.refused(refused.status)
-        return answer(refused)
-
     async def refused(request: Request, error: Any) -> JSONResponse:
-        return told(error)
-
-    async def ours(request: Request, error: Any) -> JSONResponse:
-        return told(refusal(error, service.gate.retry_s()))
+        return answer(service.refused(error))
 
     async def http(request: Request, error: Any) -> JSONResponse:
         asked = f"{request.method} {request.url.path[:100]}"
-        made = told(RefusedError(error.status_code, f"{error.detail}: {asked}"))
+        made = answer(service.refused(RefusedError(error.status_code, f"{error.detail}: {asked}")))
         made.headers.update(error.headers or {})
         return made
 
-    async def bug(request: Request, error: Any) -> JSONResponse:
-        return told(RefusedError(500, "the server failed; its log has the reason"))
-
     app.add_exception_handler(RefusedError, refused)
-    app.add_exception_handler(AttarError, ours)
+    app.add_exception_handler(AttarError, refused)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, bug)

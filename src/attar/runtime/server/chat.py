@@ -24,7 +24,7 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     params = service.params(chat_params, body)
     with service.gate.entering(service.check_texts(1, params.n), service.caller(request)):
         ids = await service.chat_tokens(body.messages)
-        flow = service.start(request, "chatcmpl", params, [ids], priority=body.priority, start=start)
+        flow = await service.start(request, "chatcmpl", params, [ids], priority=body.priority, start=start)
     answer = Conversation(service, body, flow)
     if not body.stream:
         return await service.whole(flow, answer.whole)

@@ -34,7 +34,7 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     with service.gate.entering(texts, service.caller(request)):
         ids = [await _tokens(service, prompt) for prompt in prompts]
         echoes = await service.lanes.small(_echoes, service, body)
-        flow = service.start(request, "cmpl", params, ids, priority=body.priority, start=start)
+        flow = await service.start(request, "cmpl", params, ids, priority=body.priority, start=start)
     answer = Completion(service, body, flow, ids, echoes)
     if not body.stream:
         return await service.whole(flow, answer.whole)

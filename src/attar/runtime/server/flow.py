@@ -21,6 +21,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.gate import Gate
+from attar.runtime.server.journal import harmless
 from attar.runtime.server.keys import Key
 from attar.runtime.server.limits import Receive
 from attar.runtime.server.mailbox import Mailbox
@@ -109,12 +110,19 @@ class Flow:
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for watch in self._watches:
-            watch.close()
+        try:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            with harmless("the accounts of a request"):
+                self._count()
+        finally:
+            self._stack.close()
+
+    def _count(self) -> None:
+        """What the request was, for the log and the metrics, and what its caller owes."""
         self._facts |= {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens}
         self._gate.took(time.monotonic() - self._start, self._used(), self._caller)
-        self._stack.close()
+        for watch in self._watches:
+            watch.close()
 
     def _used(self) -> int:
         """Tokens that the caller pays for, of texts that were given up too; once."""

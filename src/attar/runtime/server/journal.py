@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
@@ -61,10 +63,23 @@ class Journal:
             await self._app(scope, noted, named)
         finally:
             line |= {"seconds": round(time.monotonic() - start, 6), **facts}
-            if self._prompts:
-                line["body"] = b"".join(body).decode("utf-8", "replace")
-            level = logging.DEBUG if scope["path"] in _QUIET and line["status"] < 400 else logging.INFO
-            self._logger.log(level, json.dumps(line, default=str))
+            with harmless("the log"):
+                self._write(line, body)
+
+    def _write(self, line: dict[str, Any], body: list[bytes]) -> None:
+        if self._prompts:
+            line["body"] = b"".join(body).decode("utf-8", "replace")
+        level = logging.DEBUG if line["path"] in _QUIET and line["status"] < 400 else logging.INFO
+        self._logger.log(level, json.dumps(line, default=str))
+
+
+@contextmanager
+def harmless(what: str) -> Iterator[None]:
+    """For what comes behind an answer, or counts it: an error goes to the log and costs nobody the answer."""
+    try:
+        yield
+    except Exception:
+        logging.getLogger(LOGGER).exception("%s failed", what)
 
 
 def _id(scope: Scope) -> str:

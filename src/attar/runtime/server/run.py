@@ -30,7 +30,8 @@ from attar.runtime.server.journal import LOGGER
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
 
-_BACKLOG = 128  # connections that wait to be accepted: in a flood everybody waits for those before
+_QUEUE = 1024  # connections that wait to be accepted; beyond, a client's kernel asks again after a second
+_AT_ONCE = 32  # of them accepted before the loop does anything else
 _LAST_S = 1  # for those that were given up to be told
 _DEAD_S = 3.0  # in which a server whose engine is dead says so
 
@@ -49,7 +50,7 @@ class Server(uvicorn.Server):
             app,
             http=partial(Connection, connections),  # type: ignore[arg-type]
             ws="none",
-            backlog=_BACKLOG,
+            backlog=_AT_ONCE,
             timeout_keep_alive=math.ceil(settings.idle_s),
             log_config=None,
             access_log=False,
@@ -82,6 +83,12 @@ class Server(uvicorn.Server):
             self._gate.give_up()
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Asyncio has one number for the queue and for what it accepts at once; the queue is longer."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_QUEUE)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """The application ends also where uvicorn would leave it for want of time."""
@@ -136,7 +143,7 @@ def listen(settings: ServerSettings) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((settings.host, settings.port))
-        made.listen(_BACKLOG)
+        made.listen(_QUEUE)
     except OSError as error:
         made.close()
         reason = error.strerror or str(error)

@@ -19,7 +19,7 @@ from attar.runtime.server.backend import Backend, Words
 from attar.runtime.server.failures import RefusedError, refusal
 from attar.runtime.server.flow import Flow, GoneError
 from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import LOGGER
+from attar.runtime.server.journal import LOGGER, harmless
 from attar.runtime.server.jsontext import dumped
 from attar.runtime.server.keys import Key
 from attar.runtime.server.lanes import Lanes
@@ -93,6 +93,18 @@ class Service:
             raise RefusedError(400, message, param="n", code="too_many_texts")
         return prompts * n
 
+    def refused(self, error: Exception) -> RefusedError:
+        """What a client is told of an error, which is counted; of a bug no detail."""
+        if isinstance(error, RefusedError):
+            shown = error
+        elif isinstance(error, AttarError):
+            shown = refusal(error, self.gate.retry_s())
+        else:
+            shown = RefusedError(500, "the server failed; its log has the reason")
+        with harmless("the metrics"):
+            self.metrics.refused(shown.status)
+        return shown
+
     async def tokens(self, prompt: str, special: bool = True) -> list[int]:
         """Token ids of a text, in a thread.
 
@@ -162,7 +174,7 @@ class Service:
         made.fit(self.backend.vocabulary)
         return made
 
-    def start(
+    async def start(
         self,
         request: Request,
         prefix: str,
@@ -199,8 +211,12 @@ class Service:
             start=start,
             facts=facts,
         )
-        for ids in prompts:
-            flow.submit(ids, priority=chosen, deadline_s=self.settings.request_s or None)
+        try:
+            for ids in prompts:
+                flow.submit(ids, priority=chosen, deadline_s=self.settings.request_s or None)
+        except BaseException:
+            await flow.close()
+            raise
         return flow
 
     async def whole(self, flow: Flow, build: Callable[[list[list[Event]]], dict[str, Any]]) -> Response:
@@ -261,10 +277,10 @@ class Service:
                 yield chunk(data)
         except GoneError:
             return
-        except (AttarError, RefusedError) as error:
-            shown = error if isinstance(error, RefusedError) else refusal(error, self.gate.retry_s())
-            self.metrics.refused(shown.status)
-            yield chunk(shown.body)
+        except Exception as error:
+            if not isinstance(error, AttarError | RefusedError):
+                logging.getLogger(LOGGER).error("request %s failed", flow.id, exc_info=error)
+            yield chunk(self.refused(error).body)
         finally:
             await flow.close()
         yield DONE
