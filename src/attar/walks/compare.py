@@ -112,7 +112,7 @@ def _head_units(side: Skeleton) -> int:
         return 1
     block = sum(parameter.numel() for parameter in side.blocks[0].module.parameters())
     vocabulary, hidden = side.model.get_submodule(head).weight.shape
-    return max(round(vocabulary * (hidden + LOGIT) / max(block, 1)), 1)
+    return max(int(vocabulary * (hidden + LOGIT) / max(block, 1) + 0.5), 1)
 
 
 def _advance(
