@@ -1,63 +1,167 @@
-"""How far estimates are from what stages take: recipes of attar:tiny, run for real.
+"""How far estimates are from what stages take: the stages of the demo recipe and single ones, run for real.
 
-    python benchmarks/estimates.py                      # rtn, gptq, prune, recover: some minutes on two cores
-    python benchmarks/estimates.py --model ORG/NAME     # of another model
+    export OMP_WAIT_POLICY=PASSIVE                          # as the command attar does
+    python benchmarks/estimates.py                          # all stages, of attar:tiny: some minutes
+    python benchmarks/estimates.py --stages rtn gptq awq    # these, and the stages they start from
+    python benchmarks/estimates.py --model ORG/NAME --stages rtn gptq-few
+    python benchmarks/estimates.py --progress               # and what the bars said of the time left
 
-Prints, for each stage, the estimate before the run, the time, and estimate over time; and the same with the
-estimate made when the stages before were done (a run's own line "starts, about ...").
+Prints, for each stage, the estimate before the run (the plan's), the time, and estimate over time; and the
+same with the estimate made when the stages before were done (a run's own line "starts, about ..."). With
+``--progress``, for each bar of a second or more: the time left that it said when a quarter and half of it was
+done, over the time that was left then.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from attar.checkpoint.open import open_checkpoint
+from attar.measure.evaluate import evaluate
+from attar.measure.reference import make_reference
 from attar.recipe.plan import error_factor, make_plan
 from attar.recipe.receipts import read_receipt
 from attar.recipe.run import run_recipe
-from attar.recipe.schema import parse_recipe
+from attar.recipe.schema import Recipe, parse_recipe
 from attar.recipe.table import table
 
-STAGES = """
-  - {stage: quantize, name: rtn, method: rtn, from: original}
-  - {stage: quantize, name: gptq-16, method: gptq, samples: 16, from: original}
-  - {stage: quantize, name: gptq-64, method: gptq, samples: 64, from: original}
-  - {stage: prune, name: neurons, method: neurons, ratio: 0.25, from: original}
-  - {stage: recover, name: recover-10, steps: 10, from: neurons, teacher: original}
-  - {stage: recover, name: recover-20, steps: 20, from: neurons, teacher: original}
-"""
+STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps
+    "distill": "stage: distill, steps: 30, optimizer: muon, learning_rate: 0.002",
+    "heads": "stage: prune, method: heads, ratio: 0.25, rigid: zero, from: distill",
+    "neurons": "stage: prune, method: neurons, ratio: 0.33, from: heads",
+    "recover": "stage: recover, teacher: original, steps: 30, optimizer: muon, learning_rate: 0.002, "
+    "from: neurons",
+    "rtn": "stage: quantize, method: rtn, group_size: -1, embedding_bits: 8, from: original",
+    "gptq": "stage: quantize, method: gptq, group_size: -1, embedding_bits: 8, from: original",
+    "gptq-few": "stage: quantize, method: gptq, group_size: -1, samples: 8, from: original",
+    "gptq-plain": "stage: quantize, method: gptq, group_size: -1, samples: 16, refine: 0, from: original",
+    "awq": "stage: quantize, method: awq, group_size: -1, from: original",
+    "gguf": "stage: export, format: gguf, from: original",
+}
+EVALUATE = "evaluate"  # not a stage: what follows every stage
+
+
+@dataclass
+class Watched:
+    """A progress that draws nothing and keeps when each unit of each task was done."""
+
+    tasks: list[tuple[str, int, list[float]]] = field(default_factory=list)
+    at_starts: list[list[float]] = field(default_factory=list)
+    factors: Callable[[], list[float]] = list
+
+    @contextmanager
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[Any]:
+        """Open a task; its times start with its own start and end with its end."""
+        times = [time.monotonic()]
+        self.tasks.append((what, total - done, times))
+        yield _Task(times)
+        times.append(time.monotonic())
+
+    def log(self, line: str) -> None:
+        """When a stage starts: what its estimate is multiplied by then."""
+        if ": starts, about " in line:
+            self.at_starts.append(self.factors())
+
+
+@dataclass
+class _Task:
+    times: list[float]
+
+    def advance(self, n: int = 1, **numbers: float) -> None:
+        self.times += [time.monotonic()] * n
+
+
+def said_over_left(total: int, times: list[float], part: float) -> float:
+    """The time left that a task's bar says when ``part`` of its units is done, over the time that is left."""
+    done = max(round(total * part), 1)
+    said = (times[done] - times[0]) / done * (total - done)
+    return said / max(times[-1] - times[done], 1e-9)
 
 
 def main() -> None:
     """Plan, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="attar:tiny")
-    parser.add_argument("--data", default="python-stdlib")
+    parser.add_argument("--data", default="auto")
+    parser.add_argument("--stages", nargs="+", choices=[*STAGES, EVALUATE], default=[*STAGES, EVALUATE])
+    parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()
-    head = f"model: {arguments.model}\ndata: {arguments.data}\nevaluate: false\nstages:"
-    recipe = parse_recipe(head + STAGES.replace("method: ", "group_size: -1, method: ", 3))
-    rows = []
+    watched = Watched()
+    wanted = [name for name in arguments.stages if name != EVALUATE]
+    rows = _stage_rows(_recipe(arguments.model, arguments.data, wanted), watched) if wanted else []
+    if EVALUATE in arguments.stages:
+        rows.append(_evaluation_row(arguments.model, arguments.data))
+    print(table(("stage", "estimate, s", "time, s", "ratio", "ratio when it starts"), rows))
+    if arguments.progress:
+        print(table(("bar", "units", "time, s", "ratio at 25 %", "ratio at 50 %"), _bar_rows(watched)))
+
+
+def _recipe(model: str, data: str, wanted: list[str]) -> Recipe:
+    """The wanted stages, and before them those they start from."""
+    names: list[str] = []
+    for name in wanted:
+        chain = [name]
+        while (parent := STAGES[chain[-1]].partition("from: ")[2]) in STAGES:
+            chain.append(parent)
+        names += [one for one in reversed(chain) if one not in names]
+    stages = "\n".join(f"  - {{{STAGES[name]}, name: {name}}}" for name in names)
+    return parse_recipe(f"model: {model}\ndata: {data}\nevaluate: false\nstages:\n{stages}")
+
+
+def _stage_rows(recipe: Recipe, watched: Watched) -> list[tuple[str, ...]]:
+    """Estimate and time of each stage."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        before = make_plan(recipe, out, open_checkpoint(recipe.model))
-        run_recipe(recipe, out)
-        for step in before.steps:
-            receipt = read_receipt(out, step.entry.folder)
-            assert receipt is not None, step.entry.name
-            told = step.estimate.seconds
-            others = error_factor(recipe, out, step.entry, without=step.entry.folder) * step.estimate.plain
-            rows.append(
-                (
-                    step.entry.name,
-                    f"{told:.1f}",
-                    f"{receipt.seconds:.1f}",
-                    f"{told / receipt.seconds:.2f}",
-                    f"{others / receipt.seconds:.2f}",
-                )
-            )
-    print(table(("stage", "estimate, s", "time, s", "ratio", "ratio after the others"), rows))
+        plan = make_plan(recipe, out, open_checkpoint(recipe.model))
+        # the recipe with its text chosen, whose settings are those of the run
+        watched.factors = lambda: [error_factor(plan.recipe, out, step.entry) for step in plan.steps]
+        run_recipe(recipe, out, progress=watched)
+        receipts = [read_receipt(out, step.entry.folder) for step in plan.steps]
+    return [
+        _row(step.entry.name, step.estimate.seconds, receipt.seconds, receipt.estimated * at_start[number])
+        for number, (step, receipt, at_start) in enumerate(
+            zip(plan.steps, receipts, watched.at_starts, strict=True)
+        )
+        if receipt is not None
+    ]
+
+
+def _evaluation_row(model: str, data: str) -> tuple[str, ...]:
+    """Estimate and time of the evaluation of one checkpoint, with a reference at hand."""
+    recipe = parse_recipe(f"model: {model}\ndata: {data}\nstages: [{{{STAGES['rtn']}}}]")
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(recipe, Path(folder) / "run", open_checkpoint(model))
+        settings = plan.recipe.evaluate
+        assert settings is not None
+        reference = make_reference(model, settings)
+        start = time.monotonic()
+        evaluate(model, settings, reference=reference)
+    return _row(EVALUATE, plan.original_seconds, time.monotonic() - start, plan.original_seconds)
+
+
+def _row(name: str, before: float, taken: float, at_start: float) -> tuple[str, ...]:
+    return name, f"{before:.1f}", f"{taken:.1f}", f"{before / taken:.2f}", f"{at_start / taken:.2f}"
+
+
+def _bar_rows(watched: Watched) -> list[tuple[str, ...]]:
+    """A row for each bar of a second or more and four units or more."""
+    return [
+        (
+            what,
+            str(total),
+            f"{times[-1] - times[0]:.1f}",
+            *(f"{said_over_left(total, times, part):.2f}" for part in (0.25, 0.5)),
+        )
+        for what, total, times in watched.tasks
+        if total >= 4 and len(times) == total + 2 and times[-1] - times[0] >= 1
+    ]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Splits of sources: disjoint by construction, whatever the source; and honest where that cannot be."""
 
 import json
+import os
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attar.data import stdlib
 from attar.data.packing import pack_split
 from attar.data.sources import documents, read_split
 from attar.data.splits import SHARES, by_position, content, take
@@ -115,3 +117,15 @@ def test_many_documents_are_split_as_they_were(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     evaluated = sorted(documents(str(tmp_path / "rows.jsonl"), "evaluation"))
     assert evaluated == ["row 23", "row 31", "row 51", "row 73"]
+
+
+def test_the_library_is_listed_without_looking_into_environments(tmp_path, monkeypatch):
+    kept = ["abc.py", "json/decoder.py"]
+    for name in [*kept, "site-packages/torch/a.py", "config-3.11/b.py", "lib2to3/tests/data/c.py", "d.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    looked, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked.append(str(path)) or scandir(path))
+    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert stdlib.all_files() == [(name, tmp_path / name) for name in kept]
+    assert looked and not any("torch" in path for path in looked)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
+from attar.recipe import machine
 from attar.recipe.estimate import Work, estimate, stage_work
-from attar.recipe.machine import Rates, measure_rates
+from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shape import Shape, after, shape_of
 from tests.recipe.recipe_fakes import make_model
@@ -108,7 +109,7 @@ def test_each_method_costs_its_own_work() -> None:
 
 def test_work_becomes_seconds_kind_by_kind() -> None:
     rates = Rates(products=1e9, elements=1e8, calls=1e5)
-    assert Work(products=0.6e9).seconds(rates) == pytest.approx(1.0)
+    assert Work(products=0.7e9).seconds(rates) == pytest.approx(1.0)
     assert Work(elements=1e8).seconds(rates) == pytest.approx(1.0)
     assert Work(calls=1e5).seconds(rates) == pytest.approx(1.0)
     assert (Work(1.0, 2.0) + Work(3.0, 4.0, 5.0, 6.0)) == Work(4.0, 6.0, 5.0, 6.0)
@@ -126,3 +127,23 @@ def test_a_file_is_tokenized_whole_and_lines_as_far_as_needed(tmp_path: Path) ->
 def test_rates_are_of_this_machine() -> None:
     rates = measure_rates(0.005)
     assert rates.products > rates.elements > rates.calls > 0
+
+
+def test_products_count_once_for_each_thread_that_torch_will_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads() == 3
+    monkeypatch.setattr(machine, "_per_second", lambda *_, **__: 10.0)
+    assert measure_rates(0.0).products == pytest.approx(3 * 10 * 2 * 64**3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert threads() == machine.machine()["cores"]
+
+
+def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:
+    base = "stage: export, samples: 16, format"
+    dense, gguf, imatrix, gptq, exl2 = (
+        work(f"{base}: {more}")
+        for more in ("dense", "gguf", "gguf, imatrix: compute", "gguf, rounding: gptq", "exl2, bits: 4.5")
+    )
+    assert dense == gguf == Work(elements=10 * SHAPE.parameters)
+    assert 0 < imatrix.products < gptq.products
+    assert gptq.calls > 0 < exl2.calls

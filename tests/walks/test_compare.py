@@ -1,5 +1,8 @@
 """Two checkpoints side by side, against both models run whole."""
 
+import math
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,3 +110,30 @@ def test_logits_of_a_large_vocabulary_never_stand_in_memory_whole(tmp_path, monk
     assert parts.blind == pytest.approx(whole.blind, rel=1e-6)
     assert (parts.top1, parts.tokens) == (whole.top1, whole.tokens)
     assert parts.drift == whole.drift
+
+
+class Counted:
+    """A progress of one task: its length, and the units that were done one after the other."""
+
+    def __init__(self):
+        self.total, self.units = 0, []
+
+    @contextmanager
+    def task(self, what, total, done=0):
+        self.total = total
+        yield self
+
+    def advance(self, n=1, **numbers):
+        self.units.append(n)
+
+
+def test_the_head_counts_as_many_blocks_as_it_takes(tmp_path):
+    original = open_checkpoint(tiny_models.save(tiny_models.build("llama3"), tmp_path / "original"))
+    counted = Counted()
+    compare(original, original, tokens(240), work=tmp_path / "work", progress=counted)
+    block = sum(math.prod(info.shape) for name, info in original.tensors.items() if ".0." in name)
+    vocabulary, hidden = original.config["vocab_size"], original.config["hidden_size"]
+    wanted = round(vocabulary * (hidden + 650) / block)
+    assert counted.units[-1] == wanted > 1
+    assert counted.units[:-1] == [1] * original.config["num_hidden_layers"]
+    assert sum(counted.units) == counted.total

@@ -8,6 +8,7 @@ Python version.
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,17 @@ def files(split: str) -> list[tuple[str, Path]]:
 def all_files() -> list[tuple[str, Path]]:
     """(relative path, file) of every split, sorted by the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    named = ((file.relative_to(root).as_posix(), file) for file in root.rglob("*.py"))
-    return sorted((name, file) for name, file in named if not any(part in name for part in SKIP))
+    found = []
+    for folder, folders, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        # an environment's site-packages have many times the files of the library
+        folders[:] = [name for name in folders if not _skipped(here / name)]
+        found += [here / name for name in names if name.endswith(".py") and not _skipped(here / name)]
+    return sorted((path.as_posix(), root / path) for path in found)
+
+
+def _skipped(path: Path) -> bool:
+    return any(part in path.as_posix() for part in SKIP)
 
 
 def texts(split: str) -> Iterator[tuple[str, str]]:

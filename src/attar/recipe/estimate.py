@@ -34,12 +34,14 @@ from attar.recipe.shape import Shape
 
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
-_START = 2.0  # seconds to load models and data
+_START = 1.0  # seconds to load models and data
 _KEPT_LOGITS = 512e6  # the most that a kept reference takes
-_REACHED = 0.6  # of the products' rate, in models
+_REACHED = 0.7  # of the products' rate, in models
 _SWEPT = 0.6  # of what a pass costs in training: sweeps keep nothing for a backward pass
 _CALLS_A_COLUMN = 200.0  # a solver's work on a column, in small operations
-_CALLS_A_LAYER = 600.0  # a layer's forward pass of a few tokens, likewise
+_CALLS_A_LAYER = 1000.0  # a layer's forward pass of a few tokens, likewise
+_MEMORY_RATE = 1e10  # bytes per second, of weights that a decoded token reads
+_SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # of a measurement of speed, one to warm up; seconds of the others
 _CANDIDATES = 20  # of a search for scales
 _CHARACTERS_AN_ELEMENT = 0.005  # tokenizing, beside an element-wise operation
 _DOCUMENTS, _DOCUMENT = 256, 14e3  # that are tokenized at a time, characters of one
@@ -120,9 +122,10 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
     tokens = getattr(settings, "tokens", 16384)
     work = Work(2.0 * shape.parameters * tokens, 6.0 * shape.vocabulary * tokens)
     work += _text(settings, tokens)
-    rounds = 3.0 if getattr(settings, "speed", False) else 0.0
-    sample = getattr(settings, "sample_tokens", 0) * (0.003 + shape.parameters * 2 / 1e10)
-    return _START + work.seconds(rates) + rounds + sample
+    token = _CALLS_A_LAYER * shape.layers / rates.calls + 2 * shape.parameters / _MEMORY_RATE
+    once = getattr(settings, "decode_tokens", 0) * token
+    speed = min(_SPEED_ROUNDS * once, _SPEED_BUDGET + 2 * once) if getattr(settings, "speed", False) else 0.0
+    return _START + work.seconds(rates) + speed + getattr(settings, "sample_tokens", 0) * token
 
 
 def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape) -> Work:
@@ -137,9 +140,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Sh
     if entry.stage == "quantize":
         return _quantizing(settings, source) + _check(settings, source)
     if entry.stage == "export":
-        rounding = getattr(settings, "rounding", "rtn")
-        swept = _solving(settings, source, rounding) if rounding != "rtn" else Work()
-        return swept + Work(elements=10 * source.parameters)
+        return _exporting(settings, source) + Work(elements=10 * source.parameters)
     return Work(elements=4 * source.parameters)
 
 
@@ -173,6 +174,17 @@ def _quantizing(settings: Any, source: Shape) -> Work:
     if settings.bits:
         work += Work(8 * source.blocks * tokens)
     return work
+
+
+def _exporting(settings: Any, source: Shape) -> Work:
+    """What an export computes from text: nothing with nearest rounding, exl2 excepted."""
+    rounding = getattr(settings, "rounding", "nearest")
+    if getattr(settings, "format", "") == "exl2" or rounding != "nearest":
+        return _solving(settings, source, rounding) + _text(settings, _calibration(settings))
+    if getattr(settings, "imatrix", "") == "compute":
+        tokens = _calibration(settings)
+        return Work(2 * source.blocks * tokens) + _text(settings, tokens)
+    return Work()
 
 
 def _solving(settings: Any, source: Shape, rounding: str) -> Work:

@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
     found = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "memory_bytes": memory_bytes(),
     }
     torch = sys.modules.get("torch")
@@ -56,7 +56,7 @@ class Rates:
     """How fast this machine is at each kind of work, in units a second.
 
     Attributes:
-        products: floating-point operations of float32 matrix products.
+        products: floating-point operations of float32 matrix products, on all processors of this process.
         elements: numbers that an element-wise operation reads and writes.
         calls: small operations on some hundred numbers, one after the other, as solvers do column by column.
     """
@@ -67,18 +67,29 @@ class Rates:
 
 
 def measure_rates(seconds: float = 0.1) -> Rates:
-    """Each kind of work, tried for so many seconds with numpy: plans import no torch."""
+    """Each kind of work, tried for so many seconds with numpy: plans import no torch.
+
+    Products are so small that one thread does them, and count once for each processor: threads that wait for
+    each other on a busy machine show a hundredth of what it can do, or all of it, by chance.
+    """
     import numpy as np
 
-    size = 512
+    size = 64
     matrix = np.full((size, size), 0.5, dtype=np.float32)
     many, few = np.full(1 << 20, 0.5, dtype=np.float32), np.full(256, 0.5, dtype=np.float32)
-    made = np.empty_like(many)
+    made, product = np.empty_like(many), np.empty_like(matrix)
+    one = 2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix, out=product), seconds, repeat=20)
     return Rates(
-        2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix), seconds),
+        one * threads(),
         many.size * _per_second(lambda: np.exp(many, out=made), seconds),
         _per_second(lambda: np.add(few, few), seconds, repeat=100),
     )
+
+
+def threads() -> int:
+    """How many threads torch will use: ``OMP_NUM_THREADS``, or a thread for each processor."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(wanted) if wanted.isdigit() and int(wanted) else _cores()
 
 
 def _per_second(work: Callable[[], object], seconds: float, repeat: int = 1) -> float:
@@ -92,6 +103,11 @@ def _per_second(work: Callable[[], object], seconds: float, repeat: int = 1) -> 
             work()
         tries.append((time.perf_counter() - start) / repeat)
     return 1 / min(tries)
+
+
+def _cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu() -> str:

@@ -26,6 +26,7 @@ from attar.walks.skeleton import Call, Skeleton
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes
+LOGIT = 650  # multiplications that take as long as the softmax, its logarithm and the KL of one logit
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def compare(
         prepare(sides[1].model)
     stores = [Activations(work / f"compare-{number}", spill_bytes) for number in range(2)]
     drift = []
-    with torch.no_grad(), progress.task("compare", total=len(sides[0].blocks) + 1) as task:
+    head = _head_units(sides[0])
+    with torch.no_grad(), progress.task("compare", total=len(sides[0].blocks) + head) as task:
         calls = [side.trace(batches, store) for side, store in zip(sides, stores, strict=True)]
         for index in range(len(sides[0].blocks)):
             for side, store, how in zip(sides, stores, calls, strict=True):
@@ -97,10 +99,20 @@ def compare(
             drift.append(_drift(*stores))
             task.advance(drift=drift[-1])
         result = _end(sides, stores, batches)
-        task.advance()
+        task.advance(head)
     for store in stores:
         store.clear()
     return Compared(*result, tuple(drift))
+
+
+def _head_units(side: Skeleton) -> int:
+    """About how many blocks take as long as the head and what is computed of its logits; at least 1."""
+    head = side.anatomy.head
+    if not head:
+        return 1
+    block = sum(parameter.numel() for parameter in side.blocks[0].module.parameters())
+    vocabulary, hidden = side.model.get_submodule(head).weight.shape
+    return max(int(vocabulary * (hidden + LOGIT) / max(block, 1) + 0.5), 1)
 
 
 def _advance(
