@@ -159,3 +159,11 @@ def test_an_evaluation_stops_measuring_speed_after_its_budget() -> None:
     token = 1000 * 4 / 1e6 + 2 * 1.2e6 / 1e10
     assert quick - none == pytest.approx(8 * 10 * token)
     assert slow - none == pytest.approx(2 + 2 * 1000 * token)
+
+
+def test_a_search_of_channel_scales_does_not_depend_on_the_tokens() -> None:
+    base = "stage: quantize, check_tokens: 0, refine: 0, sequence_length: 64, samples"
+    awq, gptq = (
+        [work(f"{base}: {n}, method: {method}").products for n in (16, 128)] for method in ("awq", "gptq")
+    )
+    assert awq[1] - awq[0] == pytest.approx(2 * (gptq[1] - gptq[0])), "two sweeps: to smooth, and to round"
