@@ -33,10 +33,10 @@ from attar.recipe.schema import Recipe, parse_recipe
 from attar.recipe.table import table
 
 STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps
-    "distill": "stage: distill, steps: 30, optimizer: muon, learning_rate: 0.002",
+    "distill": "stage: distill, steps: {steps}, optimizer: muon, learning_rate: 0.002",
     "heads": "stage: prune, method: heads, ratio: 0.25, rigid: zero, from: distill",
     "neurons": "stage: prune, method: neurons, ratio: 0.33, from: heads",
-    "recover": "stage: recover, teacher: original, steps: 30, optimizer: muon, learning_rate: 0.002, "
+    "recover": "stage: recover, teacher: original, steps: {steps}, optimizer: muon, learning_rate: 0.002, "
     "from: neurons",
     "rtn": "stage: quantize, method: rtn, group_size: -1, embedding_bits: 8, from: original",
     "gptq": "stage: quantize, method: gptq, group_size: -1, embedding_bits: 8, from: original",
@@ -91,11 +91,16 @@ def main() -> None:
     parser.add_argument("--model", default="attar:tiny")
     parser.add_argument("--data", default="auto")
     parser.add_argument("--stages", nargs="+", choices=[*STAGES, EVALUATE], default=[*STAGES, EVALUATE])
+    parser.add_argument("--steps", type=int, default=30, help="of each training")
     parser.add_argument("--progress", action="store_true")
     arguments = parser.parse_args()
     watched = Watched()
     wanted = [name for name in arguments.stages if name != EVALUATE]
-    rows = _stage_rows(_recipe(arguments.model, arguments.data, wanted), watched) if wanted else []
+    rows = (
+        _stage_rows(_recipe(arguments.model, arguments.data, wanted, arguments.steps), watched)
+        if wanted
+        else []
+    )
     if EVALUATE in arguments.stages:
         rows.append(_evaluation_row(arguments.model, arguments.data))
     print(table(("stage", "estimate, s", "time, s", "ratio", "ratio when it starts"), rows))
@@ -103,7 +108,7 @@ def main() -> None:
         print(table(("bar", "units", "time, s", "ratio at 25 %", "ratio at 50 %"), _bar_rows(watched)))
 
 
-def _recipe(model: str, data: str, wanted: list[str]) -> Recipe:
+def _recipe(model: str, data: str, wanted: list[str], steps: int = 30) -> Recipe:
     """The wanted stages, and before them those they start from."""
     names: list[str] = []
     for name in wanted:
@@ -111,7 +116,8 @@ def _recipe(model: str, data: str, wanted: list[str]) -> Recipe:
         while (parent := STAGES[chain[-1]].partition("from: ")[2]) in STAGES:
             chain.append(parent)
         names += [one for one in reversed(chain) if one not in names]
-    stages = "\n".join(f"  - {{{STAGES[name]}, name: {name}}}" for name in names)
+    lines = (STAGES[name].replace("{steps}", str(steps)) for name in names)
+    stages = "\n".join(f"  - {{{line}, name: {name}}}" for name, line in zip(names, lines, strict=True))
     return parse_recipe(f"model: {model}\ndata: {data}\nevaluate: false\nstages:\n{stages}")
 
 

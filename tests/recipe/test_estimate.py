@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
+from attar.measure.settings import EvaluateSettings
 from attar.recipe import machine
-from attar.recipe.estimate import Work, estimate, stage_work
+from attar.recipe.estimate import Work, estimate, evaluation_seconds, stage_work
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from attar.recipe.shape import Shape, after, shape_of
@@ -147,3 +148,22 @@ def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:
     assert dense == gguf == Work(elements=10 * SHAPE.parameters)
     assert 0 < imatrix.products < gptq.products
     assert gptq.calls > 0 < exl2.calls
+
+
+def test_an_evaluation_stops_measuring_speed_after_its_budget() -> None:
+    rates = Rates(1e12, 1e12, 1e6)
+    quick, slow, none = (
+        evaluation_seconds(EvaluateSettings(tokens=2, sample_tokens=1, **more), SHAPE, rates)
+        for more in ({"decode_tokens": 10}, {"decode_tokens": 1000}, {"speed": False})
+    )
+    token = 1000 * 4 / 1e6 + 2 * 1.2e6 / 1e10
+    assert quick - none == pytest.approx(8 * 10 * token)
+    assert slow - none == pytest.approx(2 + 2 * 1000 * token)
+
+
+def test_a_search_of_channel_scales_does_not_depend_on_the_tokens() -> None:
+    base = "stage: quantize, check_tokens: 0, refine: 0, sequence_length: 64, samples"
+    awq, gptq = (
+        [work(f"{base}: {n}, method: {method}").products for n in (16, 128)] for method in ("awq", "gptq")
+    )
+    assert awq[1] - awq[0] == pytest.approx(2 * (gptq[1] - gptq[0])), "two sweeps: to smooth, and to round"

@@ -12,7 +12,7 @@
                    some small operations; N K^2 operations for each of them; a search of scales
     yaqa           and for each round forward and backward through the model
     autoround      for each block ``iterations`` batches forward and backward: 6 B times their tokens
-    smoothing      some forward passes of what follows a norm for each candidate
+    smoothing      a sweep with its Hessians; a search: N' K^2 operations for each candidate, N' rows tried
     qat            training, after the rounding that it starts from
     rounding       the weights' elements
     check          both models on held-out tokens, and a short text of each where the model is small
@@ -43,6 +43,7 @@ _CALLS_A_LAYER = 1000.0  # a layer's forward pass of a few tokens, likewise
 _MEMORY_RATE = 1e10  # bytes per second, of weights that a decoded token reads
 _SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # of a measurement of speed, one to warm up; seconds of the others
 _CANDIDATES = 20  # of a search for scales
+_SEARCHED_ROWS = 512  # of a weight, on which channels' candidates are tried with the Hessian, two for each
 _CHARACTERS_AN_ELEMENT = 0.005  # tokenizing, beside an element-wise operation
 _DOCUMENTS, _DOCUMENT = 256, 14e3  # that are tokenized at a time, characters of one
 _CHARACTERS_A_TOKEN = 4.0
@@ -164,8 +165,9 @@ def _quantizing(settings: Any, source: Shape) -> Work:
     work = Work(elements=10 * source.parameters)
     tokens = _calibration(settings)
     if smoothing != "none":
-        candidates = _CANDIDATES if smoothing == "awq" or settings.alpha < 0 else 1
-        work += Work(2 * source.blocks * tokens * candidates) + _text(settings, tokens)
+        searched = smoothing == "awq" or settings.alpha < 0
+        work += _sweeping(settings, source) + _text(settings, tokens)
+        work += Work(4.0 * _CANDIDATES * _SEARCHED_ROWS * _squares(source) if searched else 0.0)
     if rounding == "qat":
         work += _training(settings, source, source)
         rounding = "gptq" if settings.start == "auto" else settings.start
@@ -190,10 +192,8 @@ def _exporting(settings: Any, source: Shape) -> Work:
 def _solving(settings: Any, source: Shape, rounding: str) -> Work:
     """A sweep with its solver over all blocks."""
     tokens, layers, hidden = _calibration(settings), source.layers, source.hidden
-    inner = max(source.mlp / layers / (3 * hidden), 1.0)
-    original = 2 if rounding in _SEES_ORIGINAL else 1
-    hessians = 2.0 * layers * (3 * hidden**2 + inner**2)
-    work = Work(_SWEPT * original * tokens * (4.0 * source.blocks + hessians))
+    inner = _inner(source)
+    work = _sweeping(settings, source, 2 if rounding in _SEES_ORIGINAL else 1)
     if rounding == "autoround":
         batch = settings.batch_size * settings.sequence_length
         return work + Work(6 * source.blocks * settings.iterations * batch)
@@ -204,6 +204,22 @@ def _solving(settings: Any, source: Shape, rounding: str) -> Work:
     if rounding == "yaqa":
         work += Work(6 * source.parameters * tokens * settings.rounds)
     return work
+
+
+def _sweeping(settings: Any, source: Shape, models: int = 1) -> Work:
+    """All blocks with their Hessians, of the quantized model and perhaps of the original."""
+    hessians = 2.0 * source.layers * (3 * source.hidden**2 + _inner(source) ** 2)
+    return Work(_SWEPT * models * _calibration(settings) * (4.0 * source.blocks + hessians))
+
+
+def _squares(source: Shape) -> float:
+    """K^2 of all Linears: q, k, v, o, gate, up; down."""
+    return float(source.layers * (6 * source.hidden**2 + _inner(source) ** 2))
+
+
+def _inner(source: Shape) -> float:
+    """The MLP's inner width, of gate, up and down."""
+    return max(source.mlp / source.layers / (3 * source.hidden), 1.0)
 
 
 def _check(settings: Any, source: Shape) -> Work:
