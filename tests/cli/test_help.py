@@ -52,19 +52,6 @@ def test_no_help_imports_anything_heavy() -> None:
     assert done.stdout.splitlines()[-1] == f"{[0] * (len(VERBS) + 2)} set()"
 
 
-@pytest.mark.parametrize(("given", "wanted"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
-def test_threads_that_wait_sleep_unless_the_user_says_otherwise(given: dict[str, str], wanted: str) -> None:
-    program = (
-        "import os, sys\nfrom attar.cli import main\n"
-        "main.call = lambda argv: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules) or 0\n"
-        "main.main()"
-    )
-    clean = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=clean | given)
-    assert done.stdout == f"{wanted} False\n"
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["--version"]) == 0
     assert capsys.readouterr().out == f"attar {attar.__version__}\n"

@@ -115,9 +115,6 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # threads that wait sleep instead of spinning: where other work shares the cores, one that spins keeps the
-    # one it waits for from running; read when torch is loaded
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "--debug" not in sys.argv:
         warnings.simplefilter("ignore")
     sys.exit(call(sys.argv[1:]))
