@@ -45,33 +45,36 @@ def build(verb: str) -> Any:
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
-        found = run_evaluate(
+        record = run_evaluate(
             values["model"], settings, reference=values["reference"], progress=progress
         ).to_dict()
-        return Answer(found, _text(found))
+        return Answer(record, _text(record))
 
     return build_command(
         verb, "Measure a model's quality, size, speed and memory.", _EXAMPLE, parameters, act
     )
 
 
-def _text(found: dict[str, Any]) -> str:
+def _text(record: dict[str, Any]) -> str:
     from attar.checkpoint.units import bytes_text
 
-    shown = [row for row in _ROWS if found.get(row[1]) is not None or row[1] not in _ASKED]
-    rows = [(label, number(found.get(key), form)) for label, key, form in shown]
-    tasks = found.get("tasks") or ()
+    shown = [row for row in _ROWS if record.get(row[1]) is not None or row[1] not in _ASKED]
+    rows = [(label, number(record.get(key), form)) for label, key, form in shown]
+    tasks = record.get("tasks") or ()
     rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
-    rows.append(("bytes", bytes_text(found["bytes"])))
-    if "data" in found:
-        rows.append(("text", found["data"] + (", held out" if found["held_out"] else ", NOT held out")))
-    rows.append(("peak memory", bytes_text(found["peak_rss_bytes"])))
-    note = f" ({found['runner_note']})" if found.get("runner_note") else ""
-    rows += [("runner", f"{found.get('runner', '-')}{note}"), ("activations", found.get("activations", "-"))]
-    rows.append(("keys and values", found.get("kv_dtype", "-")))
+    rows.append(("bytes", bytes_text(record["bytes"])))
+    if "data" in record:
+        rows.append(("text", record["data"] + (", held out" if record["held_out"] else ", NOT held out")))
+    rows.append(("peak memory", bytes_text(record["peak_rss_bytes"])))
+    note = f" ({record['runner_note']})" if record.get("runner_note") else ""
+    rows += [
+        ("runner", f"{record.get('runner', '-')}{note}"),
+        ("activations", record.get("activations", "-")),
+    ]
+    rows.append(("keys and values", record.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
-    sample = found.get("sample")
-    return f"{text}\n\n{found.get('prompt') or ''}{sample}" if sample else text
+    sample = record.get("sample")
+    return f"{text}\n\n{record.get('prompt') or ''}{sample}" if sample else text
 
 
 def _share(task: dict[str, Any], name: str) -> str:

@@ -87,7 +87,7 @@ def _topics() -> list[tuple[str, str]]:
     except ImportError:
         return []
     seen: set[str] = set()
-    found = []
+    sections = []
     for title, text in sorted(topics.items(), key=lambda item: (len(item[1]), item[0])):
         kept = []
         for paragraph in text.split("\n\n"):
@@ -96,8 +96,8 @@ def _topics() -> list[tuple[str, str]]:
                 kept.append(paragraph)
             if len(even) >= LONG // 2:
                 seen.add(even)
-        found.append((title, "\n\n".join(kept)))
-    return [(title, text) for title, text in found if len(text) >= LEAST]
+        sections.append((title, "\n\n".join(kept)))
+    return [(title, text) for title, text in sections if len(text) >= LEAST]
 
 
 def _docstrings(split: str) -> Iterator[tuple[str, str]]:

@@ -106,13 +106,13 @@ def seen(tokenizer: Any, batches: Iterable[Tensor], records: Iterable[dict[str, 
         records: of :func:`record`.
     """
     evaluated = np.unique(hashes(words_of(tokenizer, batches)))
-    found = {}
+    sentences = {}
     for each in records:
         share = contained(evaluated, each.get("sketch", ""))
         if share:
             percent = "all" if share > 0.995 else f"about {100 * share:.0f} %"
-            found[f"{percent} of the evaluation text was read by {each['stage']} ({each['data']})"] = True
-    return list(found)
+            sentences[f"{percent} of the evaluation text was read by {each['stage']} ({each['data']})"] = True
+    return list(sentences)
 
 
 def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, records: Iterable[Any]) -> str:

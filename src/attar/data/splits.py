@@ -95,9 +95,9 @@ def _break(text: str, position: int, near: int) -> int:
     """The end of a paragraph, else of a line, else of a word, at most ``near`` characters before a
     position."""
     for mark in _BREAKS:
-        found = text.rfind(mark, max(position - near, 0), position)
-        if found > 0:
-            return found + len(mark)
+        index = text.rfind(mark, max(position - near, 0), position)
+        if index > 0:
+            return index + len(mark)
     return position
 
 

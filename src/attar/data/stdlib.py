@@ -34,13 +34,13 @@ def files(split: str) -> list[tuple[str, Path]]:
 def all_files() -> list[tuple[str, Path]]:
     """(relative path, file) of every split, sorted by the path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root):
         here = Path(folder).relative_to(root)
         # an environment's site-packages have many times the files of the library
         folders[:] = [name for name in folders if not _skipped(here / name)]
-        found += [here / name for name in names if name.endswith(".py") and not _skipped(here / name)]
-    return sorted((path.as_posix(), root / path) for path in found)
+        paths += [here / name for name in names if name.endswith(".py") and not _skipped(here / name)]
+    return sorted((path.as_posix(), root / path) for path in paths)
 
 
 def _skipped(path: Path) -> bool:

@@ -188,14 +188,14 @@ def log_likelihoods(
     rows = [row if len(row) <= most else row[-int(most) :] for row in rows]
     order = sorted(range(len(pairs)), key=lambda number: -len(rows[number]))
     counts = [len(pairs[number][1]) for number in order]
-    found: dict[int, tuple[float, bool]] = {}
+    scored: dict[int, tuple[float, bool]] = {}
     with progress.task(f"questions {subject.name}", total=len(pairs)) as task:
         logits = _last_logits(subject, [rows[number] for number in order], counts)
         for number, row in zip(order, logits, strict=True):
             labels = torch.tensor(pairs[number][1])
-            found[number] = -float(token_losses(row, labels).sum()), bool(hits(row, labels).all())
+            scored[number] = -float(token_losses(row, labels).sum()), bool(hits(row, labels).all())
             task.advance()
-    return [found[number] for number in range(len(pairs))]
+    return [scored[number] for number in range(len(pairs))]
 
 
 def _last_logits(subject: Subject, rows: list[list[int]], counts: list[int]) -> Iterator[Tensor]:

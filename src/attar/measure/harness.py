@@ -95,19 +95,19 @@ class Harness(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        found = log_likelihoods(self.subject, [(context, after) for _, context, after in requests])
-        for (request, _context, _after), answer in zip(requests, found, strict=True):
+        results = log_likelihoods(self.subject, [(context, after) for _, context, after in requests])
+        for (request, _context, _after), answer in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", request, answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """ln p of each text, in windows of the context that do not overlap in what they score."""
         windows: list[list[Pair]] = [self._windows(request.args[0]) for request in requests]
         scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
-        found = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
-        for request, answer in zip(requests, found, strict=True):
+        results = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
+        for request, answer in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
-        return found
+        return results
 
     def _windows(self, text: str) -> list[Pair]:
         windows = get_rolling_token_windows(
@@ -120,13 +120,13 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """An answer to each context, up to the strings that end it; they are not part of it."""
-        found: list[str] = []
+        results: list[str] = []
         for request in requests:
             context, options = request.args
             text = self._answer(self.tok_encode(context), dict(options))
-            found.append(text)
+            results.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return results
 
     def _answer(self, prompt: list[int], options: dict[str, Any]) -> str:
         stops = options.get("until") or []

@@ -67,12 +67,12 @@ def measure_speed(
     make = _runtime_round if subject.loaded is not None else _transformers_round
     once = make(subject, prompt_tokens, decode_tokens, random.Random(seed))
     once()
-    found: list[tuple[float, float]] = []
+    speeds: list[tuple[float, float]] = []
     start = time.perf_counter()
-    while len(found) < rounds and (not found or time.perf_counter() - start < budget):
-        found.append(once())
-    prefill, decode = zip(*found, strict=True)
-    return Speed(*_summary(prefill), *_summary(decode), prompt_tokens, decode_tokens, len(found))
+    while len(speeds) < rounds and (not speeds or time.perf_counter() - start < budget):
+        speeds.append(once())
+    prefill, decode = zip(*speeds, strict=True)
+    return Speed(*_summary(prefill), *_summary(decode), prompt_tokens, decode_tokens, len(speeds))
 
 
 def _summary(values: tuple[float, ...]) -> tuple[float, float | None]:

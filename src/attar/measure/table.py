@@ -16,8 +16,8 @@ def print_table(run: Run, file: TextIO | None = None) -> None:
         _print_rich(run, file)
     else:
         print(plain_table(run), file=file)
-    if told := computed_by(run):
-        print(f"\n{told}", file=file)
+    if sentence := computed_by(run):
+        print(f"\n{sentence}", file=file)
 
 
 def computed_by(run: Run) -> str:

@@ -142,20 +142,24 @@ def _samples(
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
     device = pick_device(settings.device)
-    said = []
+    generated = []
     with progress.task("sample", total=2) as task:
         for checkpoint in (written, original):
-            said.append(_continue(load_model(checkpoint, dtype=torch.float32, device=device), prompt))
+            generated.append(_continue(load_model(checkpoint, dtype=torch.float32, device=device), prompt))
             task.advance()
-    return {"sample": said[0], "original": said[1], "text": load_tokenizer(original).decode(said[0])}
+    return {
+        "sample": generated[0],
+        "original": generated[1],
+        "text": load_tokenizer(original).decode(generated[0]),
+    }
 
 
 def _continue(model: Any, batch: Tensor) -> list[int]:
     """Greedy tokens after a prompt (1, S); each pass sees what is new, the rest stands in the cache."""
-    tokens, cache, said = batch.to(next(model.parameters()).device), None, []
+    tokens, cache, generated = batch.to(next(model.parameters()).device), None, []
     with torch.no_grad():
         for _ in range(SPOKEN):
             output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
             tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
-            said.append(int(tokens))
-    return said
+            generated.append(int(tokens))
+    return generated

@@ -100,7 +100,7 @@ class Estimate:
 
 
 def estimate(
-    entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape, rates: Rates, factor: float = 1.0
+    entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape, rates: Rates, factor: float = 1.0
 ) -> Estimate:
     """About what a stage needs.
 
@@ -108,14 +108,14 @@ def estimate(
         entry: the stage and its settings.
         source: the checkpoint it takes.
         teacher: the checkpoint it learns from, where there is one.
-        made: the checkpoint it makes.
+        result: the checkpoint it makes.
         rates: of this machine.
         factor: time over estimate of earlier work.
     """
-    memory, scratch = _memory(entry, source, teacher, made)
-    work = stage_work(entry, source, teacher, made)
-    plain = _START + work.seconds(rates) + (source.bytes + made.bytes) / _DISK_RATE
-    return Estimate(plain * factor, plain, _BASE_MEMORY + memory, made.bytes, scratch)
+    memory, scratch = _memory(entry, source, teacher, result)
+    work = stage_work(entry, source, teacher, result)
+    plain = _START + work.seconds(rates) + (source.bytes + result.bytes) / _DISK_RATE
+    return Estimate(plain * factor, plain, _BASE_MEMORY + memory, result.bytes, scratch)
 
 
 def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
@@ -129,11 +129,11 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
     return _START + work.seconds(rates) + speed + getattr(settings, "sample_tokens", 0) * token
 
 
-def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape) -> Work:
+def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> Work:
     """What a stage has to do."""
     settings = entry.settings
     if entry.stage in ("distill", "recover"):
-        return _training(settings, made, teacher or source) + _text(settings, _HELD_OUT)
+        return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
         tokens = _calibration(settings)
         backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
@@ -145,18 +145,18 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, made: Sh
     return Work(elements=4 * source.parameters)
 
 
-def _training(settings: Any, made: Shape, teacher: Shape) -> Work:
+def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
     """Steps, and the held-out losses between them and at the end."""
     steps = float(settings.steps)
     batch = getattr(settings, "batch_size", 1) * getattr(settings, "accumulate", 1)
     tokens = steps * batch * getattr(settings, "sequence_length", 1)
     every = getattr(settings, "evaluate_every", 0)
     held_out = _HELD_OUT * (1 + (steps // every if every else 0))
-    products = tokens * (6 * made.parameters + 2 * teacher.parameters)
-    products += held_out * 2 * (made.parameters + teacher.parameters)
+    products = tokens * (6 * result.parameters + 2 * teacher.parameters)
+    products += held_out * 2 * (result.parameters + teacher.parameters)
     if getattr(settings, "optimizer", "") == "muon":
-        products += steps * 30 * made.hidden * made.blocks
-    elements = (12 * tokens + 4 * held_out) * made.vocabulary + 10 * steps * made.parameters
+        products += steps * 30 * result.hidden * result.blocks
+    elements = (12 * tokens + 4 * held_out) * result.vocabulary + 10 * steps * result.parameters
     return Work(products, elements) + _text(settings, tokens)
 
 
@@ -249,20 +249,20 @@ def _text(settings: Any, tokens: float) -> Work:
     return Work(characters=wanted)
 
 
-def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, made: Shape) -> tuple[float, float]:
+def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> tuple[float, float]:
     """Bytes of memory beside the base, and of scratch on disk."""
     settings = entry.settings
     if entry.stage in ("distill", "recover"):
         other = teacher or source
-        memory = 16 * made.parameters + 4 * other.parameters + _activations(settings, made)
-        return memory, 12 * made.parameters
+        memory = 16 * result.parameters + 4 * other.parameters + _activations(settings, result)
+        return memory, 12 * result.parameters
     if entry.stage == "prune":
         return 8 * source.parameters + _activations(settings, source), 0.0
     if entry.stage == "quantize" and getattr(settings, "method", "") == "qat":
         return 20 * source.parameters + _activations(settings, source), 12 * source.parameters
     if entry.stage == "quantize" and getattr(settings, "method", "") != "rtn":
         kept = 4.0 * _calibration(settings) * source.hidden
-        return 8 * source.blocks / source.layers + kept, made.bytes
+        return 8 * source.blocks / source.layers + kept, result.bytes
     return min(source.bytes, 1e9), 0.0
 
 

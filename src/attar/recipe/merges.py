@@ -53,8 +53,8 @@ def read_merge(entry: Entry, recipe: str, known: Sequence[str]) -> MergeEntry:
     elif not isinstance(value.value, str):
         raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
     else:
-        beside = str(Path(recipe).parent / value.value)
-        path = beside if os.path.isfile(beside) else value.value  # noqa: PTH113 (Path's raises at long names)
+        sibling = str(Path(recipe).parent / value.value)
+        path = sibling if os.path.isfile(sibling) else value.value  # noqa: PTH113 (Path's raises at long names)
         documents, text = load("attar.merging.written:read_configs")(path, value.where)
     names = [reference.model for document in documents for reference in document.models()]
     stages = tuple(dict.fromkeys(name for name in names if name in known))

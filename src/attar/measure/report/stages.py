@@ -61,8 +61,8 @@ def _footnote(run: Run) -> Markup:
     if (tokens := measured.number("tokens")) is not None:
         which = "tokens" if run.not_held_out() else "held-out tokens that no stage saw"
         parts.append(f"Quality on {tokens:,.0f} {which}.")
-    if told := computed_by(run):
-        parts.append(f"{told} The reference is computed by transformers.")
+    if sentence := computed_by(run):
+        parts.append(f"{sentence} The reference is computed by transformers.")
     parts += _speed_notes(run, measured)
     return el("p", " ".join(parts), class_="foot") if parts else Markup()
 

@@ -43,8 +43,8 @@ class TokenizerWords:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         with self._lock:
             # verbose warns of texts longer than the context; the server refuses them
-            found = self._tokenizer(text, add_special_tokens=special, verbose=False)
-        return [int(token) for token in found["input_ids"]]
+            encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        return [int(token) for token in encoding["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._fast is not None:
@@ -53,10 +53,10 @@ class TokenizerWords:
 
     def piece(self, id: int) -> tuple[str, bytes]:
         """Its own bytes, even half a character: byte-level alphabets and ``<0xE2>`` are undone."""
-        found = self._pieces.get(id)
-        if found is None:
-            found = self._pieces[id] = self._piece(id)
-        return found
+        name = self._pieces.get(id)
+        if name is None:
+            name = self._pieces[id] = self._piece(id)
+        return name
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         if self._specials is not None and self._specials.written_in(messages):
