@@ -1,6 +1,7 @@
 """Packed weights come back as they were, and products are those of torch."""
 
 import ctypes
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,14 +9,15 @@ import torch
 from attar.errors import NumericsError, UsageError
 from attar.kernels.build import load
 from attar.kernels.memory import Arena
-from attar.kernels.packed import GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
-from attar.kernels.product import Team, reference
+from attar.kernels.packed import BITS, GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
+from attar.kernels.product import ACTIVATION_BITS, Team, reference
 from attar.kernels.structures import linear, raise_for
 
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
 TOKENS = (1, 2, 3, 5, 8, 15, 16, 21)
+TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 
 @pytest.fixture(params=[1, 3], scope="module")
@@ -36,11 +38,69 @@ def codes_of(rows, columns, group, bits):
     return codes, scales.bfloat16(), zeros
 
 
-def rounded(x, group):
-    """Rows as the kernel takes them: int8, a scale for each group."""
+def rounded(x, group, bits):
+    """Rows as the kernel takes them: integers, a scale for each group; but for ties, which it rounds before
+    they are float32."""
     parts = x.unflatten(1, (-1, group))
-    scale = parts.abs().amax(2, keepdim=True) / 127
-    return ((parts / scale.clamp(min=1e-30)).round() * scale).flatten(1)
+    peak = parts.abs().amax(2, keepdim=True)
+    return ((parts * (TOPS[bits] / peak)).round() * peak / TOPS[bits]).flatten(1)
+
+
+def assert_half_a_step(found, x, packed, bits):
+    """No input is off by more than half a step of its group."""
+    w, group = unpack(packed).double(), packed.group
+    step = x.unflatten(1, (-1, group)).abs().amax(2).double() / TOPS[bits]
+    sizes = w.unflatten(1, (-1, group)).abs().sum(2)
+    expected = torch.nn.functional.linear(x.double(), w, packed.bias.double())
+    bound = 0.501 * step @ sizes.T + 1e-6 * (x.double().abs() @ w.abs().T + 1)
+    assert ((found - expected).abs() <= bound).all()
+
+
+@dataclass
+class Case:
+    """A product in which nothing is rounded but what the kernel itself rounds: all scales are powers of two.
+
+    codes (T, K / G, G) and scales (T, K / G) of the rows, q (N, K / G, G), s and z (N, K / G) of the weight.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    q: torch.Tensor
+    s: torch.Tensor
+    z: torch.Tensor | None
+    kind: str
+
+    def product(self, team, bits):
+        x = (self.codes * self.scales[..., None]).flatten(1).float()
+        q = self.q.flatten(1).to(torch.uint8)
+        return team.multiply(x, pack_codes(q, self.s, self.z, kind=self.kind), bits=bits)
+
+    def expected(self):
+        """Group after group: sums of integers are exact, and what follows is rounded where the kernel does."""
+        y = torch.zeros(len(self.codes), len(self.q), dtype=torch.float64)
+        for g in range(self.q.shape[1]):
+            x, q = self.codes[:, g], self.q[:, g]
+            less = x.sum(1, keepdim=True)
+            if self.z is None:
+                part = (x @ q.T - (1 << (BITS[self.kind] - 1)) * less).float().double()
+            else:
+                part = (x @ q.T).float().double() - self.z[:, g].double() * less
+            y = (y + part.float().double() * self.s[:, g].double() * self.scales[:, g, None]).float().double()
+        return y.float()
+
+
+def case(kind, bits, group, tokens, zeroed, rows=70, columns=256):
+    generator = torch.Generator().manual_seed(group + tokens)
+    top, largest, groups = TOPS[bits], (1 << BITS[kind]) - 1, columns // group
+
+    def whole(low, high, *shape):
+        return torch.randint(low, high + 1, shape, generator=generator)
+
+    codes, q = whole(-top, top, tokens, groups, group), whole(0, largest, rows, groups, group)
+    codes[..., 3] = top * (2 * whole(0, 1, tokens, groups) - 1)
+    codes[0], q[0], q[1] = top, largest, 0  # the largest sums there are
+    scales, s = 2.0 ** whole(-9, 9, tokens, groups), 2.0 ** whole(-3, 3, rows, groups)
+    return Case(codes, scales.double(), q, s, whole(0, largest, rows, groups).float() if zeroed else None, kind)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,26 +140,37 @@ def test_quantized_zeros_are_zeros():
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 @pytest.mark.parametrize("zeroed", [False, True])
-def test_products_of_codes(kind, tokens, zeroed, team):
-    bits = 4 if kind == "int4" else 8
-    for shape in SHAPES:
-        for group in GROUPS:
-            codes, scales, zeros = codes_of(*shape, group, bits)
-            bias = torch.randn(shape[0])
-            packed = pack_codes(codes, scales, zeros if zeroed else None, kind=kind, bias=bias)
-            x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
-            assert_product(team.multiply(x, packed), rounded(x, group), packed)
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+def test_products_of_codes_bit_by_bit(kind, tokens, zeroed, bits, team):
+    for group in GROUPS:
+        one = case(kind, bits, group, tokens, zeroed)
+        assert torch.equal(one.product(team, bits), one.expected())
 
 
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("exact", [False, True])
-def test_products_of_bf16(tokens, exact, team):
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+def test_products_of_codes(kind, tokens, zeroed, bits, team):
+    for shape in SHAPES:
+        for group in GROUPS:
+            codes, scales, zeros = codes_of(*shape, group, BITS[kind])
+            bias = torch.randn(shape[0])
+            packed = pack_codes(codes, scales, zeros if zeroed else None, kind=kind, bias=bias)
+            x = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(tokens))
+            assert_half_a_step(team.multiply(x, packed, bits=bits), x, packed, bits)
+
+
+@compiled
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+def test_products_of_bf16(tokens, bits, team):
     for rows, columns in [*SHAPES, (70, 34)]:
         packed = pack_bf16(weight(rows, columns))
         x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
-        taken = x if exact else x.bfloat16()
-        assert_product(team.multiply(x, packed, exact=exact), taken, packed)
+        taken = x if bits == 16 else x.bfloat16()
+        assert_product(team.multiply(x, packed, bits=bits), taken, packed)
 
 
 def assert_product(found, x, packed):
@@ -112,11 +183,14 @@ def assert_product(found, x, packed):
 
 @compiled
 @pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
-def test_a_row_does_not_depend_on_its_neighbours(kind, team):
+@pytest.mark.parametrize("bits", ACTIVATION_BITS)
+def test_a_row_does_not_depend_on_its_neighbours(kind, bits, team):
     packed = pack(weight(64, 256), kind)
-    x = torch.randn(15, 256)
-    whole = team.multiply(x, packed)
-    assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in range(15))
+    x = torch.randn(47, 256)
+    whole = team.multiply(x, packed, bits=bits)
+    assert all(torch.equal(team.multiply(x[i : i + 1], packed, bits=bits)[0], whole[i]) for i in range(47))
+    for start, stop in ((0, 3), (3, 9), (9, 25), (25, 46)):
+        assert torch.equal(team.multiply(x[start:stop], packed, bits=bits), whole[start:stop])
 
 
 @compiled
@@ -193,14 +267,14 @@ def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
             assert fails(team._handle, 8, -1, 0) == 0 == fails(team._handle, 8, -1, 1)
         w, x = weight(40, 128), torch.randn(3, 128)
         assert torch.allclose(
-            team.multiply(x, pack_bf16(w), exact=True), x @ w.bfloat16().float().T, atol=1e-4
+            team.multiply(x, pack_bf16(w)), x @ w.bfloat16().float().T, atol=1e-4
         )
 
 
 @compiled
 def test_a_product_that_cannot_be_allocated_is_an_error(team):
     packed = pack_bf16(weight(32, 128))
-    code = team._library.attar_multiply(team._handle, ctypes.byref(linear(packed)), 0, 1 << 54, False, 0)
+    code = team._library.attar_multiply(team._handle, ctypes.byref(linear(packed)), 0, 1 << 54, 8, 0)
     assert code == 1
     with pytest.raises(MemoryError, match="a product: there is not enough memory"):
         raise_for(code, "a product")

@@ -1,5 +1,6 @@
 """The library compiled for lesser processors: products and a whole step are what this one's are."""
 
+import itertools
 import platform
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from attar.kernels.product import Team, reference
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.step import Span, Step
 from tests import tiny_models
+from tests.kernels.test_product import case, rounded
 
 TARGETS = ("x86-64", "x86-64-v3", "x86-64-v4")
 FEATURES = {
@@ -38,29 +40,33 @@ def target(request, monkeypatch):
     return request.param
 
 
-def rounded(x, group):
-    parts = x.unflatten(1, (-1, group))
-    scale = parts.abs().amax(2, keepdim=True) / 127
-    return ((parts / scale).round() * scale).flatten(1)
-
-
 @pytest.mark.slow
 def test_products_and_a_step(target):
     torch.manual_seed(0)
     w, x = torch.randn(70, 256) * 0.05, torch.randn(11, 256)
     with Team(2) as team:
-        for kind in ("int4", "int8"):
+        for kind, bits in itertools.product(("int4", "int8"), (8, 16)):
             packed = pack(w, kind, group=64)
-            torch.testing.assert_close(team.multiply(x, packed), reference(rounded(x, 64), packed))
+            torch.testing.assert_close(
+                team.multiply(x, packed, bits=bits),
+                reference(rounded(x, 64, bits), packed),
+                rtol=1e-4,
+                atol=1e-4,
+            )
             codes = torch.randint(0, 16 if kind == "int4" else 256, (70, 256), dtype=torch.uint8)
             scales, zeros = torch.rand(70, 16) * 0.01, torch.rand(70, 16) * 15
             packed = pack_codes(codes, scales, zeros, kind=kind)
             torch.testing.assert_close(
-                team.multiply(x, packed), reference(rounded(x, 16), packed), rtol=1e-4, atol=1e-4
+                team.multiply(x, packed, bits=bits),
+                reference(rounded(x, 16, bits), packed),
+                rtol=1e-4,
+                atol=1e-4,
             )
+            one = case(kind, bits, 32, tokens=11, zeroed=False)
+            assert torch.equal(one.product(team, bits), one.expected())
         packed = pack(w, "bf16")
         expected = reference(x.bfloat16(), packed)
-        torch.testing.assert_close(team.multiply(x, packed), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(team.multiply(x, packed, bits=8), expected, rtol=1e-4, atol=1e-4)
     same_steps()
 
 
@@ -74,9 +80,9 @@ def same_steps():
         expected = model(torch.tensor([ids])).logits[0].float()
     settings = {"blocks": 4, "threads": 2}
     for more, atol in (
-        ({"kv_dtype": "float32", "exact": True}, 2e-4),
-        ({}, 0.05),
-        ({"kv_dtype": "int8"}, 0.05),
+        ({"kv_dtype": "float32", "bits": 16}, 2e-4),
+        ({"bits": 8}, 0.05),
+        ({"kv_dtype": "int8", "bits": 8}, 0.05),
     ):
         runner = compiled(model.config, model.state_dict(), **settings, **more)
         rows = [runner.run(Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),)))]

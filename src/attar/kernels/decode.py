@@ -125,7 +125,7 @@ class Program:
         blocks: of the pool.
         block_size: B, a multiple of 16.
         threads: None: as ``default_threads`` says.
-        exact: bf16 weights take float32 rows; else rounded to bfloat16.
+        bits: of what products take, 8 or 16: see :meth:`attar.kernels.product.Team.multiply`.
         kv_dtype: of keys and values, a key of KV_BYTES; int8 has a scale for each token and head.
 
     Raises:
@@ -140,15 +140,15 @@ class Program:
         block_size: int = TILE,
         *,
         threads: int | None = None,
-        exact: bool = False,
+        bits: int = 16,
         kv_dtype: str = "bfloat16",
     ) -> None:
         _check(weights, block_size)
         self.weights, self.blocks, self.block_size = weights, blocks, block_size
-        self.threads, self.exact, self.kv_dtype = threads or default_threads(), exact, kv_dtype
+        self.threads, self.bits, self.kv_dtype = threads or default_threads(), bits, kv_dtype
         self.pool = huge(pool_bytes(weights, blocks, block_size, kv_dtype=kv_dtype))
         self._layers = (structures.Layer * len(weights.layers))(*map(_layer, weights.layers))
-        self._model = self._structure(exact, kv_dtype)
+        self._model = self._structure(bits, kv_dtype)
         self._handle: int | None = None
         self._library = structures.library()
         if self._library is None:
@@ -186,14 +186,14 @@ class Program:
         array = np.asarray(pairs, dtype=np.int64)
         self._library.attar_move(ctypes.byref(self._model), array.ctypes.data, len(array))
 
-    def _structure(self, exact: bool, kv_dtype: str) -> structures.Model:
+    def _structure(self, bits: int, kv_dtype: str) -> structures.Model:
         w, whole = self.weights, self.weights.embedding.dtype == torch.float32
         found = structures.Model(
             layers=len(w.layers),
             block_size=self.block_size,
             blocks=self.blocks,
             activation=ACTIVATIONS[w.activation],
-            exact=exact,
+            bits=bits,
             pool_kind=KV_BYTES[kv_dtype],
             norm=w.norm.data_ptr(),
             head=structures.linear(w.head),

@@ -17,6 +17,8 @@ from attar.kernels.build import missing, slower
 from attar.kernels.packed import Packed, unpack
 from attar.kernels.structures import library, linear, raise_for
 
+ACTIVATION_BITS = (8, 16)
+
 
 class Team:
     """Threads that wait for products. Use it in a ``with``, or ``close`` it.
@@ -47,21 +49,23 @@ class Team:
             self._library.attar_team_free(self._handle)
         self._handle = None
 
-    def multiply(self, x: Tensor, packed: Packed, *, exact: bool = False) -> Tensor:
+    def multiply(self, x: Tensor, packed: Packed, *, bits: int = 16) -> Tensor:
         """y (T, N) float32 of x (T, K), any float type. Does not modify its inputs.
 
         Args:
-            x: a row for each token. int4 and int8 weights take rows rounded to int8, a scale for each group.
+            x: a row for each token.
             packed: W (N, K).
-            exact: bf16 weights take rows in float32; else rounded to bfloat16.
+            bits: 8 or 16. int4 and int8 weights take rows rounded to integers of so many, a scale for each
+                group; bf16 weights take them in bfloat16 or float32.
         """
+        assert bits in ACTIVATION_BITS, f"activations of {bits} bits"
         assert x.dim() == 2 and x.shape[1] == packed.columns, f"{tuple(x.shape)} times K = {packed.columns}"
         x = x.float().contiguous()
         if self._library is None or self._handle is None:
             return reference(x, packed)
         y = torch.empty(len(x), packed.rows)
         place = ctypes.byref(linear(packed))
-        code = self._library.attar_multiply(self._handle, place, x.data_ptr(), len(x), exact, y.data_ptr())
+        code = self._library.attar_multiply(self._handle, place, x.data_ptr(), len(x), bits, y.data_ptr())
         raise_for(code, "a product")
         return y
 
@@ -77,7 +81,7 @@ class Team:
 
 
 def reference(x: Tensor, packed: Packed) -> Tensor:
-    """The same in torch: rows are not rounded to int8, otherwise equal."""
+    """The same in torch: rows are not rounded, otherwise equal."""
     return torch.nn.functional.linear(x.float(), unpack(packed), packed.bias)
 
 

@@ -52,7 +52,7 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
         *((name, FLOAT) for name in FLOATS),
-        *((name, WHOLE) for name in ("activation", "exact", "pool_kind", "unused")),
+        *((name, WHOLE) for name in ("activation", "bits", "pool_kind", "unused")),
         *((name, POINTER) for name in ("embedding", "embedding_exact", "norm")),
         ("head", Linear),
         *((name, POINTER) for name in ("layer", "pool")),

@@ -19,7 +19,7 @@ from tests import tiny_models
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 FAMILIES = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
-EXACT = {"kv_dtype": "float32", "exact": True}
+EXACT = {"kv_dtype": "float32", "bits": 16}
 LENGTH = 40
 CLOSE = {"rtol": 0, "atol": 2e-4}
 
@@ -104,7 +104,15 @@ def test_sequences_in_one_step(models):
     torch.testing.assert_close(rows, torch.cat(expected), **CLOSE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"weights": "int4", "kv_dtype": "bfloat16", "exact": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"weights": "int4", "kv_dtype": "bfloat16"},
+        {"weights": "int4", "kv_dtype": "bfloat16", "bits": 8},
+        {"kv_dtype": "bfloat16", "bits": 8},
+    ],
+)
 def test_a_token_does_not_depend_on_its_company(settings, models):
     """Bit by bit: alone or with others, in one chunk or in several, with any number of threads."""
     ids, other = tokens(600), tokens(90, seed=7)
@@ -223,10 +231,10 @@ def test_long_sequences_are_cut_into_parts(models):
     torch.testing.assert_close(rows, logits_of(model, ids)[690:], **CLOSE)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_bfloat16_keys_and_values(exact, models):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_bfloat16_keys_and_values(bits, models):
     model, ids = models("llama3"), tokens()
-    found = run(runner(model, kv_dtype="bfloat16", exact=exact), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
+    found = run(runner(model, kv_dtype="bfloat16", bits=bits), (0, ids, 0, LENGTH, [5, 2, 9], LENGTH))
     expected = logits_of(model, ids)
     assert divergence(expected, found) < 1e-3
 

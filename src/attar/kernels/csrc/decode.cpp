@@ -34,13 +34,13 @@ Team* attar_team(std::int32_t size) {
 }
 void attar_team_free(Team* team) { delete team; }
 
-// y (tokens, rows) = x (tokens, columns) of `linear`; the number is that of `guarded`.
+// y (tokens, rows) = x (tokens, columns) of `linear`, x taken in 8 or 16 bits; the number is that of `guarded`.
 std::int32_t attar_multiply(Team* team, const Linear* linear, const float* x, std::int64_t tokens,
-                            std::int32_t exact, float* y) {
+                            std::int32_t bits, float* y) {
     return guarded([&] {
         Input room;
-        room.reserve(*linear, tokens, exact);
-        const Taken in = room.taken(*linear, exact);
+        room.reserve(*linear, tokens, bits);
+        const Taken in = room.taken(*linear, bits);
         team->run(2, [&](Team::Member& member) {
             member.share(tokens, Parts::EVEN, [&](std::int64_t first, std::int64_t last) {
                 for (std::int64_t t = first; t < last; t++) in.put(t, 0, linear->columns, x + t * linear->columns);

@@ -33,12 +33,13 @@ class Compiled:
         block_size: tokens of a block, a multiple of 16.
         kv_dtype: bfloat16; int8 with a scale for each token and head; or float32 for comparisons.
         threads: None: ``OMP_NUM_THREADS``, or all processors.
-        exact: bf16 weights take activations in float32, else rounded to bfloat16 (faster).
+        bits: of the activations that products take. 16: integers of 16 bits where weights are codes, float32
+            where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
 
     Attributes:
         kv_dtype: as given.
-        activations: what products round their inputs to: int8 (a scale for every group), bfloat16, float32,
-            or two of them where weights differ.
+        activations: what products round their inputs to: int16 or int8 (a scale for every group), float32 or
+            bfloat16, or two of them where weights differ.
 
     Raises:
         UsageError: a setting is not one of these, or there is no compiler.
@@ -53,14 +54,14 @@ class Compiled:
         block_size: int = 16,
         kv_dtype: str = "bfloat16",
         threads: int | None = None,
-        exact: bool = False,
+        bits: int = 16,
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise UsageError(
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
-        self._program = Program(weights, blocks, block_size, threads=threads, exact=exact, kv_dtype=kv_dtype)
-        self.kv_dtype, self.activations = kv_dtype, _activations(weights, exact)
+        self._program = Program(weights, blocks, block_size, threads=threads, bits=bits, kv_dtype=kv_dtype)
+        self.kv_dtype, self.activations = kv_dtype, _activations(weights, bits)
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         table = weights.layers[0].rotary
@@ -84,10 +85,9 @@ class Compiled:
         """What ``describe.py`` tells of it."""
         program, layers = self._program, self.weights.layers
         kinds = {getattr(layer, name).kind: None for layer in layers for name in PRODUCTS}
-        coded, exact = [kind for kind in kinds if kind != "bf16"], "float32" if program.exact else "bfloat16"
         return {
             "weights": " and ".join(kinds),
-            "activations": " and ".join((["int8"] if coded else []) + ([exact] if "bf16" in kinds else [])),
+            "activations": self.activations,
             "threads": program.threads,
             "kv_dtype": program.kv_dtype,
             "kv_bytes": len(program.pool),
@@ -135,11 +135,11 @@ class Compiled:
         assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
 
 
-def _activations(weights: ModelWeights, exact: bool) -> str:
+def _activations(weights: ModelWeights, bits: int) -> str:
     """What the products of these weights round their inputs to; see :class:`Compiled`."""
     parts = [part for each in weights.layers for part in (each.qkv, each.out, each.gate_up, each.down)]
-    dense = "float32" if exact else "bfloat16"
-    kinds = {dense if part.kind == "bf16" else "int8" for part in (*parts, weights.head)}
+    dense = {8: "bfloat16", 16: "float32"}[bits]
+    kinds = {dense if part.kind == "bf16" else f"int{bits}" for part in (*parts, weights.head)}
     return " and ".join(sorted(kinds, reverse=True))
 
 

@@ -8,11 +8,11 @@
 //             for each 4 inputs: 16 fours of bytes of rows 0..15, then of rows 16..31          128 bytes
 //     int4    the same, for each 8 inputs: inputs 0..3 in the low halves of the bytes, 4..7 in the high ones
 //
-// Codes are unsigned. Tokens come quantized to int8 in the same groups, each with its scale and the sum of its
-// codes, so that with W = s (q - z) and x = t c a group's part of y is  s t (sum q c - z sum c),  the sums in
-// integers.
+// Codes are unsigned. Tokens come quantized to int8 or int16 in the same groups, each with its scale and the sum
+// of its codes, so that with W = s (q - z) and x = t c a group's part of y is  s t (sum q c - z sum c),  the sums
+// in integers. int16 codes lie in two planes of int8 (taken.h).
 //
-// bf16 weights take tokens rounded to bf16, or, where `exact` is asked for, float32.
+// bf16 weights take tokens rounded to bf16, or, with activations of 16 bits, float32.
 
 #pragma once
 

@@ -23,7 +23,7 @@ struct Model {
     std::int64_t layers, hidden, heads, kv_heads, head_dim, rotary, intermediate, vocabulary;
     std::int64_t block_size, blocks;
     float eps, scale, soft_cap, final_soft_cap, embedding_scale;
-    std::int32_t activation, exact;
+    std::int32_t activation, bits;  // bits: of activations, 8 or 16
     std::int32_t pool_kind, unused;
     const std::uint16_t* embedding;  // (vocabulary, hidden) bfloat16
     const float* embedding_exact;    // the same in float32, or null

@@ -10,34 +10,44 @@
 
 namespace attar {
 
+// A token's sum: of its code, or of both its planes.
+template <int PLANES>
+static inline I joined_planes(const I (*total)[2], int m, int half) {
+    if (PLANES == 1) return total[m][half];
+    return (total[2 * m][half] << 8) + total[2 * m + 1][half];
+}
+
 // A panel times M tokens from `token` on, added to `out`.
-template <int M, int BITS>
+template <int M, int BITS, int PLANES>
 static inline void product_codes(const Linear& linear, const std::uint8_t* panel, const Taken& in,
                                  std::int64_t token, F (*out)[2]) {
     constexpr int STEP = 32 / BITS;  // inputs in 128 bytes
     const std::int64_t groups = linear.groups(), columns = in.columns;
     const int group = linear.group;
-    const std::int8_t* codes = in.codes + token * columns;
+    const std::int8_t* codes = in.codes + token * PLANES * columns;
     const float* scales = in.scales + token * groups;
     const std::int32_t* sums = in.sums + token * groups;
     for (std::int64_t g = 0; g < groups; g++, codes += group, scales++, sums++) {
         const F low_scale = from_half(panel), high_scale = from_half(panel + 32);
         prefetch(panel + AHEAD);
         panel += 64;
-        I total[M][2] = {};
+        I total[M * PLANES][2] = {};  // of token m and plane p at m * PLANES + p
         F low_zero{}, high_zero{};
         if (linear.zeros) {
             low_zero = from_half(panel), high_zero = from_half(panel + 32);
             panel += 64;
         } else {
-            for (int m = 0; m < M; m++) total[m][0] = total[m][1] = all_ints(sums[m * groups]);
+            for (int m = 0; m < M; m++) {
+                const int last = m * PLANES + PLANES - 1;
+                total[last][0] = total[last][1] = all_ints(sums[m * groups]);
+            }
         }
         for (int k = 0; k < group; k += STEP, panel += 128) {
             const I low = load_ints(panel), high = load_ints(panel + 64);
             prefetch(panel + AHEAD);
             prefetch(panel + AHEAD + 64);
             if (BITS == 8) {
-                for (int m = 0; m < M; m++) {
+                for (int m = 0; m < M * PLANES; m++) {
                     const std::int32_t x = word(codes + m * columns + k);
                     total[m][0] = dot4<false>(total[m][0], low, x);
                     total[m][1] = dot4<false>(total[m][1], high, x);
@@ -45,7 +55,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             } else {
                 const I low_a = low & 0x0f0f0f0f, low_b = (low >> 4) & 0x0f0f0f0f;
                 const I high_a = high & 0x0f0f0f0f, high_b = (high >> 4) & 0x0f0f0f0f;
-                for (int m = 0; m < M; m++) {
+                for (int m = 0; m < M * PLANES; m++) {
                     const std::int32_t a = word(codes + m * columns + k), b = word(codes + m * columns + k + 4);
                     total[m][0] = dot4<true>(dot4<true>(total[m][0], low_a, a), low_b, b);
                     total[m][1] = dot4<true>(dot4<true>(total[m][1], high_a, a), high_b, b);
@@ -54,7 +64,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
         }
         for (int m = 0; m < M; m++) {
             const F t = all(scales[m * groups]);
-            F low = floats(total[m][0]), high = floats(total[m][1]);
+            F low = floats(joined_planes<PLANES>(total, m, 0)), high = floats(joined_planes<PLANES>(total, m, 1));
             if (linear.zeros) {
                 const F less = all(float(sums[m * groups]));
                 low = fma(low_zero, less, low);
@@ -101,8 +111,10 @@ static inline void product(const Linear& linear, const Taken& in, std::int64_t p
                            const Output& output) {
     F out[M][2] = {};
     const std::uint8_t* data = linear.data + panel * linear.panel_bytes();
-    if (linear.kind == INT4) product_codes<M, 4>(linear, data, in, token, out);
-    if (linear.kind == INT8) product_codes<M, 8>(linear, data, in, token, out);
+    if (linear.kind == INT4 && in.planes == 1) product_codes<M, 4, 1>(linear, data, in, token, out);
+    if (linear.kind == INT8 && in.planes == 1) product_codes<M, 8, 1>(linear, data, in, token, out);
+    if (linear.kind == INT4 && in.planes == 2) product_codes<M, 4, 2>(linear, data, in, token, out);
+    if (linear.kind == INT8 && in.planes == 2) product_codes<M, 8, 2>(linear, data, in, token, out);
     if (linear.kind == BF16 && in.rounded) product_bf16<M, true>(data, in, token, out);
     if (linear.kind == BF16 && !in.rounded) product_bf16<M, false>(data, in, token, out);
     const std::int64_t row = panel * PANEL;
@@ -120,7 +132,8 @@ static inline void product(const Linear& linear, const Taken& in, std::int64_t p
 // A panel times tokens [first, last).
 static inline void product_all(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t first,
                                std::int64_t last, const Output& output) {
-    for (; first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
+    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of eight tokens have no room in registers
+    for (; wide && first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
     for (; first + 4 <= last; first += 4) product<4>(linear, in, panel, first, output);
     for (; first + 2 <= last; first += 2) product<2>(linear, in, panel, first, output);
     for (; first < last; first++) product<1>(linear, in, panel, first, output);

@@ -34,12 +34,12 @@ private:
         if (std::int64_t(part_.size()) < tokens * m.heads * parts_) part_.resize(tokens * m.heads * parts_);
         for (std::int64_t at = 0; at < m.layers; at++) {
             const Layer& layer = m.layer[at];
-            to_qkv_.reserve(layer.qkv, tokens, m.exact);
-            to_out_.reserve(layer.out, tokens, m.exact);
-            to_gate_up_.reserve(layer.gate_up, tokens, m.exact);
-            to_down_.reserve(layer.down, tokens, m.exact);
+            to_qkv_.reserve(layer.qkv, tokens, m.bits);
+            to_out_.reserve(layer.out, tokens, m.bits);
+            to_gate_up_.reserve(layer.gate_up, tokens, m.bits);
+            to_down_.reserve(layer.down, tokens, m.bits);
         }
-        to_head_.reserve(m.head, batch_->wanted, m.exact);
+        to_head_.reserve(m.head, batch_->wanted, m.bits);
     }
 
     // Parts that are shared out: those of the longest sequence, or one where there are tasks enough.

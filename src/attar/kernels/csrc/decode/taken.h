@@ -1,5 +1,9 @@
-// Tokens as a Linear takes them: rounded to bfloat16, float32, or int8 in groups, each with its scale and the
-// sum of its codes.
+// Tokens as a Linear takes them: rounded to bfloat16, float32, or to integers in groups, each with its scale and
+// the sum of its codes.
+//
+// A code of 16 bits is  c = 256 high + low,  two planes of int8, so that the instructions for bytes serve both.
+// Of all radices this one wastes nothing: every pair of bytes is a code, the largest that has its negative is
+// 127 * 256 + 127, and a number is rounded by at most its group's peak / 65278.
 
 #pragma once
 
@@ -13,17 +17,19 @@ namespace attar {
 struct Taken {
     std::int64_t columns, groups;
     int group;     // 0: not quantized
+    int planes;    // of codes: 1 (int8) or 2 (int16)
     bool rounded;  // to bfloat16
     int zero;      // the weights' zero point, where all have the same; else 1
     float* values;
     std::uint16_t* halves;
-    std::int8_t* codes;
+    std::int8_t* codes;  // (tokens, planes, columns), the high plane first
     float* scales;
     std::int32_t* sums;  // of codes, times -zero
 
     // Inputs [first, last) of a token; `first` a multiple of the group, and of 16.
     void put(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
-        if (group) return quantize(token, first, last, from);
+        if (group && planes == 2) return quantize<2>(token, first, last, from);
+        if (group) return quantize<1>(token, first, last, from);
         const std::int64_t place = token * columns + first, count = last - first;
         if (!rounded) {
             std::memcpy(values + place, from, count * sizeof(float));
@@ -35,19 +41,26 @@ struct Taken {
     }
 
 private:
+    static constexpr float TINY = 1e-30f;  // a group of numbers below it counts as zeros
+
+    template <int PLANES>
     void quantize(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
+        constexpr float TOP = PLANES == 2 ? 127 * 257 : 127;
+        std::int8_t* high = codes + token * PLANES * columns;
         for (std::int64_t start = first; start < last; start += group, from += group) {
             F peak{};
             for (int i = 0; i < group; i += WIDTH) peak = larger(peak, magnitude(load(from + i)));
-            const float top = largest(peak), inverse = top > 0 ? 127.0f / top : 0.0f;
+            const float top = largest(peak), inverse = top > TINY ? TOP / top : 0.0f;
             I total{};
             for (int i = 0; i < group; i += WIDTH) {
                 const I code = __builtin_convertvector(round_even(load(from + i) * inverse), I);
+                const I rest = PLANES == 2 ? (code + 128) >> 8 : code;
                 total += code;
-                *(LooseB*)(codes + token * columns + start + i) = __builtin_convertvector(code, B);
+                *(LooseB*)(high + start + i) = __builtin_convertvector(rest, B);
+                if (PLANES == 2) *(LooseB*)(high + columns + start + i) = __builtin_convertvector(code - (rest << 8), B);
             }
             const std::int64_t place = token * groups + start / group;
-            scales[place] = top / 127.0f;
+            scales[place] = top / TOP;
             std::int32_t whole = 0;
             for (int i = 0; i < WIDTH; i++) whole += total[i];
             sums[place] = -zero * whole;
@@ -58,22 +71,22 @@ private:
 // The room for them.
 class Input {
 public:
-    void reserve(const Linear& linear, std::int64_t tokens, bool exact) {
+    void reserve(const Linear& linear, std::int64_t tokens, int bits) {
         const std::int64_t whole = tokens * linear.columns + 64;
         if (linear.kind != BF16) {
-            grow(codes_, whole);
+            grow(codes_, bits / 8 * whole);
             grow(scales_, tokens * linear.groups());
             grow(sums_, tokens * linear.groups());
-        } else if (exact) {
+        } else if (bits == 16) {
             grow(values_, whole);
         } else {
             grow(halves_, whole);
         }
     }
 
-    Taken taken(const Linear& linear, bool exact) {
+    Taken taken(const Linear& linear, int bits) {
         const bool bf16 = linear.kind == BF16;
-        return {linear.columns, linear.groups(), bf16 ? 0 : linear.group, bf16 && !exact, linear.zero(),
+        return {linear.columns, linear.groups(), bf16 ? 0 : linear.group, bits / 8,       bf16 && bits < 16, linear.zero(),
                 values_.data(), halves_.data(),  codes_.data(),           scales_.data(), sums_.data()};
     }
 

@@ -106,20 +106,20 @@ private:
     }
 
     void attend() {
-        const Taken in = r.to_qkv_.taken(layer().qkv, model.exact);
+        const Taken in = r.to_qkv_.taken(layer().qkv, model.bits);
         norm(layer().before_attention, batch.tokens, nullptr, in);
         multiply(layer().qkv, in, batch.tokens, r.qkv_.data(), qkv_width(), false);
         turn();
         look();
-        const Taken mixed = r.to_out_.taken(layer().out, model.exact);
+        const Taken mixed = r.to_out_.taken(layer().out, model.bits);
         join(mixed);
         multiply_add(layer().out, mixed, layer().after_attention);
     }
 
     void feed() {
         const std::int64_t wide = model.intermediate;
-        const Taken in = r.to_gate_up_.taken(layer().gate_up, model.exact);
-        const Taken inner = r.to_down_.taken(layer().down, model.exact);
+        const Taken in = r.to_gate_up_.taken(layer().gate_up, model.bits);
+        const Taken inner = r.to_down_.taken(layer().down, model.bits);
         norm(layer().before_mlp, batch.tokens, nullptr, in);
         multiply(layer().gate_up, in, batch.tokens, r.wide_.data(), 2 * wide, false);
         scratch.resize(wide);
@@ -200,7 +200,7 @@ private:
     }
 
     void logits() {
-        const Taken in = r.to_head_.taken(model.head, model.exact);
+        const Taken in = r.to_head_.taken(model.head, model.bits);
         norm(model.norm, batch.wanted, batch.rows, in);
         multiply(model.head, in, batch.wanted, batch.logits, model.vocabulary, false);
         if (model.final_soft_cap == 0.0f) return;
