@@ -11,7 +11,7 @@ from attar.kernels.build import load
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
 from attar.kernels.product import ACTIVATION_BITS, Team, reference
-from attar.kernels.structures import linear, raise_for
+from attar.kernels.structures import ZEROS, linear, raise_for
 
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
@@ -60,7 +60,8 @@ def assert_half_a_step(found, x, packed, bits):
 class Case:
     """A product in which nothing is rounded but what the kernel itself rounds: all scales are powers of two.
 
-    codes (T, K / G, G) and scales (T, K / G) of the rows, q (N, K / G, G), s and z (N, K / G) of the weight.
+    codes (T, K / G, G) and scales (T, K / G) of the rows, q (N, K / G, G), s and z (N, K / G) of the weight;
+    with zeros stored as products s is three times a power of two, s z whole.
     """
 
     codes: torch.Tensor
@@ -69,11 +70,13 @@ class Case:
     s: torch.Tensor
     z: torch.Tensor | None
     kind: str
+    zeros: str
 
     def product(self, team, bits):
         x = (self.codes * self.scales[..., None]).flatten(1).float()
-        q = self.q.flatten(1).to(torch.uint8)
-        return team.multiply(x, pack_codes(q, self.s, self.z, kind=self.kind), bits=bits)
+        packed = pack_codes(self.q.flatten(1).to(torch.uint8), self.s, self.z, kind=self.kind)
+        assert packed.zeros == self.zeros
+        return team.multiply(x, packed, bits=bits)
 
     def expected(self):
         """Group after group: sums of integers are exact, and what follows is rounded where the kernel does."""
@@ -81,15 +84,18 @@ class Case:
         for g in range(self.q.shape[1]):
             x, q = self.codes[:, g], self.q[:, g]
             less = x.sum(1, keepdim=True)
-            if self.z is None:
+            part, t = (x @ q.T).float().double(), self.scales[:, g, None]
+            if self.zeros == "middle":
                 part = (x @ q.T - (1 << (BITS[self.kind] - 1)) * less).float().double()
-            else:
-                part = (x @ q.T).float().double() - self.z[:, g].double() * less
-            y = (y + part.float().double() * self.s[:, g].double() * self.scales[:, g, None]).float().double()
+            if self.zeros == "points":
+                part = (part - self.z[:, g].double() * less).float().double()
+            y = (y + part * self.s[:, g].double() * t).float().double()
+            if self.zeros == "products":
+                y = (y - (self.s * self.z)[:, g].round().double() * (less * t)).float().double()
         return y.float()
 
 
-def case(kind, bits, group, tokens, zeroed, rows=70, columns=256):
+def case(kind, bits, group, tokens, zeros, rows=70, columns=256):
     generator = torch.Generator().manual_seed(group + tokens)
     top, largest, groups = TOPS[bits], (1 << BITS[kind]) - 1, columns // group
 
@@ -100,7 +106,10 @@ def case(kind, bits, group, tokens, zeroed, rows=70, columns=256):
     codes[..., 3] = top * (2 * whole(0, 1, tokens, groups) - 1)
     codes[0], q[0], q[1] = top, largest, 0  # the largest sums there are
     scales, s = 2.0 ** whole(-9, 9, tokens, groups), 2.0 ** whole(-3, 3, rows, groups)
-    return Case(codes, scales.double(), q, s, whole(0, largest, rows, groups).float() if zeroed else None, kind)
+    z = whole(0, largest, rows, groups).float()
+    if zeros == "products":
+        z, s = whole(0, 2047, rows, groups) / (3 * s), 3 * s
+    return Case(codes, scales.double(), q, s, None if zeros == "middle" else z, kind, zeros)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,6 +126,18 @@ def test_codes_come_back_exactly(kind, group, shape, zeroed):
     whole = -(-shape[0] // PANEL) * PANEL
     per_group = group * bits // 8 + (4 if zeroed else 2)
     assert packed.nbytes == whole * shape[1] // group * per_group
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_minima_of_float16_come_back_exactly(kind):
+    """llama.cpp's w = d q + m: z = -m / d is no float16, s z is; also where it is far beyond the codes."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 1 << BITS[kind], (40, 128), generator=generator, dtype=torch.uint8)
+    d, m = (torch.rand(2, 40, 4, generator=generator) * 0.01 + 0.001).half().double()
+    d[3, 2] = 2.0**-20
+    packed = pack_codes(codes, d.float(), (-m / d).float(), kind=kind)
+    expected = (codes.unflatten(1, (4, 32)) * d[..., None] + m[..., None]).flatten(1).float()
+    assert packed.zeros == "products" and torch.equal(unpack(packed), expected)
 
 
 def test_bf16_comes_back_exactly():
@@ -139,11 +160,11 @@ def test_quantized_zeros_are_zeros():
 @compiled
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("kind", ["int4", "int8"])
-@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("zeros", ZEROS)
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
-def test_products_of_codes_bit_by_bit(kind, tokens, zeroed, bits, team):
+def test_products_of_codes_bit_by_bit(kind, tokens, zeros, bits, team):
     for group in GROUPS:
-        one = case(kind, bits, group, tokens, zeroed)
+        one = case(kind, bits, group, tokens, zeros)
         assert torch.equal(one.product(team, bits), one.expected())
 
 
@@ -219,7 +240,7 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(UsageError, match="3 groups do not divide 128"):
         pack_codes(codes, torch.ones(32, 3), kind="int4")
     with pytest.raises(NumericsError, match="zero point"):
-        pack_codes(codes, torch.ones(32, 4), torch.full((32, 4), 1e6), kind="int4")
+        pack_codes(codes, torch.ones(32, 4), torch.full((32, 4), float("inf")), kind="int4")
     with pytest.raises(NumericsError, match="not finite"):
         pack(torch.full((32, 64), float("nan")), "int4")
 

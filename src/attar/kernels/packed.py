@@ -5,9 +5,10 @@ codes, unsigned: W = s (q - z). z need not be whole; without zero points it is t
 csrc/decode/linear.h tells the bytes; this is the same in torch, both ways, and is what stands behind the
 compiled product.
 
-Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 scales
-are kept exactly (while the largest is less than 2^28 times the smallest), float32 ones to 2^-12 of their
-value.
+Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 and
+float16 scales are kept exactly (while the largest is less than 2^24 times the smallest), float32 ones to 2^-12
+of their value. Of zero points either z is kept in float16 or s z in that unit, whichever is nearer for the
+matrix: whole zero points and GGUF's float16 minima are both exact.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ GROUPS = (16, 32, 64, 128)
 BITS = {"int4": 4, "int8": 8}
 
 Kind = Literal["bf16", "int8", "int4"]
+Zeros = Literal["middle", "points", "products"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Packed:
         columns: K.
         kind: what the weights are.
         group: G; 0 for bf16.
-        zeros: zero points are stored.
+        zeros: which are stored: none, being 8 or 128; points z; or products s z.
         unit: what stored scales are multiples of, a power of two.
         bias: float32 (N,) or None.
     """
@@ -50,7 +52,7 @@ class Packed:
     columns: int
     kind: Kind
     group: int = 0
-    zeros: bool = False
+    zeros: Zeros = "middle"
     unit: float = 1.0
     bias: Tensor | None = None
 
@@ -94,26 +96,23 @@ def pack_codes(
     Args:
         codes: q (N, K), uint8; below 16 for int4.
         scales: s (N, K / G), any float type.
-        zeros: z (N, K / G), kept as float16; None: 8 or 128.
+        zeros: z (N, K / G); None: 8 or 128.
         kind: int4 or int8.
         bias: (N,).
         arena: where the bytes go; None: memory of their own.
 
     Raises:
         UsageError: the groups do not divide K, or are not of 16, 32, 64 or 128 inputs.
-        NumericsError: a scale is not finite, or a zero point is none in float16.
+        NumericsError: a scale or a zero point is not finite.
     """
     (rows, columns), bits = codes.shape, BITS[kind]
     group = _group(columns, scales.shape[1])
-    unit = _unit(scales)
-    parts = [_padded((scales.float() / unit).to(torch.float16))]
-    if zeros is not None:
-        parts.append(_padded(_zeros(zeros)))
+    unit, stored, parts = _constants(scales, zeros)
     fields = [part.view(-1, PANEL, columns // group).transpose(1, 2).contiguous() for part in parts]
     found = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
     data = torch.cat(found, dim=2).flatten()
     kept = _kept(data, arena)
-    return Packed(kept, rows, columns, kind, group, zeros is not None, unit, _bias(bias))
+    return Packed(kept, rows, columns, kind, group, stored, unit, _bias(bias))
 
 
 def pack(
@@ -159,14 +158,16 @@ def unpack(packed: Packed) -> Tensor:
         pairs = packed.data.view(torch.bfloat16).view(-1, columns // 2, 2, 16, 2)
         return pairs.permute(0, 2, 3, 1, 4).reshape(-1, columns)[:rows].float()
     bits, group = BITS[packed.kind], packed.group
-    head = 128 if packed.zeros else 64
+    head = 64 if packed.zeros == "middle" else 128
     groups = packed.data.view(-1, columns // group, head + PANEL * group * bits // 8)
     scales = groups[..., :64].contiguous().view(torch.float16).transpose(1, 2).float() * packed.unit
-    zeros: Tensor | float = float(1 << (bits - 1))
-    if packed.zeros:
-        zeros = groups[..., 64:128].contiguous().view(torch.float16).transpose(1, 2)[..., None].float()
-    codes = _codes(groups[..., head:], group, bits)
-    return ((codes.float() - zeros) * scales[..., None]).reshape(-1, columns)[:rows]
+    codes, scales = _codes(groups[..., head:], group, bits).float(), scales[..., None]
+    if packed.zeros == "middle":
+        return ((codes - (1 << (bits - 1))) * scales).reshape(-1, columns)[:rows]
+    zeros = groups[..., 64:128].contiguous().view(torch.float16).transpose(1, 2)[..., None].float()
+    points = packed.zeros == "points"
+    parts = (codes - zeros) * scales if points else codes * scales - zeros * packed.unit
+    return parts.reshape(-1, columns)[:rows]
 
 
 def _code_bytes(codes: Tensor, group: int, bits: int) -> Tensor:
@@ -198,12 +199,20 @@ def _group(columns: int, groups: int) -> int:
     return columns // groups
 
 
-def _zeros(zeros: Tensor) -> Tensor:
-    """As they are kept."""
-    found = zeros.to(torch.float16)
-    if not found.isfinite().all():
-        raise NumericsError("a zero point is beyond float16", hint="its group's scale is too small")
-    return found
+def _constants(scales: Tensor, zeros: Tensor | None) -> tuple[float, Zeros, list[Tensor]]:
+    """The unit, what is stored of zero points, and the fields, float16 (whole panels, K / G)."""
+    unit, scales = _unit(scales), scales.float()
+    if zeros is None:
+        return unit, "middle", [_padded((scales / unit).to(torch.float16))]
+    if not zeros.isfinite().all():
+        raise NumericsError("a zero point is not finite", hint="its group's scale is too small")
+    products = scales * zeros.float()
+    common = _unit(torch.stack([scales.abs().amax(), products.abs().amax()]))
+    stored, points = (products / common).to(torch.float16), zeros.to(torch.float16)
+    far = ((points.float() - zeros.float()) * scales).abs().amax()
+    if far <= (stored.float() * common - products).abs().amax():
+        return unit, "points", [_padded((scales / unit).to(torch.float16)), _padded(points)]
+    return common, "products", [_padded((scales / common).to(torch.float16)), _padded(stored)]
 
 
 def _unit(scales: Tensor) -> float:

@@ -15,6 +15,7 @@ from attar.kernels.packed import Packed
 
 POINTER, LONG, WHOLE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 KINDS = {"bf16": 16, "int8": 8, "int4": 4}
+ZEROS = {"middle": 0, "points": 1, "products": 2}
 
 
 class Linear(ctypes.Structure):
@@ -81,7 +82,7 @@ def linear(packed: Packed) -> Linear:
         packed.columns,
         KINDS[packed.kind],
         packed.group,
-        packed.zeros,
+        ZEROS[packed.zeros],
         packed.unit,
     )
 

@@ -1,9 +1,9 @@
 """Weights of a quantized checkpoint as the kernels take them: no code is rounded again.
 
 A weight w = s (q - z) on an even grid (formats/uniform.py) of 2, 3 or 4 bits rides in lanes of 4 bits, one of
-5 to 8 in lanes of 8; q and z move by 8 or 128, so that codes are unsigned. A scale of many inputs, or of a
-whole row, is repeated over groups that a kernel has. Where inputs name their groups (GPTQ's act-order), the
-inputs are sorted by group, and whoever multiplies sorts its rows likewise.
+5 to 8 in lanes of 8; q and z move together, so that codes are unsigned: by 8 or 128 where there is no z. A
+scale of many inputs, or of a whole row, is repeated over groups that a kernel has. Where inputs name their
+groups (GPTQ's act-order), the inputs are sorted by group, and whoever multiplies sorts its rows likewise.
 
 What is fused (q, k and v; gate and up) must be of one kind: codes of 4 bits become codes of 8, groups the
 smallest of them, and zeros are written out, all of it exact.
@@ -21,8 +21,6 @@ from attar.formats.uniform import Uniform
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, Kind, Packed, pack_codes
 
-LARGEST = 65504.0  # zero that the kernels keep, in float16
-
 
 @dataclass(frozen=True)
 class Codes:
@@ -31,7 +29,7 @@ class Codes:
     Attributes:
         codes: uint8 (N, K), inputs in the order ``order``.
         scales: float32 (N, K / G).
-        zeros: float32 (N, K / G), kept as float16; None: the middle of the codes.
+        zeros: float32 (N, K / G); None: the middle of the codes.
         kind: int4 or int8.
         order: int64 (K,), the input of each column; None: as they are.
     """
@@ -63,13 +61,15 @@ def codes_of(weight: Uniform) -> Codes | None:
     if size is None:
         return None
     kind: Kind = "int4" if weight.bits <= BITS["int4"] else "int8"
-    middle = 1 << (BITS[kind] - 1)
+    shift = 1 << (BITS[kind] - 1)
+    if weight.zero is not None:  # the nearer zeros are to 0, the more of them float16 keeps
+        shift = -int(weight.codes.min())
     codes = weight.codes if order is None else weight.codes[:, order]
     first = groups[::size]
-    zeros = None if weight.zero is None else _spread(weight.zero, rows, first) + middle
-    if zeros is not None and not bool((zeros.abs() <= LARGEST).all()):
+    zeros = None if weight.zero is None else _spread(weight.zero, rows, first) + shift
+    if zeros is not None and not bool(zeros.isfinite().all()):
         return None
-    return Codes((codes + middle).view(torch.uint8), _spread(weight.scale, rows, first), zeros, kind, order)
+    return Codes((codes + shift).view(torch.uint8), _spread(weight.scale, rows, first), zeros, kind, order)
 
 
 def fused(parts: Sequence[Codes]) -> Codes | None:
@@ -109,10 +109,9 @@ def _spread(table: Tensor, rows: int, groups: Tensor) -> Tensor:
 
 def _widened(part: Codes) -> Codes:
     """Codes of 4 bits as codes of 8."""
-    if part.kind == "int8":
-        return part
-    zeros = None if part.zeros is None else part.zeros + 120
-    return replace(part, codes=part.codes + 120, zeros=zeros, kind="int8")
+    if part.zeros is not None:
+        return replace(part, kind="int8")
+    return replace(part, codes=part.codes + (120 if part.kind == "int4" else 0), kind="int8")
 
 
 def _regrouped(part: Codes, size: int) -> Codes:

@@ -4,7 +4,7 @@
 // attar/kernels/packed.py lays it out,
 //
 //     bf16    for each 2 inputs: 16 pairs of rows 0..15, 16 pairs of rows 16..31               128 bytes
-//     int8    for each group: 32 scales (float16), 32 zeros (float16) if there are any, then
+//     int8    for each group: 32 scales (float16), 32 zeros z or s z (float16) if there are any, then
 //             for each 4 inputs: 16 fours of bytes of rows 0..15, then of rows 16..31          128 bytes
 //     int4    the same, for each 8 inputs: inputs 0..3 in the low halves of the bytes, 4..7 in the high ones
 //
@@ -28,20 +28,23 @@ constexpr std::int64_t HELD = 1 << 18;   // bytes of panels that are kept near w
 
 enum Kind : std::int32_t { BF16 = 16, INT8 = 8, INT4 = 4 };
 
+// Zero points: none (8, or 128), z, or s z, whichever float16 holds better.
+enum Zeros : std::int32_t { MIDDLE = 0, POINTS = 1, PRODUCTS = 2 };
+
 struct Linear {
     const std::uint8_t* data;
     const float* bias;  // (rows,) or null
     std::int64_t rows, columns;
     std::int32_t kind, group;
-    std::int32_t zeros;  // zero points are stored; else the middle: 8, or 128
-    float unit;          // what the stored scales are multiples of, a power of two
+    std::int32_t zeros;  // how zero points are stored
+    float unit;          // what the stored scales (and products with them) are multiples of, a power of two
 
     std::int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
     std::int64_t groups() const { return kind == BF16 ? 1 : columns / group; }
-    int zero() const { return zeros || kind == BF16 ? 1 : 1 << (kind - 1); }
+    int zero() const { return zeros != MIDDLE || kind == BF16 ? 1 : 1 << (kind - 1); }
     std::int64_t panel_bytes() const {
         if (kind == BF16) return columns / 2 * 128;
-        return groups() * ((zeros ? 128 : 64) + std::int64_t(group) * PANEL * kind / 8);
+        return groups() * ((zeros != MIDDLE ? 128 : 64) + std::int64_t(group) * PANEL * kind / 8);
     }
 };
 

@@ -33,7 +33,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
         panel += 64;
         I total[M * PLANES][2] = {};  // of token m and plane p at m * PLANES + p
         F low_zero{}, high_zero{};
-        if (linear.zeros) {
+        if (linear.zeros != MIDDLE) {
             low_zero = from_half(panel), high_zero = from_half(panel + 32);
             panel += 64;
         } else {
@@ -65,13 +65,18 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
         for (int m = 0; m < M; m++) {
             const F t = all(scales[m * groups]);
             F low = floats(joined_planes<PLANES>(total, m, 0)), high = floats(joined_planes<PLANES>(total, m, 1));
-            if (linear.zeros) {
+            if (linear.zeros == POINTS) {
                 const F less = all(float(sums[m * groups]));
                 low = fma(low_zero, less, low);
                 high = fma(high_zero, less, high);
             }
             out[m][0] = fma(low, low_scale * t, out[m][0]);
             out[m][1] = fma(high, high_scale * t, out[m][1]);
+            if (linear.zeros == PRODUCTS) {
+                const F less = all(float(sums[m * groups])) * t;
+                out[m][0] = fma(low_zero, less, out[m][0]);
+                out[m][1] = fma(high_zero, less, out[m][1]);
+            }
         }
     }
 }
