@@ -25,7 +25,8 @@ from attar.kernels.product import default_threads
 
 TILE = 16  # places of a block that a vector of keys holds
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-KV_BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
+KV_BYTES = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+KV_KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,7 @@ class Program:
             blocks=self.blocks,
             activation=ACTIVATIONS[w.activation],
             bits=bits,
-            pool_kind=KV_BYTES[kv_dtype],
+            pool_kind=KV_KINDS[kv_dtype],
             norm=w.norm.data_ptr(),
             head=structures.linear(w.head),
             layer=ctypes.cast(self._layers, ctypes.c_void_p),

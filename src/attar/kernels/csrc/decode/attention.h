@@ -56,7 +56,7 @@ class Attention {
 public:
     Attention(const Model& model, std::int64_t layer)
         : model_(model), layer_(layer), group_(model.heads / model.kv_heads), room_(group_ * CHUNK), scales_(group_, 1.0f) {
-        if (model.pool_kind == WIDE) return;
+        if (model.plain()) return;
         halves_.resize(group_ * CHUNK);
         queries_.resize(group_ * model.head_dim + WIDTH);
         query_scales_.resize(group_);
@@ -105,7 +105,8 @@ private:
             hide(look, start + i * WIDTH, i * WIDTH);
         }
         for (std::int64_t q = 0; q < group_; q++) weigh(q, tiles * WIDTH);
-        if (model_.pool_kind == WIDE) each_mix<Halves>(count, room_.data());
+        if (model_.pool_kind == WIDE) each_mix<Float32>(count, room_.data());
+        if (model_.pool_kind == FLOAT16) each_mix<Float16>(count, room_.data());
         if (model_.pool_kind == HALVES) each_mix<Halves>(count, halves_.data());
         if (model_.pool_kind == CODES) each_mix<Codes>(count, halves_.data());
     }
@@ -139,7 +140,8 @@ private:
     }
 
     void tile_scores(int index, const float* queries, float* to) {
-        if (model_.pool_kind == WIDE) return each_scores<Halves>(keys_[index], queries, to);
+        if (model_.pool_kind == WIDE) return each_scores<Float32>(keys_[index], queries, to);
+        if (model_.pool_kind == FLOAT16) return each_scores<Float16>(keys_[index], queries, to);
         if (model_.pool_kind == HALVES) return each_scores<Halves>(keys_[index], queries_.data(), to);
         each_scores<Codes>(keys_[index], queries_.data(), to);
         const F scale = load(key_scales_[index]);

@@ -16,7 +16,7 @@ struct Layer {
     Linear qkv, out, gate_up, down;
 };
 
-enum Pool : std::int32_t { CODES = 1, HALVES = 2, WIDE = 4 };  // bytes of a number
+enum Pool : std::int32_t { CODES = 1, HALVES = 2, FLOAT16 = 3, WIDE = 4 };  // int8, bfloat16, float16, float32
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
 
 struct Model {
@@ -36,6 +36,7 @@ struct Model {
     // they are codes. head_dim is rounded up to whole vectors.
     std::int64_t padded() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
     std::int64_t row_bytes() const { return padded() * (pool_kind == WIDE ? 4 : pool_kind == CODES ? 1 : 2); }
+    bool plain() const { return pool_kind == WIDE || pool_kind == FLOAT16; }  // queries and weights stay float32
     std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == CODES ? 4 : 0)); }
     float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
     std::uint8_t* keys(std::int64_t at, std::int64_t block, std::int64_t head) const {

@@ -9,6 +9,13 @@
 
 namespace attar {
 
+// At most 16 numbers to float16.
+static inline void store_halves(const float* from, std::int64_t count, std::uint16_t* to) {
+    float padded[WIDTH] = {};
+    std::memcpy(padded, from, count * sizeof(float));
+    store_half(to, load(padded));
+}
+
 static inline void remember(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t slot,
                             const float* key, const float* value, std::int8_t* codes) {
     const std::int64_t block = slot / model.block_size, place = slot % model.block_size, dim = model.head_dim;
@@ -19,6 +26,16 @@ static inline void remember(const Model& model, std::int64_t layer, std::int64_t
     if (model.pool_kind == WIDE) {
         for (std::int64_t d = 0; d < dim; d++) ((float*)(keys + tile))[d * WIDTH + row] = key[d];
         std::memcpy(values + tile + row * model.row_bytes(), value, dim * sizeof(float));
+    } else if (model.pool_kind == FLOAT16) {
+        std::uint16_t *key_tile = (std::uint16_t*)(keys + tile), *value_row = (std::uint16_t*)(values + tile) + row * stride;
+        for (std::int64_t start = 0; start < dim; start += WIDTH) {
+            const std::int64_t count = std::min<std::int64_t>(WIDTH, dim - start);
+            std::uint16_t some[WIDTH];
+            store_halves(key + start, count, some);
+            for (std::int64_t i = 0; i < count; i++) key_tile[(start + i) * WIDTH + row] = some[i];
+            store_halves(value + start, count, some);
+            std::memcpy(value_row + start, some, count * sizeof(some[0]));
+        }
     } else if (model.pool_kind == CODES) {
         model.scales(keys)[place] = narrow(key, dim, codes);
         for (std::int64_t d = 0; d < dim; d++) (keys + tile)[key_at(d)] = std::uint8_t(codes[d]);
@@ -39,7 +56,7 @@ static inline void move(const Model& model, std::int64_t layer, std::int64_t hea
         return (Number*)(half + slot % size / WIDTH * WIDTH * bytes);
     };
     const std::int64_t source = from % size % WIDTH, target = to % size % WIDTH;
-    const bool wide = model.pool_kind == WIDE;
+    const bool wide = model.plain();
     const auto key = [&](std::int64_t row, std::int64_t d) {
         return wide ? d * WIDTH + row : (d / 2 * WIDTH + row) * 2 + d % 2;
     };

@@ -5,7 +5,7 @@
 //
 // Queries and weights are bfloat16 then. A pool of int8 has codes in the same places, and a float32 scale for
 // each token that goes into scores and weights; queries and weights are int16 of a scale then, so that sums are
-// exact. A pool of float32 has keys (head_dim, 16) and values (16, padded), and all else is float32, too.
+// exact. A pool of float16 or float32 has keys (head_dim, 16) and values (16, padded), and all else is float32.
 
 #pragma once
 
@@ -34,6 +34,16 @@ struct Codes {
     static I dot(I total, I row, std::int32_t x) { return dot_shorts(total, row, x); }
 };
 
+// One number a lane.
+struct Float16 {
+    static constexpr int BYTES = 2;
+    static F row(const std::uint8_t* from) { return from_half(from); }
+};
+struct Float32 {
+    static constexpr int BYTES = 4;
+    static F row(const std::uint8_t* from) { return load((const float*)from); }
+};
+
 // Scores of Q heads with a tile of keys; queries (Q, dim). Codes: to be multiplied by both scales.
 template <class Kind, int Q>
 static inline void scores(const std::uint8_t* keys, const std::uint16_t* queries, std::int64_t dim, float* to) {
@@ -55,12 +65,16 @@ static inline void scores(const std::uint8_t* keys, const std::uint16_t* queries
 
 template <class Kind, int Q>
 static inline void scores(const std::uint8_t* keys, const float* queries, std::int64_t dim, float* to) {
-    F sums[Q] = {};
-    for (std::int64_t d = 0; d < dim; d++) {
-        const F row = load((const float*)keys + d * WIDTH);
-        for (int q = 0; q < Q; q++) sums[q] = fma(row, all(queries[q * dim + d]), sums[q]);
+    constexpr int STEP = WIDTH * Kind::BYTES;
+    F sums[Q][2] = {};
+    for (std::int64_t d = 0; d < dim; d += 2, keys += 2 * STEP) {
+        const F first = Kind::row(keys), second = Kind::row(keys + STEP);
+        for (int q = 0; q < Q; q++) {
+            sums[q][0] = fma(first, all(queries[q * dim + d]), sums[q][0]);
+            sums[q][1] = fma(second, all(queries[q * dim + d + 1]), sums[q][1]);
+        }
     }
-    for (int q = 0; q < Q; q++) store(to + q * CHUNK, sums[q]);
+    for (int q = 0; q < Q; q++) store(to + q * CHUNK, sums[q][0] + sums[q][1]);
 }
 
 // mixed (Q, stride) += weights (Q, CHUNK) times scales (Q,) of the first `count` values of some tiles, for V
@@ -91,10 +105,11 @@ static inline void mix(const std::uint8_t* const* tiles, std::int64_t stride, st
     for (int q = 0; q < Q; q++)
         for (int v = 0; v < V; v++) sums[q][v] = load(mixed + q * stride + at + v * WIDTH);
     for (int i = 0; i < count; i++) {
-        const float* from = (const float*)tiles[i / WIDTH] + i % WIDTH * stride + at;
+        const std::uint8_t* from = tiles[i / WIDTH] + (i % WIDTH * stride + at) * Kind::BYTES;
+        F row[V];
+        for (int v = 0; v < V; v++) row[v] = Kind::row(from + v * WIDTH * Kind::BYTES);
         for (int q = 0; q < Q; q++)
-            for (int v = 0; v < V; v++)
-                sums[q][v] = fma(load(from + v * WIDTH), all(weights[q * CHUNK + i]), sums[q][v]);
+            for (int v = 0; v < V; v++) sums[q][v] = fma(row[v], all(weights[q * CHUNK + i]), sums[q][v]);
     }
     for (int q = 0; q < Q; q++)
         for (int v = 0; v < V; v++) store(mixed + q * stride + at + v * WIDTH, sums[q][v]);

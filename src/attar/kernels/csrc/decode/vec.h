@@ -95,10 +95,32 @@ static inline void store_bf16(void* to, F value) {
 static inline F from_half(const void* from) {
 #if defined(__AVX512F__)
     return (F)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+    union { F all; __m256 half[2]; } found;
+    for (int i = 0; i < 2; i++) found.half[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from + i));
+    return found.all;
 #else
     const I bits = __builtin_convertvector(*(const LooseH*)from, I);
     const F size = (F)((bits & 0x7fff) << 13) * 0x1p112f;
     return (F)((I)size | (bits & 0x8000) << 16);
+#endif
+}
+
+// Rounded to float16, half to even; what is beyond it becomes its largest.
+static inline void store_half(void* to, F value) {
+    const F inside = smaller(larger(value, all(-65504.0f)), all(65504.0f));
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)inside, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    union { F all; __m256 half[2]; } parts{inside};
+    for (int i = 0; i < 2; i++)
+        _mm_storeu_si128((__m128i*)to + i, _mm256_cvtps_ph(parts.half[i], _MM_FROUND_TO_NEAREST_INT));
+#else
+    const F size = magnitude(inside);
+    const I bits = (I)size, normal = (bits + 0xfff + (bits >> 13 & 1)) >> 13;
+    const I small = __builtin_convertvector(round_even(size * 0x1p24f), I);  // multiples of 2^-24
+    const I found = (size < 0x1p-14f ? small : normal - (112 << 10)) | ((I)inside >> 16 & 0x8000);
+    *(LooseH*)to = __builtin_convertvector(found, H);
 #endif
 }
 
