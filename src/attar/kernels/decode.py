@@ -26,7 +26,7 @@ from attar.kernels.product import default_threads
 TILE = 16  # places of a block that a vector of keys holds
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 KV_BYTES = {"int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
-KV_KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}
+KINDS = {"int8": 1, "bfloat16": 2, "float16": 3, "float32": 4}  # of keys and values, and of the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class ModelWeights:
     """A model.
 
     Attributes:
-        embedding: (vocabulary, hidden), bfloat16 or float32.
+        embedding: (vocabulary, hidden), float16, bfloat16 or float32.
         norm: float32 (hidden,), before the head.
         head: (vocabulary, hidden).
         layers: of one shape; their weights may be of different kinds.
@@ -188,20 +188,21 @@ class Program:
         self._library.attar_move(ctypes.byref(self._model), array.ctypes.data, len(array))
 
     def _structure(self, bits: int, kv_dtype: str) -> structures.Model:
-        w, whole = self.weights, self.weights.embedding.dtype == torch.float32
+        w = self.weights
         found = structures.Model(
             layers=len(w.layers),
             block_size=self.block_size,
             blocks=self.blocks,
             activation=ACTIVATIONS[w.activation],
             bits=bits,
-            pool_kind=KV_KINDS[kv_dtype],
+            pool_kind=KINDS[kv_dtype],
+            embedding_kind=KINDS[str(w.embedding.dtype).removeprefix("torch.")],
+            embedding=w.embedding.data_ptr(),
             norm=w.norm.data_ptr(),
             head=structures.linear(w.head),
             layer=ctypes.cast(self._layers, ctypes.c_void_p),
             pool=self.pool.data_ptr(),
         )
-        setattr(found, "embedding_exact" if whole else "embedding", w.embedding.data_ptr())
         for name in (*structures.SIZES, *structures.FLOATS):
             setattr(found, name, getattr(w, name))
         return found

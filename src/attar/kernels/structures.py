@@ -53,8 +53,8 @@ class Model(ctypes.Structure):
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
         *((name, FLOAT) for name in FLOATS),
-        *((name, WHOLE) for name in ("activation", "bits", "pool_kind", "unused")),
-        *((name, POINTER) for name in ("embedding", "embedding_exact", "norm")),
+        *((name, WHOLE) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
+        *((name, POINTER) for name in ("embedding", "norm")),
         ("head", Linear),
         *((name, POINTER) for name in ("layer", "pool")),
     ]
@@ -101,6 +101,7 @@ def library() -> Any | None:
     found.attar_team_free.argtypes, found.attar_team_free.restype = [POINTER], None
     found.attar_multiply.argtypes = [POINTER, POINTER, POINTER, LONG, WHOLE, POINTER]
     found.attar_multiply.restype = WHOLE
+    found.attar_dot_products.argtypes, found.attar_dot_products.restype = [], WHOLE
     found.attar_runner.argtypes, found.attar_runner.restype = [POINTER, WHOLE], POINTER
     found.attar_runner_free.argtypes, found.attar_runner_free.restype = [POINTER], None
     found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], WHOLE

@@ -154,7 +154,8 @@ def evaluate(
     start = time.monotonic()
     reset_peak(settings.device)
     where = {"dtype": settings.dtype, "device": settings.device}
-    subject = load_subject(model, runner=settings.runner, kv_dtype=settings.kv_dtype, **where)
+    how = {name: getattr(settings, name) for name in ("runner", "kv_dtype", "activations")}
+    subject = load_subject(model, **how, **where)
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
     sample = _sample(subject, settings)

@@ -5,7 +5,7 @@
 is ``lm_eval`` with that model known: releases up to 0.4.13 find no model outside of their own package. In
 Python, importing this module is enough: ``lm_eval.simple_evaluate(model="attar", ...)``.
 
-Arguments: pretrained (as MODEL of ``attar evaluate``), runner, dtype, device, kv_dtype.
+Arguments: pretrained (as MODEL of ``attar evaluate``), runner, dtype, device, kv_dtype, activations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     Args:
         pretrained: a folder, a ``.gguf`` file, a hub id or attar:tiny.
-        runner, dtype, device, kv_dtype: as in ``attar evaluate``.
+        runner, dtype, device, kv_dtype, activations: as in ``attar evaluate``.
         batch_size, max_batch_size: of other models; batches are as large as memory allows.
     """
 
@@ -47,13 +47,13 @@ class Harness(TemplateLM):  # type: ignore[misc]
         dtype: str = "auto",
         device: str = "cpu",
         kv_dtype: str = "auto",
+        activations: int | str = "auto",
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
         super().__init__()
-        self.subject = load_subject(
-            pretrained, runner=runner, dtype=dtype, device=device or "cpu", kv_dtype=kv_dtype
-        )
+        how: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
+        self.subject = load_subject(pretrained, dtype=dtype, device=device or "cpu", **how)
         self.tokenizer = self.subject.tokenizer
         self.max_length = self.subject.context or CONTEXT
 

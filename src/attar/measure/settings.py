@@ -51,6 +51,13 @@ class EvaluateSettings:
     kv_dtype: str = field(
         default="auto", metadata={"help": "how the runner keeps keys and values, as in generate and serve"}
     )
+    activations: int | str = field(
+        default="auto",
+        metadata={
+            "help": "bits of what products of packed weights take, as in generate and serve",
+            "choices": ("auto", 16, 8),
+        },
+    )
     reference_speed: bool = field(
         default=False, metadata={"help": "time transformers on the decoded weights as well"}
     )
@@ -83,5 +90,6 @@ class EvaluateSettings:
             if getattr(self, name) not in allowed:
                 listed = ", ".join(allowed[:-1]) + f" or {allowed[-1]}"
                 raise SettingsError(name, getattr(self, name), listed)
-        if self.runner == "transformers" and self.kv_dtype != "auto":
-            raise SettingsError("kv_dtype", self.kv_dtype, "auto with --runner transformers")
+        for name in ("kv_dtype", "activations"):
+            if self.runner == "transformers" and getattr(self, name) != "auto":
+                raise SettingsError(name, getattr(self, name), "auto with --runner transformers")

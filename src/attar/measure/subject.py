@@ -64,7 +64,7 @@ class Formats:
 
     Attributes:
         runner: compiled, modules or transformers.
-        activations: what products round their inputs to: float32, bfloat16, int8, or two of them.
+        activations: what products round their inputs to: float32, bfloat16, int16, int8, or two of them.
         kv_dtype: how keys and values are kept.
     """
 
@@ -89,6 +89,7 @@ def load_subject(
     device: str = "cpu",
     runner: str = "transformers",
     kv_dtype: str = "auto",
+    activations: int | str = "auto",
 ) -> Subject:
     """Load a model to measure it; one that is loaded already is returned as it is.
 
@@ -98,6 +99,7 @@ def load_subject(
         runner: compiled or modules; auto: what serves the model, or transformers where the runtime cannot;
             transformers.
         kv_dtype: how the runner keeps keys and values.
+        activations: bits of what its products take: auto, 16 or 8.
 
     Raises:
         ModelError: not a causal language model, or none that the runner runs.
@@ -111,7 +113,8 @@ def load_subject(
     if runner == "transformers":
         return _in_transformers(checkpoint, dtype, device)
     try:
-        loaded = load_runner(checkpoint, dtype=dtype, device=device, runner=runner, kv_dtype=kv_dtype)
+        how: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
+        loaded = load_runner(checkpoint, dtype=dtype, device=device, **how)
     except ModelError as problem:
         if runner != "auto":
             raise

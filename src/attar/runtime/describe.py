@@ -18,7 +18,7 @@ class Description:
         runner: compiled or modules.
         why: why the compiled runner does not run it, in a sentence; empty where it does.
         weights: how the Linears' weights are held: int4, int8, bf16, or a dtype.
-        activations: what products take: int8 where weights are codes, else a dtype.
+        activations: what products take: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
         kv_dtype: of keys and values.
         kv_tokens: that the pool holds.

@@ -50,6 +50,8 @@ class LLM:
         limits: how much runs together, and how much may wait.
         runner: compiled, modules, or auto: compiled where it holds the weights as they are stored and does
             all that is asked for (docs/runtime.md), else modules.
+        activations: bits of what products of packed weights take: 16, 8, or auto: 16 where the processor has
+            instructions that keep a step's speed, else 8 (docs/runtime.md).
         weights: int8 or int4: dense weights are rounded while they are loaded, by the compiled runner.
         speculate: ngram, lookahead or self: how tokens are drafted, several of which a pass verifies.
         draft: a model that drafts; its tokenizer may be another.
@@ -76,6 +78,7 @@ class LLM:
         prefix_cache: bool | None = None,
         limits: Limits | None = None,
         runner: str = "auto",
+        activations: int | str = "auto",
         weights: str | None = None,
         speculate: str | None = None,
         draft: str | Path | Checkpoint | None = None,
@@ -85,6 +88,7 @@ class LLM:
         wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
         wanted.check_with(evicting(eviction))
         alike: dict[str, Any] = {"device": device, "block_size": block_size}  # a draft keeps its own dtype
+        alike["activations"] = activations
         kept: dict[str, Any] = {"kv_dtype": kv_dtype, "kv_tokens": kv_tokens, "eviction": eviction}
         loaded = load(model, runner=runner, weights=weights, dtype=dtype, **alike, **kept)
         self._assemble(loaded, limits, prefix_cache, make_speculator(wanted, loaded, model, **alike))

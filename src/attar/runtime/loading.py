@@ -29,7 +29,7 @@ from attar.runtime.kv.manager import Manager
 from attar.runtime.runner.choice import Asked, obstacle
 from attar.runtime.runner.codes import Codes, codes_of
 from attar.runtime.runner.compiled import Compiled
-from attar.runtime.runner.compiled_weights import model_weights
+from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import packed_model
 from attar.runtime.runner.probe import probe
@@ -135,12 +135,15 @@ def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Co
 
     kind: Any = asked.weights or "bf16"
     whole = torch.bfloat16 if packed or asked.dtype == "bfloat16" else None
+    if EMBEDDING in view.tensors and view.coded(EMBEDDING):
+        whole = torch.float16  # nearer to codes times a scale
     made = model_weights(config, view.tensors, load, coded, weights=kind, embedding=whole)
-    kept = "bfloat16" if asked.kv_dtype == "auto" else asked.kv_dtype
+    kept = {8: "bfloat16", 16: "float16"}[asked.bits] if asked.kv_dtype == "auto" else asked.kv_dtype
     token_bytes = pool_bytes(made, 1, 1, kv_dtype=kept)
     table = made.layers[0].rotary
     tokens = kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
-    return Compiled(made, blocks=-(-tokens // asked.block_size), block_size=asked.block_size, kv_dtype=kept)
+    blocks = -(-tokens // asked.block_size)
+    return Compiled(made, blocks=blocks, block_size=asked.block_size, kv_dtype=kept, bits=asked.bits)
 
 
 def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Modules:
@@ -148,7 +151,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
     loaded = None
     if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
         try:
-            loaded = packed_model(checkpoint)
+            loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:
             slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
     if loaded is None:

@@ -26,6 +26,10 @@ class EngineSettings:
 
     runner: str = _option("auto", "what computes; auto: compiled where it can hold the weights as stored",
                           choices=("auto", "compiled", "modules"))  # fmt: skip
+    activations: int | str = _option(
+        "auto", "bits of what products take; auto: 16 where the processor has instructions for it, else 8",
+        choices=("auto", 16, 8),
+    )  # fmt: skip
     weights: str | None = _option(None, "round dense weights while they are loaded", choices=("int8", "int4"))
     dtype: str = _option("auto", "what to compute in; auto: float32 on a CPU, the checkpoint's own on a GPU",
                          choices=("auto", "float32", "bfloat16", "float16"))  # fmt: skip
@@ -82,9 +86,9 @@ class EngineSettings:
         from attar.runtime.kv.evict import EVICTIONS
 
         name, numbers = _eviction(self.eviction)
-        plain = ("runner", "weights", "dtype", "device", "kv_dtype", "kv_tokens", "block_size", *_DRAFTING)
+        plain = ("runner", "activations", "weights", "dtype", "device", "kv_dtype", "kv_tokens", "block_size")
         return {
-            **{each: getattr(self, each) for each in plain},
+            **{each: getattr(self, each) for each in (*plain, *_DRAFTING)},
             "eviction": EVICTIONS[name](**numbers) if name else None,  # type: ignore[arg-type]
             "prefix_cache": {"auto": None, "on": True, "off": False}[self.prefix_cache],
             "limits": Limits(**{each: getattr(self, each) for each in _LIMITS}),

@@ -26,6 +26,9 @@ static std::int32_t guarded(Function f) noexcept {
 
 extern "C" {
 
+// Whether this processor sums products of bytes in one instruction.
+std::int32_t attar_dot_products() { return DOT_PRODUCTS; }
+
 // Threads for `attar_multiply`; null: no memory.
 Team* attar_team(std::int32_t size) {
     Team* made = nullptr;

@@ -14,6 +14,7 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
 from attar.kernels.build import missing
 from attar.kernels.decode import TILE
+from attar.kernels.product import usual_bits
 from attar.kernels.structures import library
 from attar.models.configs import load_config
 from attar.models.device import pick_device
@@ -24,6 +25,7 @@ from attar.runtime.runner.compiled_weights import check_config
 RUNNERS = ("auto", "compiled", "modules")
 WEIGHTS = ("int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACTIVATIONS = ("auto", 16, 8)
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,28 @@ class Asked:
     block_size: int = 16
     eviction: Eviction | None = None
     weights: str | None = None
+    activations: int | str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("runner", RUNNERS), ("dtype", DTYPES), ("weights", (None, *WEIGHTS))):
+        choices: dict[str, tuple[Any, ...]] = {
+            "runner": RUNNERS,
+            "dtype": DTYPES,
+            "weights": (None, *WEIGHTS),
+            "activations": ACTIVATIONS,
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                words = [each for each in allowed if each]
+                words = [str(each) for each in allowed if each]
                 raise SettingsError(name, getattr(self, name), ", ".join(words[:-1]) + f" or {words[-1]}")
         if self.block_size < 1:
             raise SettingsError("block_size", self.block_size, "at least 1")
         if self.weights and self.runner == "modules":
             raise SettingsError("runner", "modules", f"compiled for weights={self.weights!r}")
+
+    @property
+    def bits(self) -> int:
+        """Of activations."""
+        return usual_bits() if self.activations == "auto" else int(self.activations)
 
 
 def obstacle(checkpoint: Any, asked: Asked) -> str:

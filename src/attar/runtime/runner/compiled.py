@@ -31,7 +31,7 @@ class Compiled:
         weights: made by :func:`compiled_weights.model_weights`.
         blocks: blocks of the pool.
         block_size: tokens of a block, a multiple of 16.
-        kv_dtype: bfloat16; int8 with a scale for each token and head; or float32 for comparisons.
+        kv_dtype: float16, bfloat16, float32, or int8 with a scale for each token and head.
         threads: None: ``OMP_NUM_THREADS``, or all processors.
         bits: of the activations that products take. 16: integers of 16 bits where weights are codes, float32
             where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
@@ -52,7 +52,7 @@ class Compiled:
         *,
         blocks: int,
         block_size: int = 16,
-        kv_dtype: str = "bfloat16",
+        kv_dtype: str = "float16",
         threads: int | None = None,
         bits: int = 16,
     ) -> None:
@@ -61,7 +61,7 @@ class Compiled:
                 f"kv_dtype {kv_dtype!r}", hint=f"the compiled runner keeps {', '.join(KV_DTYPES)}"
             )
         self._program = Program(weights, blocks, block_size, threads=threads, bits=bits, kv_dtype=kv_dtype)
-        self.kv_dtype, self.activations = kv_dtype, _activations(weights, bits)
+        self.kv_dtype, self.bits, self.activations = kv_dtype, bits, _activations(weights, bits)
         windows = [layer.window for layer in weights.layers]
         self._windowed, self.window = any(windows), max(windows) if all(windows) else None
         table = weights.layers[0].rotary

@@ -101,7 +101,7 @@ def model_weights(
         head: the same of the head; None: as ``weights``.
         group: inputs that share a scale.
         context: rows of the rotary tables; None: the config's ``max_position_embeddings``.
-        embedding: bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
+        embedding: float16, bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
 
     Raises:
         ModelError: the family, or something in the checkpoint, is not what the compiled step does.

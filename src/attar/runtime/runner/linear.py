@@ -1,7 +1,8 @@
 """Linears that keep a quantized weight as small as its file has it, in place of transformers' own.
 
-    PackedLinear    codes on an even grid: y = x W^T in the compiled library, rows of x rounded to int8 with a
-                    scale for each group of inputs; in torch where there is no library, and then not rounded
+    PackedLinear    codes on an even grid: y = x W^T in the compiled library, rows of x rounded to int16 or
+                    int8 with a scale for each group of inputs; in torch where there is no library, and then
+                    not rounded
     DecodedLinear   any other layout (FP8, NF4, EXL2): the stored tensors are held, and decoded for each
                     product, one weight at a time
 
@@ -27,18 +28,19 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         codes: of W (N, K).
         bias: (N,) or None.
         team: who multiplies; shared by all Linears of a model.
+        bits: that rows of x are rounded to.
     """
 
-    def __init__(self, codes: Codes, bias: Tensor | None, team: Team) -> None:
+    def __init__(self, codes: Codes, bias: Tensor | None, team: Team, bits: int = 16) -> None:
         super().__init__()
-        self.packed, self.order, self._team = codes.pack(bias), codes.order, team
+        self.packed, self.order, self.bits, self._team = codes.pack(bias), codes.order, bits, team
         self.in_features, self.out_features = self.packed.columns, self.packed.rows
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             rows = rows[:, self.order]
-        return self._team.multiply(rows, self.packed).to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return self._team.multiply(rows, self.packed, bits=self.bits).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
 
 class DecodedLinear(nn.Module):  # type: ignore[misc]

@@ -41,8 +41,8 @@ class Modules:
     Attributes:
         features: rows of ``kv/compose.py`` and what asked for them; who schedules checks its own with them.
         kv_dtype: how keys and values are kept.
-        activations: what products round their inputs to: int8 where Linears keep their codes and are
-            compiled, else the model's dtype; both where some are.
+        activations: what products round their inputs to: int16 or int8 where Linears keep their codes and
+            are compiled, else the model's dtype; both where some are.
 
     Raises:
         ModelError: the model's attention is not what the runtime does, by name.
@@ -86,10 +86,10 @@ class Modules:
     def facts(self) -> dict[str, Any]:
         """What ``describe.py`` tells of it."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        packed = [each.packed.kind for each in self.model.modules() if isinstance(each, PackedLinear)]
-        rounded = ["int8"] if packed and library() is not None else []
+        packed = [each for each in self.model.modules() if isinstance(each, PackedLinear)]
+        rounded = [f"int{packed[0].bits}"] if packed and library() is not None else []
         return {
-            "weights": " and ".join(dict.fromkeys(packed)) or dtype,
+            "weights": " and ".join(dict.fromkeys(each.packed.kind for each in packed)) or dtype,
             "activations": " and ".join([*rounded, dtype]),
             "threads": torch.get_num_threads() if self.pool.device.type == "cpu" else 0,
             "kv_dtype": self.pool.kv_dtype,
@@ -167,7 +167,8 @@ def _activations(model: Any) -> str:
     if library() is None or not linears:
         return dense
     others = any(isinstance(module, nn.Linear | DecodedLinear) for module in model.modules())
-    return f"int8 and {dense}" if others else "int8"
+    integers = f"int{linears[0].bits}"
+    return f"{integers} and {dense}" if others else integers
 
 
 def _watch(eviction: Eviction | None) -> HeavyWatch | TailWatch | None:

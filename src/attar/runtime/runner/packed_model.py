@@ -42,13 +42,16 @@ class Held:
         return getattr(self._checkpoint, name)
 
 
-def packed_model(checkpoint: Any, dtype: torch.dtype = torch.float32, threads: int | None = None) -> Any:
+def packed_model(
+    checkpoint: Any, dtype: torch.dtype = torch.float32, threads: int | None = None, bits: int = 16
+) -> Any:
     """A model in evaluation mode that a runner may take over.
 
     Args:
         checkpoint: quantized.
         dtype: of everything that is not quantized, and of what flows.
         threads: of the compiled products; None: as ``kernels.product.default_threads`` says.
+        bits: of the activations that they take, 8 or 16.
 
     Raises:
         ModelError: a tensor has no place of its own in the model, or a place has no tensor.
@@ -58,7 +61,7 @@ def packed_model(checkpoint: Any, dtype: torch.dtype = torch.float32, threads: i
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = empty_model(config)
-    filling = _Filling(model, checkpoint, dtype, Team(threads))
+    filling = _Filling(model, checkpoint, dtype, Team(threads), bits)
     weakref.finalize(model, filling.team.close)
     for name in filling.decoded.tensors:
         filling.place(name)
@@ -73,8 +76,8 @@ def packed_model(checkpoint: Any, dtype: torch.dtype = torch.float32, threads: i
 class _Filling:
     """Puts tensors into an empty model."""
 
-    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: Team) -> None:
-        self.model, self.dtype, self.team = model, dtype, team
+    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: Team, bits: int) -> None:
+        self.model, self.dtype, self.team, self.bits = model, dtype, team, bits
         self.decoded, self.held = Decoded(checkpoint), Decoded(Held(checkpoint))
         self.prefix = f"{getattr(model, 'base_model_prefix', '')}."
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -125,7 +128,7 @@ class _Filling:
         made = (
             DecodedLinear(lambda: self.held.load(name), bias, turned)
             if codes is None
-            else PackedLinear(codes, bias, self.team)
+            else PackedLinear(codes, bias, self.team, self.bits)
         )
         parent, _, leaf = path.rpartition(".")
         setattr(self.model.get_submodule(parent), leaf, made)

@@ -157,7 +157,9 @@ def _skipping(target: Loaded, share: float, kv_tokens: int, settings: dict[str, 
         weights = runner.weights
         keep = _kept(target, len(weights.layers), share)
         less = replace(weights, layers=tuple(weights.layers[layer] for layer in keep))
-        small: Compiled | Modules = Compiled(less, blocks=blocks, block_size=runner.block_size)
+        small: Compiled | Modules = Compiled(
+            less, blocks=blocks, block_size=runner.block_size, bits=runner.bits
+        )
         nbytes = pool_bytes(less, blocks, runner.block_size)
     else:
         assert isinstance(runner, Modules)

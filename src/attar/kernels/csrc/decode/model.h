@@ -16,7 +16,8 @@ struct Layer {
     Linear qkv, out, gate_up, down;
 };
 
-enum Pool : std::int32_t { CODES = 1, HALVES = 2, FLOAT16 = 3, WIDE = 4 };  // int8, bfloat16, float16, float32
+// Keys and values, and the embedding: int8, bfloat16, float16, float32.
+enum Pool : std::int32_t { CODES = 1, HALVES = 2, FLOAT16 = 3, WIDE = 4 };
 enum Activation : std::int32_t { SILU = 0, GELU_TANH = 1 };
 
 struct Model {
@@ -24,9 +25,8 @@ struct Model {
     std::int64_t block_size, blocks;
     float eps, scale, soft_cap, final_soft_cap, embedding_scale;
     std::int32_t activation, bits;  // bits: of activations, 8 or 16
-    std::int32_t pool_kind, unused;
-    const std::uint16_t* embedding;  // (vocabulary, hidden) bfloat16
-    const float* embedding_exact;    // the same in float32, or null
+    std::int32_t pool_kind, embedding_kind;  // of enum Pool
+    const void* embedding;                   // (vocabulary, hidden)
     const float* norm;
     Linear head;
     const Layer* layer;

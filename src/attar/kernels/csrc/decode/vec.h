@@ -124,12 +124,23 @@ static inline void store_half(void* to, F value) {
 #endif
 }
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr bool DOT_PRODUCTS = true;
+#else
+constexpr bool DOT_PRODUCTS = false;
+#endif
+
 // Lane by lane, the sum of four unsigned bytes of w times the four signed bytes x, added to total. SMALL: no
 // byte of w is above 15.
 template <bool SMALL>
 static inline I dot4(I total, I w, std::int32_t x) {
 #if defined(__AVX512VNNI__)
     return (I)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+    union { I all; __m256i half[2]; } in, out;
+    in.all = w, out.all = total;
+    for (int i = 0; i < 2; i++) out.half[i] = _mm256_dpbusd_avx_epi32(out.half[i], in.half[i], _mm256_set1_epi32(x));
+    return out.all;
 #elif defined(__AVX2__)
     // Pairs are summed in 16 bits, which seven bits of a weight never overflow; the eighth goes by itself.
     union { I all; __m256i half[2]; } in, out;

@@ -61,12 +61,14 @@ private:
     void embed() {
         each(batch.tokens, model.hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
             const std::int64_t row = batch.ids[t] * model.hidden;
+            const float* floats = (const float*)model.embedding + row;
+            const std::uint16_t* halves = (const std::uint16_t*)model.embedding + row;
             float* x = r.x_.data() + t * model.hidden;
-            for (std::int64_t i = first; i < last; i++) {
-                const std::uint32_t bits = model.embedding_exact ? 0 : std::uint32_t(model.embedding[row + i]) << 16;
-                float value;
-                std::memcpy(&value, &bits, 4);
-                x[i] = (model.embedding_exact ? model.embedding_exact[row + i] : value) * model.embedding_scale;
+            for (std::int64_t i = first; i < last; i += WIDTH) {
+                const F value = model.embedding_kind == WIDE      ? load(floats + i)
+                                : model.embedding_kind == FLOAT16 ? from_half(halves + i)
+                                                                  : from_bf16(halves + i);
+                store(x + i, value * model.embedding_scale);
             }
         });
     }
