@@ -1,7 +1,7 @@
 """Decoding and prompts: the compiled runner beside llama.cpp, transformers and what the memory gives.
 
     python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
-        [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv bfloat16]
+        [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
 
 Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B; llama.cpp's are of Q4_0, Q8_0 and BF16,
 transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
@@ -38,7 +38,7 @@ from attar.kernels.product import Team
 
 PROBE = 1 << 28
 TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
-KV_BYTES = {"bfloat16": 2.0, "int8": 1.0, "float32": 4.0}
+KV_BYTES = {"float16": 2.0, "bfloat16": 2.0, "int8": 1.0, "float32": 4.0}
 
 
 @dataclass
@@ -57,7 +57,9 @@ class Timed:
 
 def main() -> None:
     arguments = parse()
-    print(f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}")
+    print(
+        f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}, activations of {arguments.activations} bits"
+    )
     torch.set_num_threads(arguments.threads)
     for shape in arguments.shapes:
         for kind in arguments.weights:
@@ -83,16 +85,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--kv", default="bfloat16", choices=sorted(KV_BYTES))
+    parser.add_argument("--kv", default="float16", choices=sorted(KV_BYTES))
+    parser.add_argument("--activations", type=int, default=16, choices=[8, 16])
     return parser.parse_args()
 
 
 def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
     """The runners, ours first."""
     config = llama_config(shape)
-    yield "attar", Attar(config, kind, arguments.kv, arguments.threads)
+    yield "attar", Attar(config, kind, arguments.kv, arguments.threads, arguments.activations)
     if "llama.cpp" in arguments.peers:
-        yield "llama.cpp", LlamaCpp(shape, kind, arguments.threads)
+        yield "llama.cpp", LlamaCpp.random(shape, kind, arguments.threads)
     if "transformers" in arguments.peers:
         yield "transformers", Transformers(config)
 

@@ -18,6 +18,7 @@ from peers import environments
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
+from attar.kernels.decode import ModelWeights
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
@@ -62,10 +63,20 @@ def llama_config(shape: str) -> Any:
 class Attar:
     """The compiled runner, one call a step."""
 
-    def __init__(self, config: Any, kind: Any, kv_dtype: str, threads: int) -> None:
+    def __init__(self, config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16) -> None:
         weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
+        self._start(weights, kv_dtype=kv_dtype, threads=threads, bits=bits)
+
+    @classmethod
+    def of(cls, weights: ModelWeights, **settings: Any) -> Attar:
+        """Weights that are there."""
+        made = cls.__new__(cls)
+        made._start(weights, **settings)
+        return made
+
+    def _start(self, weights: ModelWeights, **settings: Any) -> None:
         self.nbytes = weights.nbytes
-        self._runner = Compiled(weights, blocks=CONTEXT // 16, kv_dtype=kv_dtype, threads=threads)
+        self.runner = Compiled(weights, blocks=CONTEXT // 16, **settings)
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
@@ -74,19 +85,19 @@ class Attar:
         began = time.perf_counter()
         for at in range(start, start + tokens):
             spans = tuple(Span(n, at, at + 1, table, 1) for n, table in enumerate(tables))
-            self._runner.run(Step([at % 1000] * count, spans)).argmax(1)
+            self.runner.run(Step([at % 1000] * count, spans)).argmax(1)
         return time.perf_counter() - began
 
     def prompt(self, tokens: int) -> float:
         """In one step."""
         step = Step(list(range(tokens)), (Span(0, 0, tokens, tuple(range(tokens // 16)), 1),))
         began = time.perf_counter()
-        self._runner.run(step)
+        self.runner.run(step)
         return time.perf_counter() - began
 
     def close(self) -> None:
         """Ends its threads."""
-        self._runner.close()
+        self.runner.close()
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -144,22 +155,29 @@ class Transformers:
 class LlamaCpp:
     """``peers/llamacpp_decode_run.py`` in its environment."""
 
-    def __init__(self, shape: str, kind: str, threads: int) -> None:
+    def __init__(self, job: dict[str, Any]) -> None:
         script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
-        job = {"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "threads": threads, "context": CONTEXT}
         command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self._answer()
 
+    @classmethod
+    def random(cls, shape: str, kind: str, threads: int) -> LlamaCpp:
+        """A model of a shape."""
+        return cls({"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "threads": threads, "context": CONTEXT})
+
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Behind what is there already."""
-        return self._ask({"count": count, "start": start, "tokens": tokens})
+        return self._seconds({"count": count, "start": start, "tokens": tokens})
 
     def prompt(self, tokens: int) -> float:
         """In batches of 512."""
-        return self._ask({"prompt": tokens})
+        return self._seconds({"prompt": tokens})
+
+    def _seconds(self, request: dict[str, Any]) -> float:
+        return float(self.ask(request)["seconds"])
 
     def close(self) -> None:
         """Ends the process."""
@@ -167,11 +185,12 @@ class LlamaCpp:
         self._process.stdin.close()
         self._process.wait()
 
-    def _ask(self, request: dict[str, int]) -> float:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request of its script."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return float(self._answer()["seconds"])
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout

@@ -1,13 +1,16 @@
 """Times llama.cpp's decoding, inside the environment of llama-cpp-python: one process that answers requests.
 
     python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
+    python llamacpp_decode_run.py '{"file": "model.gguf", "threads"}'
 
-The model is a Llama of random weights, every matrix of one type, written to a temporary file that is gone
-once it is loaded. Then every line of the standard input is a request, and is answered by a line {"seconds"}:
+The model is a file, or a Llama of random weights, every matrix of one type, written to a temporary file that is
+gone once it is loaded. Then every line of the standard input is a request, and is answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    so many steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
     {"prompt"}                      a prompt of so many tokens
+    {"score", "to"}                 logits float32 of these tokens, to a file of numpy
+    {"greedy", "tokens", "end"}     at most so many likeliest tokens behind these; answered by {"ids"}
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ class Sequences:
         self.count, self.filled = count, 0
         self.context = api.llama_init_from_model(model, params)
         self.batch = api.llama_batch_init(BATCH, 0, 1)
+        self.vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
         if not self.context:
             raise SystemExit("llama_init_from_model failed")
 
@@ -120,6 +124,31 @@ class Sequences:
             raise SystemExit("llama_decode failed")
         if wants:
             api.llama_get_logits_ith(self.context, -1)
+
+    def read(self, ids: list[int], start: int) -> Any:
+        """Logits (len(ids), vocabulary) of tokens from a position on."""
+        found = []
+        for first in range(0, len(ids), BATCH):
+            some = ids[first : first + BATCH]
+            self.batch.n_tokens = len(some)
+            for index, token in enumerate(some):
+                self.batch.token[index], self.batch.pos[index] = token, start + first + index
+                self.batch.n_seq_id[index], self.batch.seq_id[index][0] = 1, 0
+                self.batch.logits[index] = True
+            if api.llama_decode(self.context, self.batch):
+                raise SystemExit("llama_decode failed")
+            rows = np.ctypeslib.as_array(api.llama_get_logits(self.context), (len(some), self.vocabulary))
+            found.append(rows.copy())
+        return np.concatenate(found)
+
+    def greedy(self, ids: list[int], tokens: int, end: int) -> list[int]:
+        """The likeliest tokens, up to the end token."""
+        self.cut(0)
+        rows, made = self.read(ids, 0), []
+        while len(made) < tokens and (token := int(rows[-1].argmax())) != end:
+            made.append(token)
+            rows = self.read([token], len(ids) + len(made) - 1)
+        return made
 
     def cut(self, length: int) -> None:
         """Forgets what is behind, or fills what is missing."""
@@ -156,8 +185,9 @@ def main() -> None:
     api.llama_log_set(silent, ctypes.c_void_p(0))
     api.llama_backend_init()
     with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "model.gguf"
-        write_model(job["shape"], job["type"], job["context"], file)
+        file = Path(job.get("file") or Path(place) / "model.gguf")
+        if "file" not in job:
+            write_model(job["shape"], job["type"], job["context"], file)
         params = api.llama_model_default_params()
         params.use_mmap = False
         model = api.llama_model_load_from_file(str(file).encode(), params)
@@ -168,14 +198,24 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         count, start = request.get("count", 1), request.get("start", 0)
-        room = -(-(start + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
+        given = request.get("score") or request.get("greedy") or []
+        room = -(-(start + len(given) + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
         if (count, room) not in contexts:
             contexts[count, room] = Sequences(model, count, room, job["threads"])
-        found = contexts[count, room]
-        seconds = (
-            found.prompt(request["prompt"]) if "prompt" in request else found.steps(start, request["tokens"])
-        )
-        os.write(answer, (json.dumps({"seconds": seconds}) + "\n").encode())
+        os.write(answer, (json.dumps(answered(contexts[count, room], request)) + "\n").encode())
+
+
+def answered(sequences: Sequences, request: dict[str, Any]) -> dict[str, Any]:
+    """To one request."""
+    if "score" in request:
+        sequences.cut(0)
+        np.save(request["to"], sequences.read(request["score"], 0))
+        return {}
+    if "greedy" in request:
+        return {"ids": sequences.greedy(request["greedy"], request["tokens"], request["end"])}
+    if "prompt" in request:
+        return {"seconds": sequences.prompt(request["prompt"])}
+    return {"seconds": sequences.steps(request.get("start", 0), request["tokens"])}
 
 
 if __name__ == "__main__":

@@ -287,9 +287,7 @@ def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
             assert fails(team._handle, 1 << 62, -1, 1) == 1
             assert fails(team._handle, 8, -1, 0) == 0 == fails(team._handle, 8, -1, 1)
         w, x = weight(40, 128), torch.randn(3, 128)
-        assert torch.allclose(
-            team.multiply(x, pack_bf16(w)), x @ w.bfloat16().float().T, atol=1e-4
-        )
+        assert torch.allclose(team.multiply(x, pack_bf16(w)), x @ w.bfloat16().float().T, atol=1e-4)
 
 
 @compiled

@@ -48,21 +48,25 @@ def four(folder: Path) -> Any:
 
 @compiled_only
 def test_rounded_activations_are_in_the_figures(four: Any) -> None:
-    """The compiled runner rounds activations to int8: that loss is measured, and transformers has none."""
+    """The compiled runner rounds activations, to 8 bits or 16: that loss is measured, and transformers has none."""
     made = make_reference(load_subject(four), SETTINGS, batches=text())
     exact = measure_quality(load_subject(four, runner="transformers"), SETTINGS, made)
-    subject = load_subject(four, runner=EvaluateSettings().runner)
-    served = measure_quality(subject, SETTINGS, made)
     assert exact.kl_mean == 0.0
-    assert served.kl_mean is not None and 1e-7 < served.kl_mean < 0.05
-    assert "int8" in formats(subject).activations and formats(subject).runner == "compiled"
+    for bits, least, most in ((8, 1e-6, 0.05), (16, 0.0, 1e-6)):
+        subject = load_subject(four, runner=EvaluateSettings().runner, activations=bits)
+        served = measure_quality(subject, SETTINGS, made)
+        print(served.kl_mean)
+        assert served.kl_mean is not None and least < served.kl_mean < most
+        assert f"int{bits}" in formats(subject).activations and formats(subject).runner == "compiled"
 
 
 @compiled_only
 def test_the_format_of_keys_and_values_is_in_the_figures(four: Any) -> None:
     made = make_reference(load_subject(four), SETTINGS, batches=text())
-    usual, eight = (load_subject(four, runner="compiled", kv_dtype=kv) for kv in ("auto", "int8"))
-    assert [formats(each).kv_dtype for each in (usual, eight)] == ["bfloat16", "int8"]
+    usual, eight = (
+        load_subject(four, runner="compiled", kv_dtype=kv, activations=16) for kv in ("auto", "int8")
+    )
+    assert [formats(each).kv_dtype for each in (usual, eight)] == ["float16", "int8"]
     assert measure_quality(usual, SETTINGS, made).kl_mean != measure_quality(eight, SETTINGS, made).kl_mean
 
 

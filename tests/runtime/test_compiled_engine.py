@@ -44,9 +44,7 @@ def wanted(model, prompts):
 
 
 def llm(model, blocks=64, **limits):
-    runner = compiled(
-        model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", bits=16
-    )
+    runner = compiled(model.config, model.state_dict(), blocks=blocks, threads=2, kv_dtype="float32", bits=16)
     lookback = (runner.window, 0)
     return LLM.of(Loaded(runner, lookback=lookback), limits=Limits(**limits))
 

@@ -166,7 +166,9 @@ def test_a_tree(models):
         torch.testing.assert_close(rows[ends], expected[-1], **CLOSE)
 
 
-@pytest.mark.parametrize(("kv_dtype", "near"), [("float32", 2e-4), ("float16", 5e-3), ("bfloat16", 0.05), ("int8", 0.1)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "near"), [("float32", 2e-4), ("float16", 5e-3), ("bfloat16", 0.05), ("int8", 0.1)]
+)
 def test_the_accepted_path_of_a_tree_moves_together(models, kv_dtype, near):
     """Bit for bit what a chain leaves in the same slots."""
     model, ids = models("llama3"), tokens()

@@ -40,7 +40,11 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             rows = rows[:, self.order]
-        return self._team.multiply(rows, self.packed, bits=self.bits).to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return (
+            self._team.multiply(rows, self.packed, bits=self.bits)
+            .to(x.dtype)
+            .view(*x.shape[:-1], self.out_features)
+        )
 
 
 class DecodedLinear(nn.Module):  # type: ignore[misc]
