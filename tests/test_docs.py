@@ -37,7 +37,10 @@ def test_links_between_documents_lead_somewhere():
 
 def test_documents_name_only_verbs_that_exist():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
-        for verb in re.findall(r"^(?:    )?attar ([a-z-]+)", page.read_text(), flags=re.M):
+        text = page.read_text()
+        fenced = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, flags=re.M | re.S))
+        verbs = re.findall(r"^    attar ([a-z-]+)", text, flags=re.M)
+        for verb in verbs + re.findall(r"^attar ([a-z-]+)", fenced, flags=re.M):
             assert verb in VERBS, f"{page.name}: attar {verb}"
 
 
