@@ -28,6 +28,7 @@ from decode_cases import Attar, LlamaCpp, Runner
 from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.paths import find
 from attar.models.load import load_model
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -69,7 +70,7 @@ def main() -> None:
     }
     peers: dict[str, LlamaCpp] = {}
     if arguments.peers:
-        file = str(open_checkpoint(arguments.model).path)
+        file = str(find(arguments.model))
         peers["llama.cpp"] = LlamaCpp({"file": file, "threads": arguments.threads})
     if "loss" in arguments.parts:
         losses(loaded, ours, peers, arguments)

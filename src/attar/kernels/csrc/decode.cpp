@@ -27,7 +27,7 @@ static std::int32_t guarded(Function f) noexcept {
 extern "C" {
 
 // Whether this processor sums products of bytes in one instruction.
-std::int32_t attar_dot_products() { return DOT_PRODUCTS; }
+std::int32_t attar_dot_products() { return one::DOT_PRODUCTS; }
 
 // Threads for `attar_multiply`; null: no memory.
 Team* attar_team(std::int32_t size) {

@@ -53,11 +53,11 @@ private:
             const float top = largest(peak), inverse = top > TINY ? TOP / top : 0.0f;
             I total{};
             for (int i = 0; i < group; i += WIDTH) {
-                const I code = __builtin_convertvector(round_even(load(from + i) * inverse), I);
-                const I rest = PLANES == 2 ? (code + 128) >> 8 : code;
+                const I code = ints(round_even(load(from + i) * inverse));
+                const I upper = PLANES == 2 ? (code + 128) >> 8 : code;
                 total += code;
-                *(LooseB*)(high + start + i) = __builtin_convertvector(rest, B);
-                if (PLANES == 2) *(LooseB*)(high + columns + start + i) = __builtin_convertvector(code - (rest << 8), B);
+                store_bytes(high + start + i, upper);
+                if (PLANES == 2) store_bytes(high + columns + start + i, code - (upper << 8));
             }
             const std::int64_t place = token * groups + start / group;
             scales[place] = top / TOP;
