@@ -110,12 +110,18 @@ def test_several_texts_of_one_prompt(model, prompts, wanted):
 
 @pytest.mark.parametrize("bits", [8, 16])
 def test_drafts_chunks_and_company_change_no_token(bits):
-    """Integer products of either width: a pass over several tokens gives each the numbers that it has alone."""
+    """Integer products of either width: a token has the same numbers alone and in company."""
     settings = {"weights": "int4", "activations": bits, "kv_tokens": 2048}
     ids = [[2, 40, 41, 42, 40, 41, 42, 40], list(range(50, 90)), [7]]
     alone = LLM("attar:tiny", **settings)
     wanted = [tokens(alone.generate([prompt], GREEDY))[0] for prompt in ids]
-    drafting = LLM("attar:tiny", speculate="ngram", drafts=6, **settings, limits=Limits(step_tokens=32, chunk=10))
+    drafting = LLM(
+        "attar:tiny",
+        speculate="ngram",
+        drafts=6,
+        **settings,
+        limits=Limits(step_tokens=32, sequences=4, chunk=10),
+    )
     assert tokens(drafting.generate(ids, GREEDY)) == wanted
     drafts = drafting.engine.speculator
     assert drafts is not None
