@@ -114,7 +114,7 @@ def losses(
     )
     del model
     print("| | KL | mean &#124;Δ log p&#124; | top-1 | answer |\n|---|---|---|---|---|")
-    print(f"| exact | 0 | 0 | 100 % | {shown(loaded, made[0, len(prompt) :].tolist())} |")
+    print(f"| float32 | 0 | 0 | 100 % | {shown(loaded, made[0, len(prompt) :].tolist())} |")
     for name, runner in ours.items():
         found = Loaded(runner.runner, loaded.tokenizer, loaded.ends)
         params = SamplingParams(temperature=0.0, max_tokens=24)

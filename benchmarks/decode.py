@@ -58,7 +58,8 @@ class Timed:
 def main() -> None:
     arguments = parse()
     print(
-        f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}, activations of {arguments.activations} bits"
+        f"{platform.machine()}, torch {torch.__version__}, {arguments.threads} threads, KV {arguments.kv}",
+        f"activations of {arguments.activations} bits",
     )
     torch.set_num_threads(arguments.threads)
     for shape in arguments.shapes:

@@ -3,8 +3,8 @@
     python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
     python llamacpp_decode_run.py '{"file": "model.gguf", "threads"}'
 
-The model is a file, or a Llama of random weights, every matrix of one type, written to a temporary file that is
-gone once it is loaded. Then every line of the standard input is a request, and is answered by a line {"seconds"}:
+The model is a file, or a Llama of random weights, every matrix of one type, written to a temporary file that
+is gone once it is loaded. Then every line of the standard input is a request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    so many steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed

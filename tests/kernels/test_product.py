@@ -79,7 +79,7 @@ class Case:
         return team.multiply(x, packed, bits=bits)
 
     def expected(self):
-        """Group after group: sums of integers are exact, and what follows is rounded where the kernel does."""
+        """Group after group: sums of integers are exact, what follows is rounded where the kernel does."""
         y = torch.zeros(len(self.codes), len(self.q), dtype=torch.float64)
         for g in range(self.q.shape[1]):
             x, q = self.codes[:, g], self.q[:, g]

@@ -48,7 +48,7 @@ def four(folder: Path) -> Any:
 
 @compiled_only
 def test_rounded_activations_are_in_the_figures(four: Any) -> None:
-    """The compiled runner rounds activations, to 8 bits or 16: that loss is measured, and transformers has none."""
+    """The compiled runner rounds activations: that loss is measured, and transformers has none."""
     made = make_reference(load_subject(four), SETTINGS, batches=text())
     exact = measure_quality(load_subject(four, runner="transformers"), SETTINGS, made)
     assert exact.kl_mean == 0.0
