@@ -7,8 +7,8 @@ compiled product.
 
 Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 and
 float16 scales are kept exactly (while the largest is less than 2^24 times the smallest), float32 ones to
-2^-12 of their value. Of zero points either z is kept in float16 or s z in that unit, whichever is nearer for the
-matrix: whole zero points and GGUF's float16 minima are both exact.
+2^-12 of their value. Of zero points either z is kept in float16 or s z in that unit, whichever is nearer
+for the matrix: whole zero points and GGUF's float16 minima are both exact.
 """
 
 from __future__ import annotations

@@ -87,10 +87,11 @@ def reference(x: Tensor, packed: Packed) -> Tensor:
 
 def usual_bits() -> int:
     """Bits of activations where nobody says: 16 where the library was compiled for a processor that
-    multiplies bytes and sums them in one instruction (VNNI, NEON's dot product), or where products are torch's; else 8.
+    multiplies bytes and sums them in one instruction (VNNI, NEON's dot product), or where products are
+    torch's; else 8.
 
     There a second plane of codes costs a step that decodes one text a few per cent, which the memory hides;
-    without such instructions arithmetic is the bound, and it costs a third.
+    without such instructions arithmetic is the bound, and several texts lose a third of their speed.
     """
     found = library()
     return 16 if found is None or found.attar_dot_products() else 8
