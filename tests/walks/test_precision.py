@@ -1,5 +1,5 @@
-"""Which type products are computed in: what the processor has, what oneDNN and torch were told to use, and what
-a run began with."""
+"""Which type products are computed in: what the processor has, what oneDNN and torch were told to use, and
+what a run began with."""
 
 import os
 import subprocess
