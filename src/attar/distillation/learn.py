@@ -73,7 +73,7 @@ def beginner(teacher: Any, settings: DistillSettings) -> tuple[list[int], Any]:
         SettingsError: more layers than the teacher has, or a width that it cannot have.
     """
     depth = len(discover(teacher).blocks)
-    kept = layer_map(settings.layer_map, depth, settings.layers)
+    kept = layer_map(settings.layer_map, depth, settings.layers, settings.keep_layers)
     if settings.width:
         return kept, fresh_student(teacher, kept, settings.width, settings.seed)
     return kept, student_by_depth(teacher, kept)

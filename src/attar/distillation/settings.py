@@ -55,7 +55,11 @@ class DistillSettings(RecoverSettings):
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     layers: int = field(
-        default=0, metadata={"help": "layers of the student; 0: half of the teacher's, or as layer_map has"}
+        default=0, metadata={"help": "layers of the student; 0: as keep_layers or layer_map has"}
+    )
+    keep_layers: float = field(
+        default=0.5,
+        metadata={"help": "fraction of the teacher's layers that the student has, where layers is 0"},
     )
     layer_map: str = field(
         default="uniform",
@@ -102,5 +106,6 @@ class DistillSettings(RecoverSettings):
         if self.for_drafting and self.teacher_top:
             raise SettingsError("teacher_top", self.teacher_top, "0 for drafting: its losses read all logits")
         check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
+        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
         if not is_map(self.layer_map):
             raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")
