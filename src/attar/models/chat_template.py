@@ -60,9 +60,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Reasoning under the names that templates read."""
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return (
-        message
-        if reasoning is None
-        else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
     )
 
 
@@ -83,7 +81,7 @@ def _plain(value: Any) -> Any:
 class _Generation(jinja2.ext.Extension):
     """``{% generation %}...{% endgeneration %}``, with which training marks the assistant's part."""
 
-    tags = {"generation"}
+    tags = frozenset(("generation",))  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -108,7 +106,7 @@ class _Dict:
 class _Namespace(jinja2.utils.Namespace):
     """``namespace`` that takes no names of Python's own."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805  # `namespace(self=...)` works, as in Jinja
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` works, as in Jinja
         attributes = dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
@@ -129,7 +127,11 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

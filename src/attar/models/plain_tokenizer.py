@@ -63,7 +63,10 @@ class PlainTokenizer:
     """
 
     def __init__(
-        self, backend: Tokenizer, special: Mapping[str, str], chat_template: str | dict[str, str] | None = None
+        self,
+        backend: Tokenizer,
+        special: Mapping[str, str],
+        chat_template: str | dict[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()

@@ -47,7 +47,7 @@ class Loaded:
 
     Attributes:
         runner: the model and its pool of blocks.
-        tokenizer: of transformers, or a PlainTokenizer; None: prompts are token ids, and results have no text.
+        tokenizer: of transformers, or a PlainTokenizer; None: prompts are ids, and results have no text.
         ends: end tokens.
         name: what messages call it.
         eviction: how the runner bounds the places of a sequence.
