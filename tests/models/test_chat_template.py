@@ -36,7 +36,8 @@ TOOLS = """\
 {%- if add_generation_prompt %} go{% endif %}
 """
 MISTRAL = """\
-{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}
+{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}
+{%- set rest = messages[1:] %}
 {%- else %}{% set rest = messages %}{% endif %}
 {{- bos_token }}
 {%- for m in rest %}

@@ -68,9 +68,12 @@ def _plain(value: Any) -> Any:
     """JSON values: a template gets no object whose methods the sandbox does not know."""
     if value is None or type(value) in (bool, str, int, float):
         return value
-    for kind, bare in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, kind):
-            return bare(value)  # an enumeration's value, say, without its methods
+    if isinstance(value, str):
+        return str.__str__(value)  # an enumeration's value, say, without its methods
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

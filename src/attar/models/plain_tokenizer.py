@@ -128,7 +128,8 @@ class PlainTokenizer:
     @property
     def all_special_ids(self) -> list[int]:
         """Of :attr:`all_special_tokens`."""
-        return [self.backend_tokenizer.token_to_id(token) for token in self.all_special_tokens]
+        ids: list[int] = [self.backend_tokenizer.token_to_id(token) for token in self.all_special_tokens]  # type: ignore[misc]
+        return ids
 
     @property
     def eos_token_id(self) -> int | None:
@@ -142,7 +143,7 @@ class PlainTokenizer:
 
     def _id(self, role: str) -> int | None:
         token = self.special_tokens_map.get(role)
-        return None if token is None else int(self.backend_tokenizer.token_to_id(token))
+        return None if token is None else self.backend_tokenizer.token_to_id(token)
 
 
 def plain_tokenizer(folder: Path, config: Mapping[str, Any]) -> PlainTokenizer | None:
@@ -216,4 +217,4 @@ def _template(folder: Path, stored: Any) -> str | dict[str, str] | None:
         return file.read_text(encoding="utf-8")
     if isinstance(stored, list):
         return {each["name"]: each["template"] for each in stored}
-    return stored
+    return stored if isinstance(stored, str) else None

@@ -5,8 +5,8 @@ these have one kind of rotary embedding, and the same arithmetic is done here, i
 
     angle(t, i) = t f_i,   f_i = theta^(-2i / d)          d rotated dimensions, t position
     linear: f_i / factor
-    llama3: f_i / factor for waves longer than the old context / low_freq_factor, f_i for short ones, a mixture
-            between them
+    llama3: f_i / factor for waves longer than the old context / low_freq_factor, f_i for short ones, a
+            mixture between them
 """
 
 from __future__ import annotations
