@@ -171,21 +171,14 @@ def command_line(
     stage: str, settings: dict[str, Any], seed: int, parents: Sequence[tuple[Checkpoint, str]], out: Path
 ) -> str:
     """The shell command that does this work: the verb, its first parent, and every setting as an option."""
-    words = ["attar", stage, *(_spelling(checkpoint) for checkpoint, _ in parents[:1]), "-o", out.name]
+    words = ["attar", stage, *(checkpoint.spelling for checkpoint, _ in parents[:1]), "-o", out.name]
     for checkpoint, role in parents[1:]:
         if checkpoint is parents[0][0]:  # a student learns from what it was cut from: one name says both
             continue
-        words += ["--teacher" if role == "signal" else "--model", _spelling(checkpoint)]
+        words += ["--teacher" if role == "signal" else "--model", checkpoint.spelling]
     for name, value in {**settings, "seed": seed}.items():
         words += _option(f"--{name.replace('_', '-')}", value)
     return shlex.join(words)
-
-
-def _spelling(checkpoint: Checkpoint) -> str:
-    """How a person would name this model: hub and embedded models by name, folders and files by path."""
-    if checkpoint.source != checkpoint.path or checkpoint.name == checkpoint.path.name:
-        return str(checkpoint.source)
-    return checkpoint.name
 
 
 def _option(flag: str, value: Any) -> list[str]:

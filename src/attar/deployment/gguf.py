@@ -60,7 +60,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     refuse_type(settings, placed)
     if settings.rounding != "nearest" and method(source):
         raise ModelError(
-            f"{source.path} is quantized already; rounding {settings.rounding} needs the dense model",
+            f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",
             hint="export the model it was made from, or --type auto to carry the codes over",
         )
 
