@@ -28,15 +28,16 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
+    "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+    " + "
     "m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
     "{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n'"
-    " + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role'])"
+    " + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 ZEPHYR = (
@@ -57,7 +58,8 @@ KNOWN = {
     "mistral": MISTRAL,
 }
 LAST = (  # the system message stands in the last user's
-    "{% for m in messages %}{% if m.role == 'user' %}[INST] {% if loop.last and messages[0].role == 'system' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and messages[0].role == 'system' %}"
     "{{ messages[0].content }}\n{% endif %}{{ m.content }}[/INST]{% elif m.role == 'assistant' %}"
     "{{ m.content }}</s>{% endif %}{% endfor %}"
 )
