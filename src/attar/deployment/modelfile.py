@@ -52,7 +52,7 @@ class Turns:
 
     def go(self) -> str:
         """The same in Go's language, texts quoted so that no blank is lost."""
-        branches = []
+        branches: list[str] = []
         for role, (before, behind) in self.around.items():
             word = "else if" if branches else "if"
             body = "".join((_text(before), "{{ .Content }}", _text(behind)))
@@ -117,10 +117,12 @@ def read_turns(template: str, special: Mapping[str, str], adds_bos: bool = True)
         adds_bos: Ollama adds the beginning-of-text token by itself, so the template must not.
     """
 
+    variables: dict[str, Any] = dict(special)
+
     def rendered(roles: Sequence[str], prompt: bool = True) -> str | None:
         chat = [{"role": role, "content": _TEXTS[role]} for role in roles]
         try:
-            text = render_chat(template, chat, add_generation_prompt=prompt, **special)
+            text = render_chat(template, chat, add_generation_prompt=prompt, **variables)
         except Exception:  # a template is a program and may refuse roles in its own way
             return None
         return text.removeprefix(special.get("bos_token", "")) if adds_bos else text
