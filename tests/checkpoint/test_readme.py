@@ -88,6 +88,7 @@ def test_it_follows_measurements_unless_somebody_edited_it(tmp_path):
     measured = with_new_readme(card.with_measurements(perplexity=12.5), tmp_path)
     assert "| perplexity | 12.5 |" in (tmp_path / FILE).read_text()
     assert measured.files[FILE] == sha256_file(tmp_path / FILE)
+    assert with_new_readme(card.with_measurements(perplexity=12.5), tmp_path) == measured  # after a kill
     (tmp_path / FILE).write_text("mine")
     assert with_new_readme(measured.with_measurements(perplexity=1.0), tmp_path).files == measured.files
     assert (tmp_path / FILE).read_text() == "mine"

@@ -72,11 +72,13 @@ def write_readme(card: Card, folder: Path, alone: bool = False) -> None:
 def with_new_readme(card: Card, folder: Path) -> Card:
     """The card after its measurements changed: README.md is written again, and hashed. One that a person has
     edited stays as it is."""
-    file = folder / FILE
-    if not file.is_file() or hashing.sha256_file(file) != card.files.get(FILE):
+    file, text = folder / FILE, render_readme(card, folder)
+    digest = hashing.sha256_text(text)
+    # the second: it was written, and a kill came before the card was
+    if not file.is_file() or hashing.sha256_file(file) not in (card.files.get(FILE), digest):
         return card
-    write_readme(card, folder)
-    return dataclasses.replace(card, files={**card.files, FILE: hashing.sha256_file(file)})
+    write_bytes(file, text.encode())
+    return dataclasses.replace(card, files={**card.files, FILE: digest})
 
 
 def render_readme(card: Card, folder: Path, alone: bool = False) -> str:
