@@ -1,7 +1,7 @@
 """A real model through every verb, with its peers in the same run: SmolLM2-135M-Instruct.
 
-    python benchmarks/real.py --parts quality gguf tasks pipeline        what small files keep of it
-    python benchmarks/real.py --parts speed serving kv speculation       how fast it runs, and what memory it needs
+    python benchmarks/real.py --parts quality gguf tasks pipeline table  what small files keep
+    python benchmarks/real.py --parts speed serving kv speculation       speed and memory
 
 Each part prints its table in Markdown. What ``--help`` does not show belongs to a part: options that this
 command does not know are handed on to every part that is asked for.
@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 PARTS = {
     "quality": "real_quality:quality",
     "gguf": "real_quality:gguf",
-    "tasks": "real_quality:tasks",
+    "tasks": "real_table:tasks",
     "pipeline": "real_quality:pipeline",
+    "table": "real_table:table",
     "speed": "real_serving:speed",
     "serving": "real_serving:serving",
     "kv": "real_serving:kv",
