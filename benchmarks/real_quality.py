@@ -12,7 +12,9 @@ work folder at once, and a run that was killed goes on from there.
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ import export as gguf_files
 import quality as packed
 
 import attar
+from attar.checkpoint import open_checkpoint
+from attar.deployment.gguf import dense_view
+from attar.formats.gguf.architectures import architecture, placements, sizes
+from attar.formats.gguf.mixes import bits, mix
 
 MODEL = "attar:smollm2"
 WORK = Path("~/.cache/attar/real").expanduser()
@@ -113,7 +119,35 @@ def gguf(rest: list[str]) -> str:
     asked = gguf_options(args)
     work = args.work / "gguf"
     work.mkdir(exist_ok=True)
-    return gguf_files.quality(str(dense(args)), asked, gguf_files.read_cache(asked.cache), work)
+    table = gguf_files.quality(str(dense(args)), asked, gguf_files.read_cache(asked.cache), work)
+    return f"{types(dense(args), args.types)}\n\n{table}"
+
+
+def types(model: Path, names: list[str]) -> str:
+    """What the mixes really are on a model: 256 does not divide a width of 576, so llama.cpp's rules give
+    most of its weights wider types in blocks of 32."""
+    view = dense_view(open_checkpoint(model))
+    shapes = {one.gguf: one.shape for one in placements(view.config, view.tensors)}
+    family = architecture(view.config)
+    measured = sizes(view.config, family)
+    lines = ["| mix | bits a weight in the blocks | types, share of the blocks' weights |", "|---|---:|---|"]
+    for name in names:
+        found = mix(
+            name,
+            shapes,
+            layers=measured.layers,
+            heads=measured.heads,
+            kv_heads=measured.kv_heads,
+            architecture=family.written,
+            imatrix=True,
+        )
+        inner = {one: kind for one, kind in found.kinds.items() if one.startswith("blk.") and kind != "F32"}
+        counts: Counter[str] = Counter()
+        for one, kind in inner.items():
+            counts[kind] += math.prod(shapes[one])
+        shares = ", ".join(f"{kind} {100 * n / counts.total():.0f} %" for kind, n in counts.most_common())
+        lines.append(f"| {name} | {bits(inner, shapes)[0]:.2f} | {shares} |")
+    return "\n".join(lines)
 
 
 def pipeline(rest: list[str]) -> str:
