@@ -1,6 +1,7 @@
-"""The KV cache on a real model and real text: its formats, and what eviction leaves of a long prompt.
+"""The KV cache on a real model and real text: what eviction leaves of a long prompt.
 
-    python benchmarks/real.py --parts kv --tables formats eviction needle --lengths 4096 8192
+    python benchmarks/real.py --parts kv
+    python benchmarks/real_kv.py --texts wikitext python --lengths 4096 --methods SnapKV Reread
 
 Everything runs through the runtime's modules, block tables and pool, in float32 arithmetic. A text is a
 prompt of all but ``--tail`` tokens, in chunks of 512, and a tail that is given in one step, whose tokens see
@@ -116,14 +117,13 @@ def quality(logits: Tensor, tail: Sequence[int], full: Tensor) -> Quality:
 def kv(rest: list[str]) -> str:
     """The tables that were asked for."""
     parser = argparse.ArgumentParser(prog="real.py --parts kv", allow_abbrev=False)
-    parser.add_argument("--tables", nargs="+", default=["formats", "eviction"], choices=TABLES)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], help="prompt and tail")
     parser.add_argument("--texts", nargs="+", default=["wikitext"], choices=SOURCES)
     parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
     parser.add_argument("--tail", type=int, default=128)
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.2, 0.1])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "fp8", "kivi4", "kivi2"])
     args, _ = parser.parse_known_args(rest)
     return "\n\n".join("\n".join(TABLES[name](args)) for name in args.tables)
 
@@ -256,3 +256,6 @@ class Recorder:
 
 
 TABLES = {"eviction": eviction}
+
+if __name__ == "__main__":
+    print(kv(sys.argv[1:]))
