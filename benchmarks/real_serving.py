@@ -57,6 +57,7 @@ def speed(rest: list[str]) -> str:
     parser.add_argument("--tasks", nargs="+", default=["decode 1", "decode 8", "prompt 512"], choices=TASKS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="steps of a timing")
+    parser.add_argument("--no-repack", action="store_true", help="llama.cpp's, where its AMX code crashes")
     args, _ = parser.parse_known_args(rest)
     lines = [
         f"SmolLM2-135M-Instruct, {args.threads} threads, median of {args.rounds} rounds in turn (range)\n"
@@ -74,7 +75,7 @@ def _raced(file: Path, kind: str, args: argparse.Namespace) -> Iterator[str]:
     assert isinstance(runner, Compiled), "the compiled step runs this file"
     both: dict[str, Runner] = {
         "attar": Attar(runner),
-        "llama.cpp": LlamaCpp(file=str(file), threads=args.threads),
+        "llama.cpp": LlamaCpp(file=str(file), threads=args.threads, repack=not args.no_repack),
     }
     found: dict[tuple[str, str], list[float]] = {(name, task): [] for name in both for task in args.tasks}
     for number in range(args.rounds + 1):

@@ -148,10 +148,10 @@ class Sequences:
         return time.perf_counter() - began
 
 
-def loaded(file: Path) -> Any:
-    """The model of a file, in memory of its own."""
+def loaded(file: Path, repack: bool) -> Any:
+    """The model of a file, in memory of its own; ``repack``: its weights in lanes for the machine."""
     params = api.llama_model_default_params()
-    params.use_mmap = False
+    params.use_mmap, params.use_extra_bufts = False, repack
     model = api.llama_model_load_from_file(str(file).encode(), params)
     if not model:
         raise SystemExit("llama_model_load_from_file failed")
@@ -170,7 +170,7 @@ def main() -> None:
         file = Path(job.get("file") or Path(folder) / "model.gguf")
         if "shape" in job:
             write_model(job["shape"], job["type"], job["context"], file)
-        model = loaded(file)
+        model = loaded(file, job.get("repack", True))
     contexts: dict[tuple[int, int], Sequences] = {}
     os.write(answer, b'{"ready": true}\n')
     for line in sys.stdin:
