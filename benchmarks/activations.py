@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode_cases import Attar, LlamaCpp, Runner
+from decode_cases import CONTEXT, Attar, LlamaCpp, Runner
 from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
@@ -32,6 +32,7 @@ from attar.checkpoint.paths import find
 from attar.models.load import load_model
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
+from attar.runtime.runner.compiled import Compiled
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import Span, Step
 
@@ -65,19 +66,24 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     loaded: Any = load(arguments.model, runner="compiled", kv_tokens=16)
     ours = {
-        name: Attar.of(loaded.runner.weights, threads=arguments.threads, **settings)
+        name: runner_of(loaded.runner.weights, threads=arguments.threads, **settings)
         for name, settings in SETTINGS.items()
     }
     peers: dict[str, LlamaCpp] = {}
     if arguments.peers:
         file = str(find(arguments.model))
-        peers["llama.cpp"] = LlamaCpp({"file": file, "threads": arguments.threads})
+        peers["llama.cpp"] = LlamaCpp(file=file, threads=arguments.threads, repack=False)
     if "loss" in arguments.parts:
         losses(loaded, ours, peers, arguments)
     if "speed" in arguments.parts:
         speeds({**ours, **peers}, arguments.rounds)
     for runner in (*ours.values(), *peers.values()):
         runner.close()
+
+
+def runner_of(weights: Any, **settings: Any) -> Attar:
+    """With room for the longest case."""
+    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.nbytes)
 
 
 def parse() -> argparse.Namespace:

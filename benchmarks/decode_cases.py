@@ -18,7 +18,6 @@ from peers import environments
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
-from attar.kernels.decode import ModelWeights
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
@@ -61,22 +60,10 @@ def llama_config(shape: str) -> Any:
 
 
 class Attar:
-    """The compiled runner, one call a step."""
+    """The compiled runner, one call a step; ``nbytes`` of weights."""
 
-    def __init__(self, config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16) -> None:
-        weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
-        self._start(weights, kv_dtype=kv_dtype, threads=threads, bits=bits)
-
-    @classmethod
-    def of(cls, weights: ModelWeights, **settings: Any) -> Attar:
-        """Weights that are there."""
-        made = cls.__new__(cls)
-        made._start(weights, **settings)
-        return made
-
-    def _start(self, weights: ModelWeights, **settings: Any) -> None:
-        self.nbytes = weights.nbytes
-        self.runner = Compiled(weights, blocks=CONTEXT // 16, **settings)
+    def __init__(self, runner: Compiled, nbytes: int = 0) -> None:
+        self.runner, self.nbytes = runner, nbytes
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
@@ -98,6 +85,13 @@ class Attar:
     def close(self) -> None:
         """Ends its threads."""
         self.runner.close()
+
+
+def random_runner(config: Any, kind: Any, kv_dtype: str, threads: int, bits: int = 16) -> Attar:
+    """Random weights of a shape, rounded to a kind."""
+    weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
+    settings: dict[str, Any] = {"kv_dtype": kv_dtype, "threads": threads, "bits": bits}
+    return Attar(Compiled(weights, blocks=CONTEXT // 16, **settings), weights.nbytes)
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -153,9 +147,42 @@ class Transformers:
 
 
 class LlamaCpp:
-    """``peers/llamacpp_decode_run.py`` in its environment."""
+    """``peers/llamacpp_decode_run.py`` in its environment; ``job`` is described there."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, **job: Any) -> None:
+        script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
+        command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._answer()
+
+    def steps(self, count: int, start: int, tokens: int) -> float:
+        """Behind a prompt that is not timed."""
+        cache = StaticCache(config=self._model.config, max_cache_len=start + tokens + 1)
+        ids = torch.zeros(count, start, dtype=torch.int64)
+        self._model(ids, past_key_values=cache, logits_to_keep=1)
+        began = time.perf_counter()
+        for _ in range(tokens):
+            self._model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        return time.perf_counter() - began
+
+    @torch.inference_mode()
+    def prompt(self, tokens: int) -> float:
+        """In one pass."""
+        began = time.perf_counter()
+        self._model(torch.arange(tokens)[None], logits_to_keep=1)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Its memory goes."""
+        self._model = None
+
+
+class LlamaCpp:
+    """``peers/llamacpp_decode_run.py`` in its environment; ``job`` is described there."""
+
+    def __init__(self, **job: Any) -> None:
         script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
         command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
         self._process = subprocess.Popen(
