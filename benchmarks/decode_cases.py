@@ -158,44 +158,6 @@ class LlamaCpp:
         self._answer()
 
     def steps(self, count: int, start: int, tokens: int) -> float:
-        """Behind a prompt that is not timed."""
-        cache = StaticCache(config=self._model.config, max_cache_len=start + tokens + 1)
-        ids = torch.zeros(count, start, dtype=torch.int64)
-        self._model(ids, past_key_values=cache, logits_to_keep=1)
-        began = time.perf_counter()
-        for _ in range(tokens):
-            self._model(ids[:, :1], past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
-        return time.perf_counter() - began
-
-    @torch.inference_mode()
-    def prompt(self, tokens: int) -> float:
-        """In one pass."""
-        began = time.perf_counter()
-        self._model(torch.arange(tokens)[None], logits_to_keep=1)
-        return time.perf_counter() - began
-
-    def close(self) -> None:
-        """Its memory goes."""
-        self._model = None
-
-
-class LlamaCpp:
-    """``peers/llamacpp_decode_run.py`` in its environment; ``job`` is described there."""
-
-    def __init__(self, **job: Any) -> None:
-        script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
-        command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        self._answer()
-
-    @classmethod
-    def random(cls, shape: str, kind: str, threads: int) -> LlamaCpp:
-        """A model of a shape."""
-        return cls({"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "threads": threads, "context": CONTEXT})
-
-    def steps(self, count: int, start: int, tokens: int) -> float:
         """Behind what is there already."""
         return self._seconds({"count": count, "start": start, "tokens": tokens})
 
