@@ -154,7 +154,7 @@ class LayerSolver:
         quantized = rounded.quantized
         if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
             return rounded
-        target = weight @ (seen.cross() if isinstance(seen, CrossHessian) else H)
+        target = weight @ seen.cross() if isinstance(seen, CrossHessian) else None
         better = refine(
             quantized, H, target, sweeps=settings.refine, damp=settings.damp, weight=weight, mask=mask
         )

@@ -1,0 +1,182 @@
+// One block of columns of a rounding that goes column by column: every error inside the block reaches the
+// columns after it before these are rounded. What reaches the columns behind the block is the caller's: one
+// matrix product.
+//
+//     round:    t_i = w_i - sum_{j<i} F_ij e_j ;              e_i = (t_i - w'_i) * step_i
+//     descend:  t_i = w'_i - step_i (g_i + sum_{j<i} F_ij e_j) ;  e_i = new w'_i - old w'_i
+//     both:     q_i = nearest((t_i + m) / s + z) ;            w'_i = s (level(q_i) - z) - m
+//
+// Letters: N rows, n columns of the block, everything stored column by column (n, N); w weights, w' decoded
+// codes, q codes; g gradient, e errors, F (n, n) what an error in column j does to column i; s, z, m scale,
+// zero and minimum of a tile, (G, N). attar/quantization/columns.py and refine.py are the same in torch.
+//
+// LANES rows are rounded at once, a lane each, WIDE vectors of them side by side so that sums do not wait.
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "lanes.h"
+
+namespace {
+
+constexpr int WIDE = 4;     // vectors of rows
+constexpr int LEVELS = 16;  // uneven levels, at most
+
+// What one call works on; columns.py describes the arguments. Missing: zeros, minimum, mask, first, gradient
+// (without it columns are rounded, with it they descend).
+struct Job {
+    std::int64_t rows;
+    int columns;
+    float low, high, zero;
+    int levels;
+    const float* table;
+    const float *scale, *zeros, *minimum;
+    const std::int64_t* tile;
+    const float *inner, *step, *gradient;
+    float* current;
+    const std::uint8_t* mask;
+    const float* first;
+    float *codes, *errors;
+};
+
+using Errors = std::vector<std::array<Lanes, WIDE>>;  // of each column of a block
+
+// `count` numbers, further lanes 0.
+Lanes load(const float* from, int count) {
+    Lanes value{};
+    std::memcpy(&value, from, sizeof(float) * std::min(count, LANES));
+    return value;
+}
+
+void store(float* to, Lanes value, int count) {
+    std::memcpy(to, &value, sizeof(float) * std::min(count, LANES));
+}
+
+// Whole numbers from low to high.
+struct Even {
+    const Job& job;
+    Lanes code(Lanes y) const { return round_even(clamp(y, job.low, job.high)); }
+    Lanes level(Lanes code) const { return code; }
+};
+
+// Ascending levels; half way between two of them belongs to the upper one.
+struct Uneven {
+    const Job& job;
+    Lanes code(Lanes y) const {
+        Lanes found{};
+        for (int q = 1; q < job.levels; q++)
+            found = y >= 0.5f * (job.table[q - 1] + job.table[q]) ? all(float(q)) : found;
+        return found;
+    }
+    Lanes level(Lanes code) const {
+        Lanes found = all(job.table[0]);
+        for (int q = 1; q < job.levels; q++) found = code >= float(q) ? all(job.table[q]) : found;
+        return found;
+    }
+};
+
+// sum_{j<i} F_ij e_j for all vectors of a unit.
+void gather(const float* factor, int i, const Errors& e, Lanes* sum) {
+    Lanes even[WIDE]{}, odd[WIDE]{};
+    int j = 0;
+    for (; j + 1 < i; j += 2)
+        for (int w = 0; w < WIDE; w++) {
+            even[w] += factor[j] * e[j][w];
+            odd[w] += factor[j + 1] * e[j + 1][w];
+        }
+    for (int w = 0; w < WIDE; w++) {
+        if (j < i) even[w] += factor[j] * e[j][w];
+        sum[w] = even[w] + odd[w];
+    }
+}
+
+// Column i of the `count` rows from `row` on; `sum` is what the columns before it add.
+template <class Book, bool DESCEND>
+Lanes column(const Job& job, const Book& book, int i, std::int64_t row, int count, Lanes sum) {
+    const std::int64_t at = i * job.rows + row, tile = job.tile[i] * job.rows + row;
+    const Lanes s = load(job.scale + tile, count);
+    const Lanes m = job.minimum ? load(job.minimum + tile, count) : Lanes{};
+    const Lanes z = job.zeros ? load(job.zeros + tile, count) : all(job.zero);
+    const Lanes now = load(job.current + at, count);
+    const Lanes target =
+        DESCEND ? now - (load(job.gradient + at, count) + sum) * job.step[i] : now - sum;
+    Lanes aim = !DESCEND && i == 0 && job.first ? load(job.first + row, count) : target;
+    if (job.mask)
+        for (int lane = 0; lane < std::min(count, LANES); lane++)
+            if (!job.mask[at + lane]) aim[lane] = 0.0f;
+    const Lanes code = book.code((aim + m) / s + z);
+    const Lanes decoded = (book.level(code) - z) * s - m;
+    const Lanes e = DESCEND ? decoded - now : (target - decoded) * job.step[i];
+    store(job.codes + at, code, count);
+    store(job.errors + at, e, count);
+    if (DESCEND) store(job.current + at, decoded, count);
+    return e;
+}
+
+// All columns of WIDE * LANES rows.
+template <class Book, bool DESCEND>
+void unit(const Job& job, const Book& book, std::int64_t row, Errors& e) {
+    Lanes sum[WIDE];
+    const int left = int(std::min<std::int64_t>(job.rows - row, WIDE * LANES));
+    for (int i = 0; i < job.columns; i++) {
+        gather(job.inner + i * job.columns, i, e, sum);
+        for (int w = 0; w < WIDE; w++) {
+            const int count = left - w * LANES;
+            e[i][w] = count > 0 ? column<Book, DESCEND>(job, book, i, row + w * LANES, count, sum[w]) : Lanes{};
+        }
+    }
+}
+
+template <class Book>
+void run(const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
+    const Book book{job};
+    for (std::int64_t number = first; number < last; number++) {
+        const std::int64_t row = number * WIDE * LANES;
+        if (job.gradient) unit<Book, true>(job, book, row, e);
+        else unit<Book, false>(job, book, row, e);
+    }
+}
+
+// Parts of equal length, a thread each; this thread takes what no other could be had for.
+void run_threaded(const Job& job, int threads) {
+    const auto part = job.levels ? run<Uneven> : run<Even>;
+    const std::int64_t units = (job.rows + WIDE * LANES - 1) / (WIDE * LANES);
+    const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>(threads, units));
+    std::vector<Errors> errors(parts, Errors(job.columns));
+    std::vector<std::thread> others;
+    others.reserve(parts);
+    for (std::int64_t i = 1; i < parts; i++) {
+        const std::int64_t from = units * i / parts, to = units * (i + 1) / parts;
+        Errors& e = errors[i];
+        try {
+            others.emplace_back([&job, &e, part, from, to] { part(job, from, to, e); });
+        } catch (...) {  // no thread, or no memory for one
+            part(job, from, to, e);
+        }
+    }
+    part(job, 0, units / parts, errors[0]);
+    for (std::thread& other : others) other.join();
+}
+
+}  // namespace
+
+// 0: done; 2: more levels than there is room for; 3: no memory.
+extern "C" int attar_columns(std::int64_t rows, int columns, int threads, float low, float high, float zero,
+                             int levels, const float* table, const float* scale, const float* zeros,
+                             const float* minimum, const std::int64_t* tile, const float* inner,
+                             const float* step, const float* gradient, float* current,
+                             const std::uint8_t* mask, const float* first, float* codes, float* errors) {
+    if (levels > LEVELS) return 2;
+    const Job job{rows,    columns, low,      high,    zero,  levels, table, scale, zeros,
+                  minimum, tile,    inner,    step,    gradient, current, mask,  first, codes, errors};
+    try {
+        run_threaded(job, threads);
+    } catch (...) {
+        return 3;
+    }
+    return 0;
+}
