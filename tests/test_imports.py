@@ -84,6 +84,7 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
+    "quantization/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/refine.py": {"attar.kernels"},
 }

@@ -75,7 +75,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
         **described(view.config, file_stem(source)),
         **tokenizer_metadata(source.path, view.config, pre=settings.pretokenizer or None),
     }
-    kinds = choose_kinds(source, view, placed, settings, metadata, bool(importance.entries), progress)
+    weighted = bool(importance.entries) or settings.rounding != "nearest"
+    kinds = choose_kinds(source, view, placed, settings, metadata, weighted, progress)
     codes = quantized_codes(source, view, placed, kinds, settings, importance, output.work, progress)
     file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
     metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}

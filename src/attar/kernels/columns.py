@@ -59,7 +59,7 @@ class Tiles:
 
 def available(device: torch.device) -> bool:
     """Whether the loop runs compiled; says once why it does not."""
-    return device.type == "cpu" and _kernel() is not None
+    return device.type == "cpu" and _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12) is not None
 
 
 def round_block(
@@ -115,6 +115,27 @@ def descend_block(
     _run(tiles, at, H.T.contiguous(), step, gradient, current, mask, None, codes, moved)
 
 
+def tile_errors(
+    book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, zero: Tensor | None
+) -> Tensor:
+    """E_ng H_gg E_ng^T of each row's tiles rounded to nearest, float32 (T, G, N), under T trials of scales.
+
+    Args:
+        weight: (N, K) float32.
+        blocks: (G, c, c) float32, the blocks on H's diagonal.
+        scale: (T, N, G) float32.
+        zero: the same; None: the book's.
+    """
+    function = _function("attar_tile_errors", [ctypes.c_int64] * 5, 5)
+    assert function is not None, "available() was asked"
+    across, scales = weight.T.contiguous(), scale.transpose(1, 2).contiguous()
+    zeros = None if zero is None else zero.transpose(1, 2).contiguous()
+    table, errors = torch.tensor(book.levels, dtype=torch.float32), torch.empty_like(scales)
+    shape = weight.shape[0], blocks.shape[1], weight.shape[1], len(blocks), len(scale)
+    _check(function(*shape, *_numbers(book), *_addresses(table, across, blocks.contiguous(), scales, zeros, errors)))
+    return errors
+
+
 def _run(
     tiles: Tiles,
     at: slice,
@@ -127,37 +148,40 @@ def _run(
     codes: Tensor,
     errors: Tensor,
 ) -> None:
-    kernel, book = _kernel(), tiles.book
-    assert kernel is not None, "available() was asked"
-    table = torch.tensor(book.levels, dtype=torch.float32)
+    function = _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12)
+    assert function is not None, "available() was asked"
+    table = torch.tensor(tiles.book.levels, dtype=torch.float32)
     group = tiles.group[at].contiguous()
     given = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
-    tensors = (table, *given, codes, errors)
+    shape = current.shape[1], current.shape[0]
+    _check(function(*shape, *_numbers(tiles.book), *_addresses(table, *given, codes, errors)))
+
+
+def _numbers(book: CodeBook) -> tuple[float, ...]:
+    """Threads, and the book as the library takes it."""
+    low = 0 if book.levels else book.low
+    return torch.get_num_threads(), low, book.high, book.zero, len(book.levels)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
     assert all(value is None or value.is_contiguous() for value in tensors)
-    failed = kernel(
-        current.shape[1],
-        current.shape[0],
-        torch.get_num_threads(),
-        0.0 if book.levels else book.low,
-        book.high,
-        book.zero,
-        len(book.levels),
-        *[None if value is None else value.data_ptr() for value in tensors],
-    )
-    assert failed != 2, f"{len(book.levels)} levels"
+    return [None if value is None else value.data_ptr() for value in tensors]
+
+
+def _check(failed: int) -> None:
+    assert failed != 2, "more levels than there is room for"
     if failed:
-        raise MemoryError("rounding a block of columns")
+        raise MemoryError("rounding columns")
 
 
-def _kernel() -> Callable[..., int] | None:
-    """The C function, with the types of its arguments."""
+def _function(name: str, shape: list[Any], pointers: int) -> Callable[..., int] | None:
+    """A C function with the types of its arguments: a shape, a book and so many pointers behind the table."""
     library = load("columns")
     if library is None:
         slower(f"columns are rounded in torch, several times slower than compiled: {missing('columns')}")
         return None
-    function: Any = library.attar_columns
+    function: Any = getattr(library, name)
     number, whole = ctypes.c_float, ctypes.c_int
-    shape = [ctypes.c_int64, whole, whole, number, number, number, whole]
-    function.argtypes = [*shape, *[ctypes.c_void_p] * 13]
+    function.argtypes = [*shape, whole, number, number, number, whole, *[ctypes.c_void_p] * (pointers + 1)]
     function.restype = whole
     return function  # type: ignore[no-any-return]

@@ -70,12 +70,13 @@ class Finding:
         return f"{self.layer}: {self.message}" if self.layer else self.message
 
 
-def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
+def code_numbers(quantized: Quantized, weight: Tensor, decoded: Tensor | None = None) -> dict[str, Any]:
     """What the gates want to know of a quantized weight; part of its report. Does not modify its inputs.
 
     Args:
         quantized: codes (N, K) and what decodes them.
         weight: (N, K), what was quantized.
+        decoded: (N, K), what the codes stand for, where that is known.
 
     Returns:
         ``bad_scales``: scales, zeros and minima that are not finite; ``zero_scales``: tiles of scale zero
@@ -106,7 +107,7 @@ def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
             bottom, top = torch.aminmax(part)
             low, high = min(low, float(bottom)), max(high, float(top))
     if silent is None:
-        decoded = quantized.dequantize()
+        decoded = quantized.dequantize() if decoded is None else decoded
         zeros = int(((decoded == 0) & (weight != 0)).sum())
     else:
         zeros = int(counts[silent].sum())

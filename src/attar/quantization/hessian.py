@@ -164,15 +164,15 @@ def all_finite(values: Tensor) -> bool:
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:
     """Relative output error || (W - W') X ||^2 / || W X ||^2 of a rounded weight, from H alone (0: exact)."""
     W = weight.float()
-    lost, whole = (float(_energy(part, H)) for part in (W - rounded.float(), W))
-    return lost / max(whole, 1e-30)
+    return energy(W - rounded.float(), H) / max(energy(W, H), 1e-30)
 
 
-def _energy(W: Tensor, H: Tensor) -> Tensor:
-    """tr(W H W^T), never negative."""
+def energy(W: Tensor, H: Tensor) -> float:
+    """tr(W H W^T), never negative; W (N, K) any float type, H (K, K) float32."""
+    W = W.float()
     total = torch.zeros((), dtype=torch.float64, device=W.device)
     for rows in W.split(max(1, CHUNK // W.shape[1])):
         with reduced_products():
             product = rows @ H
-        total += (product.double() * rows.double()).sum()
-    return total.clamp(min=0.0)
+        total += product.mul_(rows).sum(dtype=torch.float64)
+    return max(float(total), 0.0)

@@ -38,7 +38,7 @@ from attar.quantization.settings import QuantizeSettings
 from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Swept, sweep
+from attar.walks.sweep import Behind, Swept, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -66,13 +66,19 @@ class RoundedModel:
 
 
 def round_all(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: Plan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    behind: Behind | None = None,
 ) -> RoundedModel:
     """Round every site of a plan.
 
     Args:
         checkpoint: dense; the plan was made for it.
         work: where finished parts survive a kill.
+        behind: given what stands behind the last block, where a sweep rounds (walks/sweep.py).
 
     Raises:
         NumericsError: a weight, an activation or a result is not finite.
@@ -84,7 +90,7 @@ def round_all(
         nearest = _Nearest(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
-        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress))
+        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
         made = RoundedModel(swept, swept.reports)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
@@ -107,7 +113,12 @@ def _static_scales(
 
 
 def _sweep(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: Plan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    behind: Behind | None = None,
 ) -> Swept:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
@@ -127,6 +138,7 @@ def _sweep(
         work=work / "blocks",
         select=sites.__contains__,
         precision=settings.precision,
+        behind=behind,
         device=pick_device(settings.device),
         progress=progress,
         what=settings.method,

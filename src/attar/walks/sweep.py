@@ -39,6 +39,7 @@ from attar.walks.passes import Passes, arithmetic, has_bfloat16
 from attar.walks.skeleton import Call, Skeleton, on_meta
 
 Select = Callable[[str], bool]
+Behind = Callable[[Skeleton, Sequence[Tensor], Activations], None]
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def sweep(
     waiting_bytes: int = 2**30,
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
+    behind: Behind | None = None,
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
     what: str = "sweep",
@@ -185,6 +187,7 @@ def sweep(
         precision: of the passes: "fp32", "bf16", or "auto" (bf16 where the device has fast products of it).
         prepare: called with the model, its parameters on the meta device, before anything runs: to hook what
             a solver does not see (keys and values, say). Hooks are also called with meta tensors.
+        behind: called at the end with the hidden states behind the last (new) block.
         device: where the blocks run; weights and hidden states between blocks are float32.
 
     Raises:
@@ -226,6 +229,8 @@ def sweep(
             errors = [float(report["error"]) for report in found if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
             give_back()
+    if behind is not None:
+        behind(skeleton, batches, store)
     store.clear()
     if originals is not None:
         originals.clear()

@@ -131,6 +131,50 @@ void unit(const Job& job, const Book& book, std::int64_t row, Errors& e) {
     }
 }
 
+// ---- the error of tiles under trial scales
+
+// What a call for the errors of tiles works on; columns.py describes the arguments.
+struct Trials {
+    std::int64_t rows, width, columns, groups, count;  // N, c, K, G, T
+    const float *weight, *blocks, *scale, *zeros;
+    float* errors;
+};
+
+// e H e^T of one tile of WIDE * LANES rows under one trial of its scales.
+template <class Book>
+void tile_error(const Trials& on, const Job& job, const Book& book, std::int64_t trial, std::int64_t group,
+                std::int64_t row, Errors& e) {
+    const int left = int(std::min<std::int64_t>(on.rows - row, WIDE * LANES));
+    const int width = int(std::min(on.width, on.columns - group * on.width));
+    const std::int64_t at = (trial * on.groups + group) * on.rows + row;
+    Lanes total[WIDE]{}, sum[WIDE];
+    for (int i = 0; i < width; i++) {
+        const float* factor = on.blocks + (group * on.width + i) * on.width;
+        gather(factor, i, e, sum);
+        for (int w = 0; w < WIDE; w++) {
+            const int count = left - w * LANES;
+            if (count <= 0) break;
+            const Lanes x = load(on.weight + (group * on.width + i) * on.rows + row + w * LANES, count);
+            const Lanes s = load(on.scale + at + w * LANES, count);
+            const Lanes z = on.zeros ? load(on.zeros + at + w * LANES, count) : all(job.zero);
+            e[i][w] = x - (book.level(book.code(x / s + z)) - z) * s;
+            total[w] += e[i][w] * (factor[i] * e[i][w] + 2.0f * sum[w]);
+        }
+    }
+    for (int w = 0; w < WIDE && left > w * LANES; w++)
+        store(on.errors + at + w * LANES, total[w], left - w * LANES);
+}
+
+template <class Book>
+void run_trials(const Trials& on, const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
+    const Book book{job};
+    for (std::int64_t number = first; number < last; number++)
+        for (std::int64_t trial = 0; trial < on.count; trial++)
+            tile_error(on, job, book, trial, number % on.groups, number / on.groups * WIDE * LANES, e);
+}
+
+// ---- both
+
 template <class Book>
 void run(const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
     const Book book{job};
@@ -141,24 +185,23 @@ void run(const Job& job, std::int64_t first, std::int64_t last, Errors& e) {
     }
 }
 
-// Parts of equal length, a thread each; this thread takes what no other could be had for.
-void run_threaded(const Job& job, int threads) {
-    const auto part = job.levels ? run<Uneven> : run<Even>;
-    const std::int64_t units = (job.rows + WIDE * LANES - 1) / (WIDE * LANES);
+// `units` in parts of equal length, a thread each; this thread takes what no other could be had for.
+template <class Part>
+void run_threaded(std::int64_t units, int threads, std::int64_t columns, Part part) {
     const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>(threads, units));
-    std::vector<Errors> errors(parts, Errors(job.columns));
+    std::vector<Errors> errors(parts, Errors(columns));
     std::vector<std::thread> others;
     others.reserve(parts);
     for (std::int64_t i = 1; i < parts; i++) {
         const std::int64_t from = units * i / parts, to = units * (i + 1) / parts;
         Errors& e = errors[i];
         try {
-            others.emplace_back([&job, &e, part, from, to] { part(job, from, to, e); });
+            others.emplace_back([&e, &part, from, to] { part(from, to, e); });
         } catch (...) {  // no thread, or no memory for one
-            part(job, from, to, e);
+            part(from, to, e);
         }
     }
-    part(job, 0, units / parts, errors[0]);
+    part(0, units / parts, errors[0]);
     for (std::thread& other : others) other.join();
 }
 
@@ -173,8 +216,31 @@ extern "C" int attar_columns(std::int64_t rows, int columns, int threads, float 
     if (levels > LEVELS) return 2;
     const Job job{rows,    columns, low,      high,    zero,  levels, table, scale, zeros,
                   minimum, tile,    inner,    step,    gradient, current, mask,  first, codes, errors};
+    const auto part = levels ? run<Uneven> : run<Even>;
+    const std::int64_t units = (rows + WIDE * LANES - 1) / (WIDE * LANES);
     try {
-        run_threaded(job, threads);
+        run_threaded(units, threads, columns,
+                     [&](std::int64_t from, std::int64_t to, Errors& e) { part(job, from, to, e); });
+    } catch (...) {
+        return 3;
+    }
+    return 0;
+}
+
+// The same answers.
+extern "C" int attar_tile_errors(std::int64_t rows, std::int64_t width, std::int64_t columns,
+                                 std::int64_t groups, std::int64_t trials, int threads, float low, float high,
+                                 float zero, int levels, const float* table, const float* weight,
+                                 const float* blocks, const float* scale, const float* zeros, float* errors) {
+    if (levels > LEVELS) return 2;
+    Job job{};
+    job.low = low, job.high = high, job.zero = zero, job.levels = levels, job.table = table;
+    const Trials on{rows, width, columns, groups, trials, weight, blocks, scale, zeros, errors};
+    const auto part = levels ? run_trials<Uneven> : run_trials<Even>;
+    const std::int64_t units = (rows + WIDE * LANES - 1) / (WIDE * LANES) * groups;
+    try {
+        run_threaded(units, threads, width,
+                     [&](std::int64_t from, std::int64_t to, Errors& e) { part(on, job, from, to, e); });
     } catch (...) {
         return 3;
     }
