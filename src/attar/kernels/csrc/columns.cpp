@@ -48,12 +48,14 @@ using Errors = std::vector<std::array<Lanes, WIDE>>;  // of each column of a blo
 // `count` numbers, further lanes 0.
 Lanes load(const float* from, int count) {
     Lanes value{};
-    std::memcpy(&value, from, sizeof(float) * std::min(count, LANES));
+    if (count >= LANES) std::memcpy(&value, from, sizeof value);
+    else std::memcpy(&value, from, sizeof(float) * count);
     return value;
 }
 
 void store(float* to, Lanes value, int count) {
-    std::memcpy(to, &value, sizeof(float) * std::min(count, LANES));
+    if (count >= LANES) std::memcpy(to, &value, sizeof value);
+    else std::memcpy(to, &value, sizeof(float) * count);
 }
 
 // Whole numbers from low to high.
