@@ -86,6 +86,7 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/integer.py": {"attar.kernels.columns"},
     "quantization/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
+    "quantization/gates.py": {"attar.kernels"},
     "quantization/refine.py": {"attar.kernels"},
 }
 ALGORITHMS = ("distillation", "merging", "pruning", "quantization")

@@ -130,7 +130,9 @@ class HeadImportance:
 
     def added(self, importance: Importance, placed: Sequence[Any]) -> Importance:
         """The importance with the head's."""
-        mine = {one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums}
+        mine = {
+            one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
+        }
         return Importance({**importance.entries, **mine}, importance.origin)
 
 

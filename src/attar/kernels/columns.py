@@ -1,7 +1,7 @@
 """The compiled loop over a block of columns that the second-order roundings and coordinate descent share.
 
-The loop is told in csrc/columns.cpp. attar/quantization/columns.py and refine.py hold the same in torch, which
-runs where there is no compiler, on other devices, and for grids without a :class:`CodeBook`.
+The loop is described in csrc/columns.cpp. attar/quantization/columns.py and refine.py hold the same in torch,
+which runs where there is no compiler, on other devices, and for grids without a :class:`CodeBook`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attar.kernels.build import load, missing, slower
 
+WEIGHTS = 1 << 19  # that pay for one more thread: those of torch still spin when its products have ended
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,7 @@ def descend_block(
     _run(tiles, at, H.T.contiguous(), step, gradient, current, mask, None, codes, moved)
 
 
-def tile_errors(
-    book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, zero: Tensor | None
-) -> Tensor:
+def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     """E_ng H_gg E_ng^T of each row's tiles rounded to nearest, float32 (T, G, N), under T trials of scales.
 
     Args:
@@ -132,7 +131,13 @@ def tile_errors(
     zeros = None if zero is None else zero.transpose(1, 2).contiguous()
     table, errors = torch.tensor(book.levels, dtype=torch.float32), torch.empty_like(scales)
     shape = weight.shape[0], blocks.shape[1], weight.shape[1], len(blocks), len(scale)
-    _check(function(*shape, *_numbers(book), *_addresses(table, across, blocks.contiguous(), scales, zeros, errors)))
+    _check(
+        function(
+            *shape,
+            *_numbers(book, scales.numel() * blocks.shape[1]),
+            *_addresses(table, across, blocks.contiguous(), scales, zeros, errors),
+        )
+    )
     return errors
 
 
@@ -154,13 +159,16 @@ def _run(
     group = tiles.group[at].contiguous()
     given = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
     shape = current.shape[1], current.shape[0]
-    _check(function(*shape, *_numbers(tiles.book), *_addresses(table, *given, codes, errors)))
+    _check(
+        function(*shape, *_numbers(tiles.book, current.numel()), *_addresses(table, *given, codes, errors))
+    )
 
 
-def _numbers(book: CodeBook) -> tuple[float, ...]:
+def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:
     """Threads, and the book as the library takes it."""
     low = 0 if book.levels else book.low
-    return torch.get_num_threads(), low, book.high, book.zero, len(book.levels)
+    threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS))
+    return threads, low, book.high, book.zero, len(book.levels)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int | None]:

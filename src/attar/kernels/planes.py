@@ -1,4 +1,7 @@
-"""The compiled planes of ggml's blocks: attar/formats/gguf/planes.py has the formula and the same in torch."""
+"""The compiled planes of ggml's blocks, and a histogram of bytes.
+
+attar/formats/gguf/planes.py has the formula of the planes, and the same in torch.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,19 @@ def cut(blocks: Tensor, planes: Numbers, codes: Tensor) -> bool:
     shape = len(numbers), codes.shape[0], codes.shape[1]
     function(numbers.data_ptr(), *shape, blocks.data_ptr(), blocks.stride(0), codes.data_ptr())
     return True
+
+
+def histogram(octets: Tensor) -> Tensor | None:
+    """How often each of the 256 bytes occurs in uint8, contiguous: int64 (256,); None without a library."""
+    library = load("planes") if octets.device.type == "cpu" else None
+    if library is None:
+        return None
+    assert octets.is_contiguous()
+    counts = torch.zeros(256, dtype=torch.int64)
+    function = library.attar_histogram
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], None
+    function(octets.data_ptr(), octets.numel(), counts.data_ptr())
+    return counts
 
 
 def _function(name: str, blocks: Tensor, codes: Tensor) -> Any:

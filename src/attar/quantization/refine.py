@@ -234,5 +234,7 @@ def _unit_values(descent: Descent) -> Tensor:
     """u (N, K), contiguous."""
     grid = descent.grid
     zero = None if descent.parameters.zero is None else descent.rows().zero
-    at = Parameters(torch.ones(1, device=descent.codes.device), None if zero is None else zero.T[descent.group])
+    at = Parameters(
+        torch.ones(1, device=descent.codes.device), None if zero is None else zero.T[descent.group]
+    )
     return grid.decode(descent.codes, at).T.contiguous()

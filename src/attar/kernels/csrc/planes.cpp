@@ -95,3 +95,14 @@ extern "C" void attar_planes_cut(const Plane* planes, int number, std::int64_t b
                 cut_chunk(planes[p], in + planes[p].at + c * planes[p].run, codes + c * chunk);
         }
 }
+
+// How often each byte occurs, added to 256 counts. Four tables: equal neighbours do not wait for each other.
+extern "C" void attar_histogram(const Byte* bytes, std::int64_t count, std::int64_t* counts) {
+    std::int64_t tables[4][256] = {};
+    std::int64_t i = 0;
+    for (; i + 4 <= count; i += 4)
+        for (int table = 0; table < 4; table++) tables[table][bytes[i + table]]++;
+    for (; i < count; i++) tables[0][bytes[i]]++;
+    for (int byte = 0; byte < 256; byte++)
+        for (int table = 0; table < 4; table++) counts[byte] += tables[table][byte];
+}
