@@ -5,8 +5,8 @@ ggml, ``ggml-common.h`` (the structs) and ``ggml-quants.c``. There is no paper.
     byte j of a chunk of r bytes:  sum over i < 8 / b of  ((q[j + i r] >> t) mod 2^b) << (b i)
 
 Letters: q codes of a chunk of 8 r / b weights; b bits of each that the plane holds, from bit t on; r run,
-bytes of a chunk. Nothing straddles a byte, so that eight bytes are cut and joined at a time where r allows. Where there is a
-compiler, kernels/planes.py does it.
+bytes of a chunk. Nothing straddles a byte, so that eight bytes are cut and joined at a time where r allows.
+Where there is a compiler, kernels/planes.py does it.
 
 The scales and minimums of Q4_K and Q5_K are the one field that is no plane.
 """
