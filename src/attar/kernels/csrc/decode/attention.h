@@ -187,7 +187,7 @@ private:
             float* at = room_.data() + q * CHUNK + column;
             F score = load(at);
             if (model_.soft_cap != 0.0f) score = tangent(score / model_.soft_cap) * model_.soft_cap;
-            store(at, load_ints(seen) != 0 ? score : all(NEVER));
+            store(at, choose(load_ints(seen), score, all(NEVER)));
         }
     }
 
@@ -228,7 +228,7 @@ private:
         if (model_.pool_kind != CODES) return;
         for (std::int64_t i = 0; i < count; i += WIDTH) {
             const F weight = load(row + i);
-            store(row + i, weight == 0.0f ? F{} : weight * load(value_scales_[i / WIDTH]));
+            store(row + i, choose(equal(weight, F{}), F{}, weight * load(value_scales_[i / WIDTH])));
         }
         scales_[q] = to_shorts(row, count, to);
     }

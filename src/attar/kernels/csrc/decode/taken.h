@@ -42,9 +42,9 @@ private:
             const float top = largest(peak), inverse = top > 0 ? 127.0f / top : 0.0f;
             I total{};
             for (int i = 0; i < group; i += WIDTH) {
-                const I code = __builtin_convertvector(round_even(load(from + i) * inverse), I);
+                const I code = ints(round_even(load(from + i) * inverse));
                 total += code;
-                *(LooseB*)(codes + token * columns + start + i) = __builtin_convertvector(code, B);
+                store_bytes(codes + token * columns + start + i, code);
             }
             const std::int64_t place = token * groups + start / group;
             scales[place] = top / 127.0f;

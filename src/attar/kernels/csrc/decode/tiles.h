@@ -115,8 +115,8 @@ static inline float to_shorts(const float* from, std::int64_t count, std::uint16
     for (std::int64_t i = 0; i < count; i += WIDTH) peak = larger(peak, magnitude(load(from + i)));
     const float top = largest(peak), inverse = top > 0 ? 32767.0f / top : 0.0f;
     for (std::int64_t i = 0; i < count; i += WIDTH) {
-        const I code = __builtin_convertvector(round_even(load(from + i) * inverse), I);
-        *(LooseH*)(to + i) = __builtin_convertvector(code, H);
+        const I code = ints(round_even(load(from + i) * inverse));
+        store_shorts(to + i, code);
     }
     return top / 32767.0f;
 }

@@ -1,0 +1,212 @@
+// One register of the machine: what differs from processor to processor.
+//
+//     AVX-512 with BW    16 lanes of 32 bits; dot products of bytes with VNNI, of bfloat16 with BF16
+//     AVX2                8; dot products of bytes with AVX-VNNI
+//     NEON                4; dot products of bytes with dotprod or i8mm, of bfloat16 with bf16
+//     any other           4, by the compiler's means
+//
+// Integers are the same on all. Floats are the same wherever a b + c is rounded once, which is all but "any
+// other"; instructions for bfloat16 round their sums in ways of their own.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace attar::one {
+
+#if defined(__AVX512BW__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+
+using Floats = float __attribute__((vector_size(REGISTER)));
+using Ints = std::int32_t __attribute__((vector_size(REGISTER)));
+using Shorts = std::int16_t __attribute__((vector_size(REGISTER)));
+using HalfShorts = std::uint16_t __attribute__((vector_size(REGISTER / 2)));  // one for each lane
+using HalfBytes = std::int8_t __attribute__((vector_size(REGISTER / 2)));     // two for each lane
+using QuarterBytes = std::int8_t __attribute__((vector_size(REGISTER / 4)));  // one for each lane
+
+template <class Register>
+static inline Register read(const void* from) {
+    Register found;
+    std::memcpy(&found, from, sizeof found);
+    return found;
+}
+
+template <class Register>
+static inline void write(void* to, Register value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+// a b + c
+static inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+// b where a is not a number. Compilers make two instructions of `a < b ? a : b` where the machine has one.
+static inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+static inline Floats smaller(Floats a, Floats b) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
+// Unsigned numbers of 16 bits, a lane for each.
+static inline Ints from_shorts(const void* from) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_cvtepu16_epi32(read<__m256i>(from));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu16_epi32(read<__m128i>(from));
+#elif defined(__ARM_NEON)
+    return (Ints)vmovl_u16(read<uint16x4_t>(from));
+#else
+    return __builtin_convertvector(read<HalfShorts>(from), Ints);
+#endif
+}
+
+// float16, which are finite, as floats.
+static inline Floats from_half(const void* from) {
+#if defined(__AVX512BW__)
+    return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+#elif defined(__ARM_NEON)
+    return (Floats)vcvt_f32_f16(read<float16x4_t>(from));
+#else
+    const Ints bits = from_shorts(from);
+    const Floats size = (Floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (Floats)((Ints)size | (bits & 0x8000) << 16);
+#endif
+}
+
+// Signed bytes as int16, two in each lane.
+static inline Ints widened(const void* from) {
+#if defined(__AVX512BW__)
+    return (Ints)_mm512_cvtepi8_epi16(read<__m256i>(from));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepi8_epi16(read<__m128i>(from));
+#elif defined(__ARM_NEON)
+    return (Ints)vmovl_s8(read<int8x8_t>(from));
+#else
+    return (Ints)__builtin_convertvector(read<HalfBytes>(from), Shorts);
+#endif
+}
+
+// The low 16 bits of each lane.
+static inline void store_shorts(void* to, Ints value) {
+    write(to, __builtin_convertvector(value, HalfShorts));
+}
+
+// The low 8 bits of each lane.
+static inline void store_bytes(void* to, Ints value) {
+#if defined(__ARM_NEON)
+    const int16x4_t half = vmovn_s32((int32x4_t)value);
+    vst1_lane_s32((std::int32_t*)to, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(half, half))), 0);
+#else
+    write(to, __builtin_convertvector(value, QuarterBytes));
+#endif
+}
+
+// Lane by lane, the sum of four unsigned bytes of w times four signed ones of x, added to total. SMALL: no byte
+// of w is above 15.
+template <bool SMALL>
+static inline Ints dot4(Ints total, Ints w, Ints x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
+#elif defined(__AVX512BW__)
+    // Pairs are summed in 16 bits, which seven bits of a weight never overflow; the eighth goes by itself.
+    const __m512i low = SMALL ? (__m512i)w : (__m512i)(w & 0x7f7f7f7f), ones = _mm512_set1_epi16(1);
+    const Ints found = (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(low, (__m512i)x), ones);
+    if (SMALL) return total + found;
+    const __m512i top = (__m512i)((w >> 7) & 0x01010101);
+    return total + found + ((Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(top, (__m512i)x), ones) << 7);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)w, (__m256i)x);
+#elif defined(__AVX2__)
+    const __m256i low = SMALL ? (__m256i)w : (__m256i)(w & 0x7f7f7f7f), ones = _mm256_set1_epi16(1);
+    const Ints found = (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(low, (__m256i)x), ones);
+    if (SMALL) return total + found;
+    const __m256i top = (__m256i)((w >> 7) & 0x01010101);
+    return total + found + ((Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(top, (__m256i)x), ones) << 7);
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    return (Ints)vusdotq_s32((int32x4_t)total, (uint8x16_t)w, (int8x16_t)x);
+#elif defined(__ARM_NEON)
+    // Both operands are signed: w - 128 is taken, and 128 times the sum of x added. A small w is signed as it is.
+    const int8x16_t by = (int8x16_t)x, codes = SMALL ? (int8x16_t)w : veorq_s8((int8x16_t)w, vdupq_n_s8(-128));
+#if defined(__ARM_FEATURE_DOTPROD)
+    if (!SMALL) total -= (Ints)vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), by);
+    return (Ints)vdotq_s32((int32x4_t)total, codes, by);
+#else
+    // A product has at most 15 bits, and two products of a small w fit 16.
+    const int16x8_t low = vmull_s8(vget_low_s8(codes), vget_low_s8(by)), high = vmull_high_s8(codes, by);
+    if (SMALL) return (Ints)vpadalq_s16((int32x4_t)total, vpaddq_s16(low, high));
+    total += (Ints)vpaddlq_s16(vpaddlq_s8(by)) << 7;
+    return total + (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#endif
+#else
+    for (int i = 0; i < 4; i++) total += ((w >> 8 * i) & 255) * (x << (24 - 8 * i) >> 24);
+    return total;
+#endif
+}
+
+// Lane by lane, the two int16 of w times the two of x, added to total.
+static inline Ints dot_shorts(Ints total, Ints w, Ints x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
+#elif defined(__AVX512BW__)
+    return total + (Ints)_mm512_madd_epi16((__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpwssd_avx_epi32((__m256i)total, (__m256i)w, (__m256i)x);
+#elif defined(__AVX2__)
+    return total + (Ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+#elif defined(__ARM_NEON)
+    const int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)w), vget_low_s16((int16x8_t)x));
+    return total + (Ints)vpaddq_s32(low, vmull_high_s16((int16x8_t)w, (int16x8_t)x));
+#else
+    return total + (w << 16 >> 16) * (x << 16 >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+
+// Lane by lane, the two bfloat16 of w times the two of x, added to total.
+static inline Floats dot2(Floats total, Ints w, Ints x) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)w, (__m512bh)x);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return (Floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)w, (bfloat16x8_t)x);
+#else
+    const Floats even = fma((Floats)(w << 16), (Floats)(x << 16), total);
+    return fma((Floats)(w & ~0xffff), (Floats)(x & ~0xffff), even);
+#endif
+}
+
+}  // namespace attar::one
