@@ -230,8 +230,7 @@ def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> 
     chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
     zeros = [one.zero for one in chosen if one.zero is not None]
     scale, zero = torch.stack([one.scale for one in chosen]), torch.stack(zeros) if zeros else None
-    errors: Tensor = kernel.tile_errors(grid.code_book(), W, blocks, scale, zero)
-    return errors.transpose(1, 2).unbind(0)
+    return list(kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2))
 
 
 def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Tensor:
