@@ -23,6 +23,7 @@ CROSS, QEMU, LIBRARIES = "aarch64-linux-gnu-g++", "qemu-aarch64", "/usr/aarch64-
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1800),  # a library takes half a minute to compile
     pytest.mark.skipif(build.load("decode") is None, reason="no C++ compiler"),
     pytest.mark.skipif(BASE not in [each.name for each in levels()], reason="not a processor with AVX2"),
 ]
