@@ -2,16 +2,17 @@
 
     python benchmarks/gpu.py [--device cuda] [--model attar:tiny] [--out runs/gpu] [--seconds 600]
 
-One process for each part, with a limit of its own; a part that fails or takes too long is a line of the table,
-and the others go on. Nothing is installed and nothing fetched: a module or a peer that is missing is named. Tables
-are rewritten after every part, in OUT/gpu.md and OUT/gpu.json; each part's output is in OUT/NAME.log.
+One process for each part, with a limit of its own; a part that fails or takes too long is a line of the
+table, and the others go on. Nothing is installed and nothing fetched: a module or a peer that is missing
+is named. Tables are rewritten after every part, in OUT/gpu.md and OUT/gpu.json; each part's output is in
+OUT/NAME.log.
 
     seconds    of the whole process, imports and loading included, on the device and on the CPU
     result     ok · failed (the last line it said) · over its limit · no time left
 
-Parts: tests/test_devices.py (results of the device against the CPU's), quantize (RTN, GPTQ, AWQ), prune, recover,
-distill, merge, export, evaluate, generate through transformers' modules; then quantization and generation by peers.
-"""
+Parts: tests/test_devices.py (results of the device against the CPU's), quantize (RTN, GPTQ, AWQ), prune,
+recover, distill, merge, export, evaluate, generate through transformers' modules; then quantization and
+generation by peers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ STEPS = ("--data", "python-docs", "--steps", "10")
 PEERS = {"gptqmodel": "quantize", "auto_round": "quantize", "llmcompressor": "quantize", "mergekit": "merge"}
 MERGE = """models:
   - {{model: {model}, parameters: {{weight: 0.5}}}}
-  - {{model: {model}, parameters: {{weight: 0.5}}}}
+  - {{model: {other}, parameters: {{weight: 0.5}}}}
 merge_method: linear
 dtype: bfloat16
 """
@@ -87,8 +88,9 @@ def main() -> None:
     taken.out.mkdir(parents=True, exist_ok=True)
     end, lines = time.monotonic() + 0.95 * taken.seconds, [*missing_peers()]
     for device in {taken.device, "cpu"}:
-        (taken.out / device).mkdir(exist_ok=True)
-        (taken.out / device / "merge.yml").write_text(MERGE.format(model=taken.model))
+        made = taken.out.resolve() / device
+        made.mkdir(exist_ok=True)
+        (made / "merge.yml").write_text(MERGE.format(model=taken.model, other=made / "quantize-rtn"))
     wanted = [part for part in parts(taken.model) if not taken.parts or part.name in taken.parts]
     for part in wanted:  # all on the device first: it is what is lent
         lines.append(run(part, taken.device, taken.out, end))
@@ -110,7 +112,12 @@ def parts(model: str) -> list[Part]:
     out = ("-o", "OUT", "--device", "DEVICE")
     quantize = ("quantize", model, *out, "--scheme", "W4A16", "--group-size", "64")
     return [
-        Part("tests", ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_devices.py"), 150, both=False),
+        Part(
+            "tests",
+            ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_devices.py"),
+            150,
+            both=False,
+        ),
         Part("quantize rtn", verb(*quantize, "--method", "rtn"), 60),
         Part("quantize gptq", verb(*quantize, "--method", "gptq", *SMALL), 90),
         Part("quantize awq", verb(*quantize, "--method", "awq", *SMALL), 90),
@@ -120,7 +127,22 @@ def parts(model: str) -> list[Part]:
         Part("merge", verb("merge", "RECIPE", *out), 60),
         Part("export", verb("export", model, *out, "--format", "gptq", "--method", "gptq", *SMALL), 90),
         Part("evaluate", verb("evaluate", model, "--device", "DEVICE", "--tokens", "2048"), 60),
-        Part("generate", verb("generate", model, "-p", "The", "--device", "DEVICE", "--runner", "modules", "--max-tokens", "64"), 60),
+        Part(
+            "generate",
+            verb(
+                "generate",
+                model,
+                "-p",
+                "The",
+                "--device",
+                "DEVICE",
+                "--runner",
+                "modules",
+                "--max-tokens",
+                "64",
+            ),
+            60,
+        ),
         Part("dense", verb("export", model, *out, "--format", "dense"), 60),
         Part("generate by transformers", ("-c", GENERATE, "DENSE", "DEVICE"), 60),
     ]
@@ -140,13 +162,19 @@ def run(part: Part, device: str, out: Path, end: float) -> Line:
     log, start = out / f"{part.name}-{device}.log".replace(" ", "-").replace(":", ""), time.monotonic()
     folder = out.resolve() / device
     places = {"DEVICE": device, "OUT": str(folder / part.name.replace(" ", "-"))}
-    places |= {"PRUNED": str(folder / "prune"), "DENSE": str(folder / "dense"), "RECIPE": str(folder / "merge.yml")}
+    places |= {
+        "PRUNED": str(folder / "prune"),
+        "DENSE": str(folder / "dense"),
+        "RECIPE": str(folder / "merge.yml"),
+    }
     command = [sys.executable, *(places.get(word, word) for word in part.command)]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ATTAR_DEVICE": device}
     with log.open("w") as file:
         try:
-            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=variables, timeout=left)
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=variables, timeout=left
+            )
             said = "ok" if done.returncode == 0 else f"failed: {last_line(log)}"
         except subprocess.TimeoutExpired:
             said = f"over its {left:.0f} s"
@@ -161,8 +189,19 @@ def last_line(log: Path) -> str:
 
 def table(device: str, lines: Sequence[Line]) -> str:
     """Markdown."""
-    rows = [f"| {x.part} | {x.device} | {'' if x.seconds is None else x.seconds} | {x.result} |" for x in lines]
-    return "\n".join([f"# Device paths on {device}", "", "| part | device | seconds | result |", "|---|---|---|---|", *rows, ""])
+    rows = [
+        f"| {x.part} | {x.device} | {'' if x.seconds is None else x.seconds} | {x.result} |" for x in lines
+    ]
+    return "\n".join(
+        [
+            f"# Device paths on {device}",
+            "",
+            "| part | device | seconds | result |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def report(device: str, lines: Sequence[Line], out: Path) -> None:

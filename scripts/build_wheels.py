@@ -2,11 +2,11 @@
 
     python scripts/build_wheels.py [--out dist] [--machine x86_64 aarch64] [--sdist]
 
-For each machine the wheel is built by pip, then libraries of all levels of attar/kernels/levels.py are compiled,
-put into attar/kernels/prebuilt, and the wheel is tagged for the machine: Linux with a glibc at least as new as
-the symbols that the libraries ask for, which is printed. libstdc++ and libgcc are linked in. For another machine
-than this one a cross compiler is needed (Debian: g++-aarch64-linux-gnu). The sdist stays without libraries.
-"""
+For each machine the wheel is built by pip, then libraries of all levels of attar/kernels/levels.py are
+compiled, put into attar/kernels/prebuilt, and the wheel is tagged for the machine: Linux with a glibc at
+least as new as the symbols that the libraries ask for, which is printed. libstdc++ and libgcc are linked
+in. For another machine than this one a cross compiler is needed (Debian: g++-aarch64-linux-gnu). The
+sdist stays without libraries."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def sdist(room: Path, out: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(room / "hatch")], check=True)
     python = room / "hatch" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "hatchling"], check=True)
-    subprocess.run([python, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out.resolve())], cwd=ROOT, check=True)
+    subprocess.run(
+        [python, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out.resolve())], cwd=ROOT, check=True
+    )
 
 
 def compiler(machine: str) -> str | None:

@@ -1,6 +1,6 @@
 """A wheel and an sdist, installed into an environment of their own, run the compiled step.
 
-The environment is a new one, in a folder with spaces, with this one's packages to lean on but for attar itself.
+The environment is a new one, in a folder with spaces; all packages but attar itself are those of this one.
 """
 
 import os
@@ -15,6 +15,7 @@ import pytest
 from attar.kernels.levels import levels
 
 ROOT = Path(__file__).parents[1]
+GENERATE = ("attar", "generate", "attar:tiny", "--prompt", "Once", "--max-tokens", "5")
 LOADED = """
 import attar, sys
 from attar.kernels import build
@@ -61,7 +62,9 @@ def run(environment, *command, path, **more):
     """A command without a home, and with `path` for all that it finds programs in."""
     kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "LANG") if name in os.environ}
     variables = {**kept, "PATH": str(path), "HOME": "/nonexistent", **more}
-    done = subprocess.run([environment / command[0], *command[1:]], capture_output=True, text=True, env=variables)
+    done = subprocess.run(
+        [environment / command[0], *command[1:]], capture_output=True, text=True, env=variables
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -71,14 +74,36 @@ def test_a_wheel_without_a_compiler_and_without_a_home(built, environment):
     install(environment, wheel)
     loaded = run(environment, "python", "-c", LOADED, path=environment)
     assert f"attar/kernels/prebuilt/decode-{levels()[0].name}.so" in loaded.stdout
-    done = run(environment, "attar", "generate", "attar:tiny", "--prompt", "Once", "--max-tokens", "5", path=environment)
+    done = run(
+        environment,
+        "attar",
+        "generate",
+        "attar:tiny",
+        "--prompt",
+        "Once",
+        "--max-tokens",
+        "5",
+        path=environment,
+    )
     assert done.stdout.strip() and "slower" not in done.stderr and "compiler" not in done.stderr
 
 
 def test_an_sdist_compiles_at_first_use(built, environment, tmp_path):
     (sdist,) = built.glob("*.tar.gz")
     install(environment, sdist)
-    loaded = run(environment, "python", "-c", LOADED, path=os.environ["PATH"], ATTAR_CACHE=str(tmp_path / "c"))
+    loaded = run(
+        environment, "python", "-c", LOADED, path=os.environ["PATH"], ATTAR_CACHE=str(tmp_path / "c")
+    )
     assert str(tmp_path / "c" / "kernels" / "decode-") in loaded.stdout
-    warned = run(environment, "attar", "generate", "attar:tiny", "--prompt", "Once", "--max-tokens", "5", path=environment)
+    warned = run(
+        environment,
+        "attar",
+        "generate",
+        "attar:tiny",
+        "--prompt",
+        "Once",
+        "--max-tokens",
+        "5",
+        path=environment,
+    )
     assert warned.stdout.strip() and "no compiler" in warned.stderr

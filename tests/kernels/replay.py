@@ -43,7 +43,7 @@ class Recording:
         self._wanted: list[Any] = []
 
     def keep(self, value: Any) -> None:
-        """Tensors, arrays and structures, also inside of lists, dicts and dataclasses: what pointers point to."""
+        """What pointers point to: tensors, arrays, structures, and lists, dicts and dataclasses of them."""
         if isinstance(value, (torch.Tensor, np.ndarray, ctypes.Structure, ctypes.Array)):
             self._kept.append(value)
             self._regions.append((address(value), nbytes(value)))
@@ -73,7 +73,9 @@ class Recording:
             file.write(struct.pack("<q", len(self._regions)))
             for start, size in self._regions:
                 file.write(struct.pack("<q", size) + ctypes.string_at(start, size))
-            pointers = [pointer for start, value in self._structures for pointer in self._pointers(start, value)]
+            pointers = [
+                pointer for start, value in self._structures for pointer in self._pointers(start, value)
+            ]
             file.write(struct.pack("<q", len(pointers)))
             file.writelines(struct.pack("<4q", *pointer) for pointer in pointers)
             file.write(struct.pack("<q", len(self._calls)))

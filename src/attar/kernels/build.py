@@ -11,12 +11,11 @@ A library is code that this process runs: the folder is open to its owner alone,
 another user is not used. Where the folder is another's, the library is built for this process alone.
 
 Where this cannot be done (no compiler, no place to write) a wheel's prebuilt library is taken,
-``prebuilt/NAME-LEVEL.so``, of the best level in levels.py that this processor runs; scripts/build_wheels.py puts
-them there. Where a wheel has none, or with ``ATTAR_KERNELS=off``, there is no library; ``missing`` says why,
-callers take their pure fallback, and warn of it once (``slower``).
+``prebuilt/NAME-LEVEL.so``, of the best level in levels.py that this processor runs;
+scripts/build_wheels.py puts them there. Where a wheel has none, or with ``ATTAR_KERNELS=off``, there is
+no library; ``missing`` says why, callers take their pure fallback, and warn of it once (``slower``).
 ``ATTAR_KERNELS_TARGET`` names another processor to compile for (``x86-64-v3``: with AVX2 alone), as the
-compiler's ``-march`` does.
-"""
+compiler's ``-march`` does."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Processors that libraries are compiled for ahead of time, so that a machine without a compiler runs them too.
+"""Processors that libraries are compiled for ahead of time, so that a machine without a compiler runs
+them too.
 
-A level is what many machines have in common; what the compiler is told of one machine alone (``-march=native``)
-is not among them. The better of two that a processor has comes first.
+A level is what many machines have in common; what the compiler is told of one machine alone
+(``-march=native``) is not among them. The better of two that a processor has comes first.
 
     x86-64     v3-... AVX2 (Haswell 2013, Zen 2017) · v4-... AVX-512 (Skylake server 2017, Zen 4 2022), with
                VNNI since Cascade Lake 2019 and Zen 4, with bfloat16 since Cooper Lake 2020 and Zen 4; AVX-VNNI
