@@ -14,7 +14,7 @@ from attar.merging.methods import METHODS, Method, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.settings import BenchSettings, EngineSettings, TextSettings
+from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -37,10 +37,11 @@ def page() -> str:
     parts.append(_section("extract", load(EXTRACT_SETTINGS)))
     parts.append(_section("evaluate", load(EVALUATE_SETTINGS)))
     parts.append(_section("generate", TextSettings))
+    parts.append(_section("chat", ChatSettings))
     parts.append(_section("bench", BenchSettings))
     parts.append(_section("bench: speculation", ProfileSettings))
     parts.append(_section("serve", ServerSettings))
-    parts.append(_section("generate, bench and serve: the engine", EngineSettings))
+    parts.append(_section("generate, chat, bench and serve: the engine", EngineSettings))
     parts.extend(_options(verb) for verb in WITHOUT_SETTINGS)
     return "\n".join(parts)
 

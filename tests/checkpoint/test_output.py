@@ -51,7 +51,7 @@ def test_a_finished_stage_is_a_checkpoint_with_a_card(make, tmp_path):
     assert card.parents[0].fingerprint == open_checkpoint(model).fingerprint()
     assert card.parents[0].licence["ids"] == ["unknown"]
     assert card.licence["status"] == "unknown"
-    assert sorted(card.files) == ["config.json", "model.safetensors"]
+    assert sorted(card.files) == ["README.md", "config.json", "model.safetensors"]
     for name, digest in card.files.items():
         assert hashlib.sha256((checkpoint.path / name).read_bytes()).hexdigest() == digest
     assert card.command == (

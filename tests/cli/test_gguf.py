@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from attar.checkpoint import paths
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
+from attar.data.auto import fitting
 from attar.formats.gguf.tokenizer import tokenizer_metadata
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
@@ -80,3 +82,21 @@ def test_export_to_a_folder(
     assert all(torch.equal(back.load(name), source.load(name)) for name in source.tensors)
     assert "quantization_config" not in back.config and (back.path / "tokenizer.json").is_file()
     assert back.card is not None and back.card.parents[0].name == "m"
+
+
+def test_a_model_of_a_package_is_named_as_the_user_named_it(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "llm_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    file.rename(package / file.name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(paths.PACKAGED, "smollm2", (package.name, file.name))
+    assert call(["quantize", "attar:smollm2", "-o", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "error: attar:smollm2 is quantized already" in error
+    assert "attar export attar:smollm2 -o DENSE" in error and str(tmp_path) not in error
+    checkpoint = open_checkpoint("attar:smollm2")
+    assert checkpoint.name == checkpoint.spelling == "attar:smollm2"
+    assert "trained on it" not in fitting(checkpoint)[1]  # only the embedded models are of Python source

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from attar.checkpoint import open_checkpoint
 from attar.errors import DataError
-from attar.measure.generation import complete, encode, end_tokens, words
+from attar.measure.generation import SAMPLES, complete, encode, end_tokens, sample_prompt, words
 from attar.measure.subject import Subject, load_subject
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
@@ -88,3 +90,20 @@ def test_padded_rows_are_never_chosen() -> None:
     model = llama(2, vocabulary=80)
     model.lm_head.weight.data[64:] *= 100.0  # rows that no token has would win
     assert max(complete(Subject(model, tokenizer(size=64)), [1], 8)) < 64
+
+
+def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
+    code = load_subject("attar:tiny")
+    assert sample_prompt(code, "auto")[0] == "def __init__(self"
+    assert sample_prompt(code, "x = ") == ("x = ", encode(code, "x = "))
+    for name, file in (("prose", None), ("chat", "chat_template.jinja")):
+        folder = tmp_path / name
+        shutil.copytree(open_checkpoint("attar:tiny").path, folder)
+        (folder / "attar.json").unlink()
+        if file:
+            (folder / file).write_text("<{{ messages[0].role }}>{{ messages[0].content }}")
+    assert sample_prompt(load_subject(tmp_path / "prose"), "auto")[0] == "Once upon a time"
+    chat = load_subject(tmp_path / "chat")
+    text, ids = sample_prompt(chat, "auto")
+    assert text.strip() in SAMPLES.values() and text.endswith("\n")
+    assert chat.tokenizer.decode(ids) == f"<user>{text.strip()}"

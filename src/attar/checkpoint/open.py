@@ -8,7 +8,7 @@ largest tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -88,6 +88,14 @@ class Checkpoint:
         """:meth:`load` several tensors, in the order given."""
         return {name: self.load(name) for name in names}
 
+    @property
+    def spelling(self) -> str:
+        """How a person names this model: ``attar:...`` and hub models by name, folders and files by path."""
+        if self.name.startswith("attar:"):
+            return self.name
+        by_path = self.source != self.path or self.name == self.path.name
+        return str(self.source) if by_path else self.name
+
     def fingerprint(self) -> str:
         """SHA-256 over the names and bytes of config, weights and tokenizer. The card does not count."""
         files = {name: self.path / name for name in ("config.json", *tokenizer_files(self.path))}
@@ -113,7 +121,7 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
     if opener:
         module, function = opener.split(":")
         opened: Checkpoint = getattr(import_module(module), function)(folder)
-        return opened
+        return replace(opened, name=str(model)) if str(model).startswith("attar:") else opened
     config = read_config(folder)
     tensors = _scan(folder, _weight_map(folder))
     return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)

@@ -18,7 +18,7 @@ import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.licences import duties
 from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
+from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
 
 _LOCK, _KEY = "lock", "key.json"
@@ -116,7 +117,9 @@ def produce(
         with _named(folder, final):
             yield output
         write_texts(folder, [parent for parent, _ in parents], output.texts)
-        _card(final.name, stage, settings, seed, lineage, output).write(folder)
+        card = _card(final.name, stage, settings, seed, lineage, output)
+        write_readme(card, folder)
+        replace(card, files=_files(folder)).write(folder)
 
 
 @contextmanager
@@ -168,21 +171,14 @@ def command_line(
     stage: str, settings: dict[str, Any], seed: int, parents: Sequence[tuple[Checkpoint, str]], out: Path
 ) -> str:
     """The shell command that does this work: the verb, its first parent, and every setting as an option."""
-    words = ["attar", stage, *(_spelling(checkpoint) for checkpoint, _ in parents[:1]), "-o", out.name]
+    words = ["attar", stage, *(checkpoint.spelling for checkpoint, _ in parents[:1]), "-o", out.name]
     for checkpoint, role in parents[1:]:
         if checkpoint is parents[0][0]:  # a student learns from what it was cut from: one name says both
             continue
-        words += ["--teacher" if role == "signal" else "--model", _spelling(checkpoint)]
+        words += ["--teacher" if role == "signal" else "--model", checkpoint.spelling]
     for name, value in {**settings, "seed": seed}.items():
         words += _option(f"--{name.replace('_', '-')}", value)
     return shlex.join(words)
-
-
-def _spelling(checkpoint: Checkpoint) -> str:
-    """How a person would name this model: hub and embedded models by name, folders and files by path."""
-    if checkpoint.source != checkpoint.path or checkpoint.name == checkpoint.path.name:
-        return str(checkpoint.source)
-    return checkpoint.name
 
 
 def _option(flag: str, value: Any) -> list[str]:
@@ -198,7 +194,7 @@ def _option(flag: str, value: Any) -> list[str]:
 def _card(
     name: str, stage: str, settings: dict[str, Any], seed: int, lineage: tuple[Parent, ...], output: Output
 ) -> Card:
-    """The card of the files that now stand in the output folder."""
+    """The card, its files not hashed yet."""
     return Card(
         name=name,
         stage=stage,
@@ -207,7 +203,6 @@ def _card(
         key=output.key,
         parents=lineage,
         versions=versions(),
-        files=_files(output.folder),
         measurements=plain(output.measurements),
         details=plain(output.details),
         licence=duties(lineage).to_dict(),

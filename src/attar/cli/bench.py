@@ -35,10 +35,10 @@ def build(verb: str) -> Any:
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
+        check_models(values["model"])
         rest = {name: value for name, value in values.items() if name not in own}
         chosen, how = read_settings(methods, verb, values), read_settings(engine, verb, rest)
         bench = read_settings(cases, verb, rest)
-        check_models(values["model"])
         if chosen.asked:
             picture = _picture(values.get("picture"))
             batches = bench.batch if values.get("batch") else (1,)

@@ -41,10 +41,10 @@ def build(verb: str) -> Any:
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
+        check_models(values["model"])
         params = read_settings(texts, verb, values).params()
         options = read_settings(engine, verb, values).options()
         prompts = list(_prompts(values))
-        check_models(values["model"])
         llm = load("attar.runtime.llm:LLM")(values["model"], **options)
         shown = ["" if values["chat"] else prompt for prompt in prompts]
         said = [llm.encode_chat([_user(p)]) if values["chat"] else llm.encode(p) for p in prompts]

@@ -27,9 +27,9 @@ def build(verb: str) -> Any:
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
+        check_models(values["model"])
         settings = read_settings(cls, verb, values)
         options = read_settings(engine, verb, values).options()
-        check_models(values["model"])
         load(_SERVE)(values["model"], settings, progress=progress, told=_tell, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 

@@ -16,6 +16,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.extract:build"),
     "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build"),
     "generate": ("Continue a prompt.", "attar.cli.generate:build"),
+    "chat": ("Talk with a model.", "attar.cli.chat:build"),
     "bench": ("Measure how fast a model answers.", "attar.cli.bench:build"),
     "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build"),
     "inspect": (

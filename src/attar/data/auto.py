@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attar.checkpoint import paths
 from attar.checkpoint.jsonfile import read_json
 from attar.data.prose import CHAT, PROSE
 from attar.errors import CheckpointError
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
 
 T = TypeVar("T")
+
+EMBEDDED = tuple(f"attar:{name}" for name in paths.EMBEDDED)
 
 AUTO, CODE = "auto", "python-stdlib"
 _CODE = re.compile(r"(?<!en)(?<!de)(?<!trans)cod(?:e(?!c)|ing|estral)", re.IGNORECASE)  # no encoder, no codec
@@ -50,7 +53,7 @@ def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
 def fitting(checkpoint: Checkpoint) -> tuple[str, str]:
     """The text that fits a model, and why."""
     for name in _names(checkpoint):
-        if name.startswith("attar:"):
+        if name in EMBEDDED:
             return CODE, f"{name} was trained on it"
         if _CODE.search(name.partition("@")[0].rpartition("/")[2]):
             return CODE, f"{name} is a model of code by its name"

@@ -67,7 +67,8 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     """
     if method(source):
         raise ModelError(
-            f"{source.path} is quantized already", hint="EXL2 rounds anew: export the model it was made from"
+            f"{source.spelling} is quantized already",
+            hint="EXL2 rounds anew: export the model it was made from",
         )
     for shape in _linears(source).values():
         refuse_shape(shape)

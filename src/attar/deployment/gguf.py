@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attar.checkpoint import atomic
+from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import Output
+from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
 from attar.deployment.codes import Codes, quantized_codes
 from attar.deployment.importance import importance_of
 from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
+from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
 from attar.formats.decoded import Decoded
@@ -56,7 +60,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     refuse_type(settings, placed)
     if settings.rounding != "nearest" and method(source):
         raise ModelError(
-            f"{source.path} is quantized already; rounding {settings.rounding} needs the dense model",
+            f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",
             hint="export the model it was made from, or --type auto to carry the codes over",
         )
 
@@ -82,6 +86,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     if importance.entries and settings.imatrix == "compute":
         imatrix.write(output.folder / IMATRIX, importance.entries, **importance.origin)
     digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
+    if file.exists():  # Ollama takes no file in several parts
+        write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
     output.details["notes"] = [*kinds.notes, *codes.notes]
     output.details["limits"] = [
@@ -90,6 +96,15 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     ]
     output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
+
+
+def write_modelfile(file: Path, metadata: dict[str, Any], source: Checkpoint) -> None:
+    """``Modelfile`` for Ollama, in the folder of the file."""
+    bare = {key: getattr(value, "value", value) for key, value in metadata.items()}
+    sources = [f"{each.title} ({each.model})" for each in duties_of(source).sources]
+    context = source.config.get("max_position_embeddings")
+    text = modelfile(file.name, bare, "\n".join(sources), context if isinstance(context, int) else None)
+    atomic.write_bytes(file.with_name(MODELFILE), text.encode())
 
 
 def file_stem(source: Checkpoint) -> str:

@@ -9,27 +9,33 @@
 Each file has ``refuse``, which says what cannot be done before anything is, and ``write``, which ends with
 what was checked on the written files: the checks are those that have broken for people elsewhere (verify.py).
 
-``-o DIR`` makes a folder with a card; ``-o FILE.gguf`` leaves the file alone, its card beside it.
+``-o DIR`` makes a folder with a card; ``-o FILE.gguf`` a single file. Its card, README and Modelfile stand
+next to it under its name:
+FILE.attar.json, FILE.md and FILE.Modelfile, so that several models share a folder.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import atomic
-from attar.checkpoint.card import FILE
+from attar.checkpoint.card import FILE, Card
+from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_beside
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
+from attar.checkpoint.readme import FILE as README
+from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
+from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import VERSION, ExportSettings
 from attar.errors import SettingsError
 from attar.models.fit import check_fit
@@ -146,13 +152,32 @@ def _write_file(
     folder = atomic.beside(final, "folder")
     _write(source, folder, settings, writer, progress, True, key)
     with atomic.explain_os_errors(final):
-        made = next(folder.glob(f"*{GGUF}"))
-        (folder / FILE).replace(card_beside(final))
-        if (folder / TEXTS).is_file():
-            (folder / TEXTS).replace(texts_beside(final))
-        made.replace(final)
+        made = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
+        _rename(folder, made, final)
+        places = {FILE: card_beside(final), TEXTS: texts_beside(final), final.name: final}
+        places |= {README: final.with_suffix(".md"), MODELFILE: final.with_suffix(f".{MODELFILE}")}
+        for name, place in places.items():
+            if (folder / name).is_file():
+                (folder / name).replace(place)
         shutil.rmtree(folder)
     return open_checkpoint(final)
+
+
+def _rename(folder: Path, made: Path, final: Path) -> None:
+    """The folder's files as those of a single file: under its name in card, README and Modelfile."""
+    made.rename(folder / final.name)
+    modelfile = folder / MODELFILE
+    if modelfile.is_file():
+        _, _, rest = modelfile.read_text(encoding="utf-8").partition("\n")
+        atomic.write_bytes(modelfile, f"FROM ./{final.name}\n{rest}".encode())
+    card = Card.read(folder)
+    assert card is not None
+    card = replace(card, name=final.stem, command=card.command.replace(folder.name, final.name))
+    write_readme(card, folder, alone=True)
+    names = {README: f"{final.stem}.md", MODELFILE: f"{final.stem}.{MODELFILE}"}
+    names |= {TEXTS: texts_beside(final).name, final.name: final.name}
+    files = {names[name]: sha256_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
+    replace(card, files=files).write(folder)
 
 
 def card_beside(file: Path) -> Path:

@@ -38,7 +38,7 @@ def refuse_packed(checkpoint: Any) -> None:
     """
     said = stated(checkpoint)
     if said:
-        name = checkpoint.source
+        name = checkpoint.spelling
         raise ModelError(
             f"{name} is quantized already ({said.get('quant_method', 'unknown method')})",
             hint="start from the dense model it was made from; or decode it first: "

@@ -23,7 +23,7 @@ from attar.errors import NumericsError
 from attar.measure.choices import Task, measure_task, read_questions
 from attar.measure.divergence import agreement, kl, percentile
 from attar.measure.forward import split, subject_logits
-from attar.measure.generation import complete, encode, words
+from attar.measure.generation import complete, sample_prompt, words
 from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
 from attar.measure.perplexity import hits, perplexity, token_losses
 from attar.measure.reference import (
@@ -157,7 +157,7 @@ def evaluate(
     subject = load_subject(model, runner=settings.runner, kv_dtype=settings.kv_dtype, **where)
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
-    sample = _sample(subject, settings)
+    prompt, sample = _sample(subject, settings)
     speed = _speed(subject, settings) if settings.speed else None
     peak, device_peak = peak_rss_bytes(), peak_device_bytes(settings.device)
     if isinstance(reference, Reference):
@@ -191,7 +191,7 @@ def evaluate(
         transformers_decode_tokens_per_s=plain.decode_tokens_per_s if plain else None,
         peak_rss_bytes=peak,
         peak_device_bytes=device_peak,
-        prompt=settings.sample or None,
+        prompt=prompt,
         sample=sample,
         runner_note=subject.why or None,
         device=settings.device,
@@ -273,11 +273,12 @@ def _share(parts: list[Tensor]) -> float:
     return float(torch.cat(parts).double().mean())
 
 
-def _sample(subject: Subject, settings: EvaluateSettings) -> str | None:
+def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, str | None]:
+    """The prompt as people read it, and what the model says after it; None for none."""
     if not settings.sample or subject.tokenizer is None:
-        return None
-    prompt = encode(subject, settings.sample, "the sample's prompt")
-    return words(subject, complete(subject, prompt, settings.sample_tokens))
+        return None, None
+    text, ids = sample_prompt(subject, settings.sample)
+    return text, words(subject, complete(subject, ids, settings.sample_tokens))
 
 
 def _speed(subject: Subject, settings: EvaluateSettings) -> Speed:

@@ -11,10 +11,20 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from attar.data.auto import AUTO, CODE, fitting
+from attar.data.prose import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
+from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+
+SAMPLES = {
+    CODE: "def __init__(self",
+    CHAT: "Why is the sky blue? Answer in one sentence.",
+    PROSE: "Once upon a time",
+}
+"""Prompts of samples, by the text that fits a model."""
 
 
 def encode(subject: Subject, text: str, what: str = "prompt") -> list[int]:
@@ -33,6 +43,26 @@ def encode(subject: Subject, text: str, what: str = "prompt") -> list[int]:
             hint=f"shorten it to at most {subject.context - 1:,} tokens",
         )
     return tokens
+
+
+def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
+    """The prompt of a sample, as people read it and as tokens.
+
+    Args:
+        subject: with a tokenizer.
+        wanted: a text, or ``auto``: one of SAMPLES, a question in the model's own chat template.
+
+    Raises:
+        DataError: as :func:`encode`.
+    """
+    if wanted != AUTO:
+        return wanted, encode(subject, wanted, "the sample's prompt")
+    kind = CODE if subject.checkpoint is None else fitting(subject.checkpoint)[0]
+    text = SAMPLES[kind]
+    if kind != CHAT:
+        return text, encode(subject, text, "the sample's prompt")
+    ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    return f"{text}\n", ids
 
 
 def complete(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:

@@ -33,7 +33,11 @@ class EvaluateSettings:
         default=32, metadata={"help": "tokens decoded in a round of the speed measurement"}
     )
     sample: str = field(
-        default="def __init__(self", metadata={"help": "prompt of the greedy sample; empty: no sample"}
+        default="auto",
+        metadata={
+            "help": "prompt of the greedy sample; auto: code, a story, or a question in the model's chat "
+            "template, as fits the model; empty: no sample"
+        },
     )
     sample_tokens: int = field(default=48, metadata={"help": "length of the greedy sample"})
     tasks: tuple[str, ...] = field(

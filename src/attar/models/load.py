@@ -26,18 +26,10 @@ from attar.models.configs import load_config, model_class, parse_config
 from attar.models.device import pick_device
 from attar.models.fit import report_misfits
 from attar.models.library import first_line, quiet
+from attar.models.plain_tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
 
 
 def load_model(

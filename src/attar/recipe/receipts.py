@@ -12,6 +12,7 @@ from typing import Any
 from attar.checkpoint.atomic import explain_os_errors, write_json
 from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.readme import FILE as README
 from attar.errors import CheckpointError
 
 RECEIPTS = "receipts"
@@ -30,7 +31,7 @@ class Receipt:
         peak_rss_bytes: the most memory the process held while it worked.
         estimated: seconds it was estimated to take; with ``seconds`` it says by how much estimates of such
             work are wrong here; 0 where the time is not that of the whole work.
-        files: file name to size in bytes, the card excepted.
+        files: file name to size in bytes, card and README.md excepted.
         measurements_key: identity of the evaluation, empty where there was none.
         measurements: what the evaluation found.
     """
@@ -55,9 +56,11 @@ class Receipt:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Relative name to size of every file of a checkpoint; not the card, which gets measurements later."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found if path != folder / CARD}
+    """Relative name to size of every file of a checkpoint; not the card and README.md, which get measurements
+    later."""
+    later = (folder / CARD, folder / README)
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path not in later)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
 
 
 def read_receipt(run: Path, name: str) -> Receipt | None:

@@ -23,6 +23,7 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import finished
+from attar.checkpoint.readme import with_new_readme
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
@@ -230,7 +231,7 @@ class _Run:
         measurements = self.measure(model)
         card = Card.read(model) if isinstance(model, Path) else None
         if card is not None and isinstance(model, Path):
-            card.with_measurements(**measurements).write(model)
+            with_new_readme(card.with_measurements(**measurements), model).write(model)
         receipt = replace(receipt, key=key, measurements_key=evaluation_key, measurements=measurements)
         write_receipt(self.plan.out, name, receipt)
 

@@ -10,7 +10,7 @@ One thread uses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,18 @@ class LLM:
         """
         return self.generate([self.encode_chat(messages)], params)[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams = DEFAULT) -> Iterator[Event]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = DEFAULT,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
         """The answer to one prompt piece by piece; what is left is cancelled when the iterator is closed.
+
+        Args:
+            prompt: text or token ids.
+            params: of this answer.
+            stopped: asked after every step; true ends the answer without a last event.
 
         Raises:
             as :meth:`generate`.
@@ -192,6 +202,8 @@ class LLM:
                     self._raise(event)
                     left -= event.finished
                     yield event
+                if stopped():
+                    return
         finally:
             self._drop(names)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from attar.formats import readers
 from attar.formats.decoded import Decoded
 from attar.kernels.build import slower
 from attar.kernels.decode import pool_bytes
-from attar.models.configs import load_config
 from attar.models.device import pick_device
-from attar.models.load import TOKENIZER_FILES, load_model, load_tokenizer
+from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.kv.compose import check_together
 from attar.runtime.kv.evict import H2O, Eviction, SnapKV
@@ -30,10 +29,11 @@ from attar.runtime.runner.choice import Asked, obstacle
 from attar.runtime.runner.codes import Codes, codes_of
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.runner.modules import Modules
-from attar.runtime.runner.packed_model import packed_model
-from attar.runtime.runner.probe import probe
+from attar.runtime.runner.step_config import step_config
 from attar.runtime.step import Runner
+
+if TYPE_CHECKING:
+    from attar.runtime.runner.modules import Modules
 
 POOL_BYTES = 1 << 30  # of keys and values at most, where nobody says how many tokens
 CONTEXTS = 16  # texts of full length that the pool holds at most, where nobody says
@@ -47,7 +47,7 @@ class Loaded:
 
     Attributes:
         runner: the model and its pool of blocks.
-        tokenizer: of transformers; None: prompts are token ids, and results have no text.
+        tokenizer: of transformers, or a PlainTokenizer; None: prompts are ids, and results have no text.
         ends: end tokens.
         name: what messages call it.
         eviction: how the runner bounds the places of a sequence.
@@ -111,16 +111,15 @@ def load(
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
     if why and asked.runner == "auto" and pick_device(asked.device).type == "cpu":
         slower(f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}")
-    has_words = any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES)
-    tokenizer = load_tokenizer(checkpoint) if has_words else None
+    tokenizer = _tokenizer(checkpoint)
     ends = end_tokens(checkpoint, tokenizer)
-    most = runner.most if isinstance(runner, Modules) else _unbounded
+    most = _unbounded if isinstance(runner, Compiled) else runner.most
     return Loaded(runner, tokenizer, ends, checkpoint.name, asked.eviction, _lookback(runner), most, why)
 
 
 def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Compiled:
     """The compiled runner, weights read one at a time."""
-    config = load_config(checkpoint.path, checkpoint.config)
+    config = step_config(checkpoint)
     packed = readers.method(checkpoint)
     view = Decoded(checkpoint)
 
@@ -145,6 +144,11 @@ def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Co
 
 def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Modules:
     """transformers' modules; Linears keep their codes where the checkpoint has codes and the CPU runs it."""
+    from attar.models.load import load_model
+    from attar.runtime.runner.modules import Modules
+    from attar.runtime.runner.packed_model import packed_model
+    from attar.runtime.runner.probe import probe
+
     loaded = None
     if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
         try:
@@ -168,8 +172,20 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
     )
 
 
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    """The model's tokenizer; None where it has none."""
+    if not any((checkpoint.path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    plain = plain_tokenizer(checkpoint.path, checkpoint.config)
+    if plain is not None:
+        return plain
+    from attar.models.load import load_tokenizer
+
+    return load_tokenizer(checkpoint)
+
+
 def _lookback(runner: Compiled | Modules) -> tuple[int | None, int]:
-    return runner.lookback if isinstance(runner, Modules) else (runner.window, 0)
+    return (runner.window, 0) if isinstance(runner, Compiled) else runner.lookback
 
 
 def _unbounded(chunk: int) -> int | None:

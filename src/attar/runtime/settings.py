@@ -138,6 +138,13 @@ class TextSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatSettings(TextSettings):
+    """How an answer is chosen."""
+
+    max_tokens: int = _option(1024, "tokens of an answer at most")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """What ``attar bench`` measures."""
 

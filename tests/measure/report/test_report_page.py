@@ -53,6 +53,14 @@ def checked(html: str) -> Checker:
     return checker
 
 
+def test_on_a_phone_every_figure_of_a_stage_has_its_name() -> None:
+    html = page(run_from_dict(fake_run()))
+    cells = [attributes for tag, attributes in checked(html).seen if tag == "td"]
+    assert cells and all(attributes.get("data-label") for attributes in cells)
+    assert {"MB", "KL", "decode tok/s"} <= {attributes["data-label"] for attributes in cells}
+    assert "content: attr(data-label)" in html
+
+
 def test_report_is_one_file_that_loads_nothing(run_folder: Path) -> None:
     before = sorted(path.name for path in run_folder.iterdir())
     path = build(run_folder)

@@ -10,7 +10,7 @@ from attar.measure.table import computed_by
 
 
 def stage_table(run: Run) -> Markup:
-    """All stages with what was measured; it scrolls sideways on a narrow screen."""
+    """All stages with what was measured; on a narrow screen each stage is a card with its figures named."""
     head = [el("th", "stage", scope="col")]
     head += [el("th", column.title, scope="col", title=column.meaning) for column in REPORT]
     rows = [_row(run, stage) for stage in run.stages]
@@ -37,7 +37,8 @@ def _title(stage: Stage) -> Markup | None:
 def _cell(run: Run, stage: Stage, column: Column) -> Markup:
     share = _share(run, stage, column)
     bar = el("i", class_="bar", style=f"width:{share * 100:.1f}%") if share is not None else None
-    return el("td", column.cell(run, stage), el("span", bar, class_="track") if bar else None)
+    track = el("span", bar, class_="track") if bar else None
+    return el("td", column.cell(run, stage), track, data_label=column.title)
 
 
 def _share(run: Run, stage: Stage, column: Column) -> float | None:
@@ -76,6 +77,7 @@ def _speed_notes(run: Run, measured: Stage) -> list[str]:
     notes = [f"Speed is that of one sequence on {where}, the median of its rounds."]
     if (measured.text("runner") or "transformers") == "transformers":
         notes.append("It is that of transformers: packed weights show their size here, not their speed.")
-    if spread := max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0):
+    spread = max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0)
+    if spread >= 0.005:
         notes.append(f"Rounds of one measurement differ by up to {spread * 100:.0f} %.")
     return notes

@@ -15,11 +15,11 @@ from attar.formats.decoded import Decoded
 from attar.kernels.build import missing
 from attar.kernels.decode import TILE
 from attar.kernels.structures import library
-from attar.models.configs import load_config
 from attar.models.device import pick_device
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.runner.compiled import KV_DTYPES
 from attar.runtime.runner.compiled_weights import check_config
+from attar.runtime.runner.step_config import step_config
 
 RUNNERS = ("auto", "compiled", "modules")
 WEIGHTS = ("int8", "int4")
@@ -77,7 +77,7 @@ def _setting(asked: Asked) -> str:
 
 def _model(checkpoint: Any, asked: Asked) -> str:
     try:
-        check_config(load_config(checkpoint.path, checkpoint.config))
+        check_config(step_config(checkpoint))
     except ModelError as problem:
         return problem.message
     view = Decoded(checkpoint)

@@ -1,0 +1,279 @@
+"""``README.md`` of a checkpoint that attar made: the model card that people and the Hugging Face Hub read.
+
+It says in words what ``attar.json`` has for programs: what the model was made of and how, its size and what
+was measured, the duties of its licences, and how it is run. Like the card it holds no time and no path of
+this machine, so the same work writes the same file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attar.checkpoint import hashing
+from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.card import Card, Parent
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.units import bytes_text
+
+FILE = "README.md"
+MODELFILE = "Modelfile"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_LICENCES = {
+    **{name: name for name in ("apache-2.0", "mit", "llama2", "llama3", "llama3.1", "llama3.2", "llama3.3")},
+    **{name: name for name in ("llama4", "gemma")},
+    "qwen-apache": "apache-2.0",
+    "mistral-apache": "apache-2.0",
+    "gpt-oss": "apache-2.0",
+    "deepseek-mit": "mit",
+}
+_RELATIONS = {"quantize": "quantized", "export": "quantized", "merge": "merge", "extract": "adapter"}
+_WORDS = {
+    "kl_mean": "KL divergence to the original, nats a token",
+    "top1_agreement": "tokens where its first choice is the original's",
+    "tokens": "tokens that this was measured on",
+    "perplexity": "perplexity",
+}
+_ENGINES = {
+    "compressed-tensors": "vllm serve {name}",
+    "gptq": "vllm serve {name}",
+    "awq": "vllm serve {name}",
+    "bitsandbytes": "vllm serve {name}",
+    "modelopt": "vllm serve {name} --quantization modelopt",
+}
+_PACKAGES = {
+    "compressed-tensors": "compressed-tensors",
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "bitsandbytes": "bitsandbytes",
+}
+
+
+def write_readme(card: Card, folder: Path, alone: bool = False) -> None:
+    """Write the file into the folder of a finished checkpoint, whole.
+
+    Args:
+        card: the checkpoint's; its files need not be hashed yet.
+        folder: of the checkpoint.
+        alone: the folder is none of its own: its GGUF file will stand among others.
+
+    Raises:
+        OutputError: no space, or no permission.
+    """
+    write_bytes(folder / FILE, render_readme(card, folder, alone).encode())
+
+
+def with_new_readme(card: Card, folder: Path) -> Card:
+    """The card after its measurements changed: README.md is written again, and hashed. One that a person has
+    edited stays as it is."""
+    file, text = folder / FILE, render_readme(card, folder)
+    digest = hashing.sha256_text(text)
+    # the second: it was written, and a kill came before the card was
+    if not file.is_file() or hashing.sha256_file(file) not in (card.files.get(FILE), digest):
+        return card
+    write_bytes(file, text.encode())
+    return dataclasses.replace(card, files={**card.files, FILE: digest})
+
+
+def render_readme(card: Card, folder: Path, alone: bool = False) -> str:
+    """The text: YAML for the hub, then sections."""
+    sections = [
+        f"# {card.name}\n\n{_summary(card)}",
+        _section("What it is", _table(_facts(card, folder))),
+        _section("Run it", "\n\n".join(_runs(card, folder, alone))),
+        _section("Measurements", _measurements(card)),
+        _section("Licence", "\n".join(f"- {line}" for line in _licence(card))),
+        _section("How it was made", _made(card)),
+    ]
+    front = yaml.safe_dump(_front(card, folder), sort_keys=False, allow_unicode=True)
+    return f"---\n{front}---\n\n" + "\n\n".join(each for each in sections if each) + "\n"
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _front(card: Card, folder: Path) -> dict[str, Any]:
+    """What the hub reads."""
+    bases = [name for name in dict.fromkeys(map(_bare, _roots(card.parents))) if _HUB_NAME.fullmatch(name)]
+    ids = list(dict.fromkeys(source.get("id", "") for source in card.licence.get("sources", ())))
+    names = dict.fromkeys(_HUB_LICENCES.get(each, "other") for each in ids)
+    front: dict[str, Any] = {}
+    if bases:
+        front["base_model"] = bases
+        front["base_model_relation"] = _RELATIONS.get(card.stage, "finetune")
+    if ids:
+        front["license"] = next(iter(names)) if len(names) == 1 else "other"
+    if ids and front["license"] == "other":
+        front["license_name"] = "-".join(ids)
+    front["library_name"] = _library(folder)
+    front["pipeline_tag"] = "text-generation"
+    front["tags"] = ["attar", card.stage, *([_format(folder)] if _format(folder) else [])]
+    return front
+
+
+def _summary(card: Card) -> str:
+    parents = [f"`{_bare(each.name)}`" for each in card.parents if each.role == "weights"]
+    teachers = [f"`{_bare(each.name)}`" for each in card.parents if each.role == "signal"]
+    learned = f", learning from {_and(teachers)}" if teachers else ""
+    return (
+        f"Made from {_and(parents)} with attar's `{card.stage}`{learned}." if parents else "Made with attar."
+    )
+
+
+def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
+    """Rows of the table: settings that shape the model, then sizes."""
+    settings = {name: card.settings.get(name) for name in ("scheme", "format", "type", "method", "ratio")}
+    rows = [(name, f"`{value}`") for name, value in settings.items() if value not in (None, "", "auto")]
+    if bits := card.details.get("bits_per_weight"):
+        rows.append(("bits a weight", f"{bits:.2f}"))
+    weights = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]
+    for path in weights:
+        rows.append((f"`{path.name}`", bytes_text(path.stat().st_size)))
+    config = _config(folder)
+    for key, word in (("max_position_embeddings", "context, tokens"), ("vocab_size", "vocabulary")):
+        if isinstance(config.get(key), int):
+            rows.append((word, f"{config[key]:,}"))
+    return rows
+
+
+def _runs(card: Card, folder: Path, alone: bool) -> Iterator[str]:
+    """A paragraph with a command for each program that runs it."""
+    name, kind = card.name, _format(folder)
+    ggufs = sorted(path.name for path in folder.glob("*.gguf") if path.name != "imatrix.gguf")
+    if (folder / "adapter_config.json").is_file():
+        yield f"A LoRA adapter: peft loads it, and `BASE+{name}` is a model in the YAML of `attar merge`."
+        return
+    place = name if not ggufs else ggufs[0] if alone else f"{name}/{ggufs[0]}"
+    yield _block("attar", f'attar generate {place} "Once upon a time"\nattar serve {place}')
+    if ggufs:
+        yield _block("llama.cpp", f"llama-cli -m {place}")
+        if (folder / MODELFILE).is_file():
+            file = f"{name}.{MODELFILE}" if alone else f"{name}/{MODELFILE}"
+            yield _block("Ollama", f"ollama create {_tag(name)} -f {file}\nollama run {_tag(name)}")
+        return
+    if kind == "exl2":
+        yield "ExLlamaV2 loads the folder as it is."
+        return
+    loads = card.details.get("loads_in", {})
+    yield _with_transformers(name, kind, str(loads.get("transformers", "yes")))
+    command = _ENGINES.get(kind, "vllm serve {name}").format(name=name)
+    against = str(loads.get("vllm", ""))
+    known = not against or against.startswith(("yes", "nothing known", "with"))
+    yield _block("vLLM", command) if known else f"vLLM: {against}."
+
+
+def _with_transformers(name: str, kind: str, loads: str) -> str:
+    if kind == "modelopt":
+        return "transformers does not load this format."
+    if not loads.startswith("yes"):
+        return f"transformers: {loads}."
+    package = _PACKAGES.get(kind)
+    needs = f", with `pip install {package}`" if package else ""
+    code = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")'
+    )
+    return f"transformers{needs}:\n\n```python\n{code}\n```"
+
+
+def _measurements(card: Card) -> str:
+    rows = [(_WORDS.get(name, name), value) for name, value in _numbers(card.measurements)]
+    return _table(
+        [(name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}") for name, value in rows]
+    )
+
+
+def _licence(card: Card) -> list[str]:
+    """The licences that apply, and what they oblige to."""
+    via = {"signal": "through the outputs of", "weights": "through"}
+    known = [
+        f"{each['title']}, {via[each['role']]} `{_bare(each['model'])}`"
+        for each in card.licence.get("sources", ())
+    ]
+    return [*dict.fromkeys(known), *card.licence.get("duties", ()), *card.licence.get("display", ())]
+
+
+def _made(card: Card) -> str:
+    lines = "\n".join(_lineage(card.parents, 0))
+    versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
+    words = [each if not each.startswith("/") else Path(each).name for each in shlex.split(card.command)]
+    return (
+        f"{lines}\n\n```\n{shlex.join(words)}\n```\n\n"
+        f"With {versions}. `attar inspect {card.name}` shows all of it; `attar.json` has it for programs."
+    )
+
+
+def _lineage(parents: Sequence[Parent], depth: int) -> Iterator[str]:
+    for each in parents:
+        made = "original" if each.stage == "original" else f"made by `{each.stage}`"
+        role = ", a teacher" if each.role == "signal" else ""
+        yield f"{'  ' * depth}- `{_bare(each.name)}`, {made}{role}"
+        yield from _lineage(each.parents, depth + 1)
+
+
+def _roots(parents: Sequence[Parent]) -> Iterator[str]:
+    """Names of the originals whose weights are in it."""
+    for each in parents:
+        if each.role == "weights":
+            yield from _roots(each.parents) if each.parents else (each.name,)
+
+
+def _numbers(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, int | float]]:
+    """Numbers of nested measurements, by dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{before}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{before}{name}", value
+
+
+def _library(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "peft"
+    return "gguf" if any(folder.glob("*.gguf")) else "transformers"
+
+
+def _format(folder: Path) -> str:
+    """The name of the stored format; empty for plain safetensors."""
+    if any(folder.glob("*.gguf")):
+        return "gguf"
+    found = _config(folder).get("quantization_config")
+    return str(found.get("quant_method", "")) if isinstance(found, dict) else ""
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _bare(name: str) -> str:
+    """A model's name without a revision, and without the folders of a path."""
+    bare = name.partition("@")[0]
+    return Path(bare).name if bare.startswith(("/", ".", "~")) else bare
+
+
+def _tag(name: str) -> str:
+    """A name that Ollama takes."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(names) if len(names) < 3 else ", ".join(names[:-1]) + f" and {names[-1]}"
+
+
+def _block(who: str, command: str) -> str:
+    return f"{who}:\n\n```sh\n{command}\n```"
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    if not rows:
+        return ""
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

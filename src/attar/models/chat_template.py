@@ -1,0 +1,157 @@
+"""Chat templates as transformers renders them, without transformers.
+
+A template is a program that comes with a model, so it runs in Jinja's immutable sandbox and sees plain JSON
+values alone. What it may call beside Jinja's own is what transformers gives it (5.23,
+``utils/chat_template_utils.py``): ``raise_exception``, ``strftime_now``, ``tojson`` that escapes no HTML,
+``break`` and ``continue`` in loops, ``dict`` and ``namespace`` without a way to attributes of Python, and
+``{% generation %}`` blocks, which are rendered as what they hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which messages bring it
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> str:
+    """The text of a conversation.
+
+    Args:
+        template: Jinja.
+        messages: with a role and mostly a content. Fields that are None are left out.
+        tools: JSON schemas of functions.
+        add_generation_prompt: end with what begins the assistant's answer.
+        variables: others that the template may read: the special tokens by name.
+
+    Raises:
+        ValueError: there are no messages.
+        jinja2.TemplateError: the template is damaged, or refuses the messages. It may raise anything else.
+    """
+    if not messages:
+        raise ValueError("a conversation needs at least one message")
+    chat = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
+    return _compiled(template).render(
+        messages=chat,
+        tools=_plain(tools),
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **{name: _plain(value) for name, value in variables.items()},
+    )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the names that templates read."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
+
+
+def _plain(value: Any) -> Any:
+    """JSON values: a template gets no object whose methods the sandbox does not know."""
+    if value is None or type(value) in (bool, str, int, float):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # an enumeration's value, say, without its methods
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item) for item in value)
+    return f"<{type(value).__name__}>"
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}...{% endgeneration %}``, with which training marks the assistant's part."""
+
+    tags = frozenset(("generation",))  # type: ignore[assignment]
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_content")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _content(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Dict:
+    """``dict`` without its attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace`` that takes no names of Python's own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` works, as in Jinja
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a template cannot set {name!r} in a namespace")
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals.update(
+        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
+    )
+    return environment.from_string(template)
