@@ -30,7 +30,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from decode_cases import CONTEXT, SHAPES, Attar, LlamaCpp, Runner, Transformers, llama_config
+from decode_cases import (
+    CONTEXT,
+    LLAMA_CPP,
+    SHAPES,
+    Attar,
+    LlamaCpp,
+    Runner,
+    Transformers,
+    llama_config,
+    random_runner,
+)
 from torch import Tensor
 
 from attar.kernels.memory import huge
@@ -90,9 +100,12 @@ def parse() -> argparse.Namespace:
 def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
     """The runners, ours first."""
     config = llama_config(shape)
-    yield "attar", Attar(config, kind, arguments.kv, arguments.threads)
+    yield "attar", random_runner(config, kind, arguments.kv, arguments.threads)
     if "llama.cpp" in arguments.peers:
-        yield "llama.cpp", LlamaCpp(shape, kind, arguments.threads)
+        yield (
+            "llama.cpp",
+            LlamaCpp(shape=SHAPES[shape], type=LLAMA_CPP[kind], context=CONTEXT, threads=arguments.threads),
+        )
     if "transformers" in arguments.peers:
         yield "transformers", Transformers(config)
 

@@ -60,12 +60,10 @@ def llama_config(shape: str) -> Any:
 
 
 class Attar:
-    """The compiled runner, one call a step."""
+    """The compiled runner, one call a step; ``nbytes`` of weights."""
 
-    def __init__(self, config: Any, kind: Any, kv_dtype: str, threads: int) -> None:
-        weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
-        self.nbytes = weights.nbytes
-        self._runner = Compiled(weights, blocks=CONTEXT // 16, kv_dtype=kv_dtype, threads=threads)
+    def __init__(self, runner: Compiled, nbytes: int = 0) -> None:
+        self._runner, self.nbytes = runner, nbytes
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
@@ -87,6 +85,12 @@ class Attar:
     def close(self) -> None:
         """Ends its threads."""
         self._runner.close()
+
+
+def random_runner(config: Any, kind: Any, kv_dtype: str, threads: int) -> Attar:
+    """Random weights of a shape, rounded to a kind."""
+    weights = model_weights(config, tensor_shapes(config), random_tensor(config), weights=kind)
+    return Attar(Compiled(weights, blocks=CONTEXT // 16, kv_dtype=kv_dtype, threads=threads), weights.nbytes)
 
 
 def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -142,11 +146,10 @@ class Transformers:
 
 
 class LlamaCpp:
-    """``peers/llamacpp_decode_run.py`` in its environment."""
+    """``peers/llamacpp_decode_run.py`` in its environment; ``job`` is described there."""
 
-    def __init__(self, shape: str, kind: str, threads: int) -> None:
+    def __init__(self, **job: Any) -> None:
         script = Path(__file__).parent / "peers" / "llamacpp_decode_run.py"
-        job = {"shape": SHAPES[shape], "type": LLAMA_CPP[kind], "threads": threads, "context": CONTEXT}
         command = [str(environments.python("llama-cpp")), str(script), json.dumps(job)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -88,7 +88,7 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
     """The table of one model."""
     checkpoint = open_checkpoint(name)
     digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
-    settings = EvaluateSettings(data=args.data, tokens=args.tokens, speed=False, sample="")
+    settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference = None
     common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
     rows: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
@@ -96,9 +96,8 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
         for tool, method in cells(args):
 
             def key_of(tool: str, method: str, kind: str = kind) -> str:
-                return json.dumps(
-                    [digest, kind, tool, method, args.samples, args.length, args.tokens, args.data]
-                )
+                fields = [digest, kind, tool, method, args.samples, args.length, args.tokens, args.data]
+                return json.dumps([*fields, args.test] if args.test else fields)
 
             key = key_of(tool, method)
             if key not in cache:
@@ -213,7 +212,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65_536, help="held-out")
-    parser.add_argument("--data", default="python-stdlib")
+    parser.add_argument("--data", default="python-stdlib", help="calibration text")
+    parser.add_argument("--test", default="", help="the text to measure on; empty: --data's held-out part")
     parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--shape", default="", help="1.1b")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attar.data.sources import documents
 from attar.runtime.admission import Limits
-from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
+from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.layout import LayerShape, block_bytes
 from attar.runtime.kv.manager import Manager
 from attar.runtime.kv.store import STORES
@@ -47,6 +47,7 @@ LENGTHS = (256, 512, 1024)  # of the needle's prompts
 METHODS: dict[str, Callable[[int], Eviction]] = {
     "streaming": lambda places: Streaming(sinks=4, window=places - 4),
     "h2o": lambda places: H2O(heavy=places - places // 2, recent=places // 2),
+    "reread": lambda places: Reread(capacity=places, recent=places // 8, sinks=1),
     "snapkv": lambda places: SnapKV(capacity=places, window=min(16, places // 2)),
 }
 
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--model", default="attar:tiny")
     parser.add_argument("--texts", type=int, default=8, help="texts of a perplexity")
     parser.add_argument("--cases", type=int, default=32, help="needles of each length")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="of eviction")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens before a continuation")
     parser.add_argument("--given", type=int, default=128, help="tokens of a continuation")
     asked = parser.parse_args()
@@ -121,7 +123,7 @@ def eviction(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
     yield f"{asked.texts} texts, {asked.prompt:,} tokens and {asked.given} more: perplexity of these\n"
     yield f"| places kept | {' | '.join(f'{share:.0%}' for share in SHARES)} |"
     yield f"|---|{'---|' * len(SHARES)}"
-    for name, method in METHODS.items():
+    for name, method in ((name, METHODS[name]) for name in asked.methods):
         cells = []
         for share in SHARES:
             places = size if share == 1 else round(asked.prompt * share)
@@ -172,7 +174,7 @@ def needle(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
     for length in LENGTHS:
         cases = [hidden(llm.encode, words, stream, length, seed) for seed in range(asked.cases)]
         full = right(asked.model, None, cases)
-        for name, method in METHODS.items():
+        for name, method in ((name, METHODS[name]) for name in asked.methods):
             found = [right(asked.model, method(round(length * share)), cases) for share in SHARES[1:]]
             yield f"| {length:,} | {name} | {' | '.join(f'{100 * one:.0f}' for one in (full, *found))} |"
 

@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py --models attar:tiny DIR --schemes W4:128 W3:128 W2:64 W8A8 FP8 NF4
         [--methods gptq rtn,...] [--peers llmcompressor gptqmodel auto-round bitsandbytes] [--seeds 3]
-        [--cache FILE]
+        [--data valid.txt --test test.txt] [--cache FILE]
 
 Every cell is one process: a tool quantizes the model on the seed's calibration tokens (the same token ids for
 everyone) and leaves a dense checkpoint of the weights that its own file stands for. All of these are measured
@@ -127,6 +127,8 @@ def cells(args: argparse.Namespace, digest: str) -> Iterator[Cell]:
                     "tokens": args.tokens,
                     "dtype": args.dtype,
                 }
+                if args.test:
+                    key["test"] = args.test
                 if method.name == "autoround":
                     key["iterations"] = job.iterations
                 yield Cell(key, job, method)
@@ -198,7 +200,7 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
     """Fill the cells of one model; its tables."""
     checkpoint = open_checkpoint(name)
     digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
-    settings = EvaluateSettings(data=args.data, tokens=args.tokens, speed=False, sample="")
+    settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference: Reference | None = None
     source: Path | None = None
     failures: dict[str, str] = {}
@@ -302,7 +304,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=65_536, help="held-out")
     parser.add_argument("--iterations", type=int, default=200, help="of auto-round and of our autoround")
-    parser.add_argument("--data", default="python-stdlib")
+    parser.add_argument("--data", default="python-stdlib", help="calibration text")
+    parser.add_argument("--test", default="", help="the text to measure on; empty: --data's held-out part")
     parser.add_argument("--dtype", default="float32", help="float32, or auto: the checkpoint's")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds that one cell may take")
     parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")

@@ -15,6 +15,9 @@ if BENCHMARKS not in sys.path:
 
 import quality  # noqa: E402
 import quantize as timing  # noqa: E402
+import real  # noqa: E402
+import real_quality  # noqa: E402
+import real_table  # noqa: E402
 from peers import activations, environments, job, launch  # noqa: E402
 
 JOB = job.Job(model="m", tokens="t", out="o", method="gptq", bits=3, symmetric=False)
@@ -186,3 +189,62 @@ def test_a_peer_without_an_environment_has_no_version(tmp_path, monkeypatch):
 def test_a_runner_that_dies_is_an_error_with_its_last_words(tmp_path):
     with pytest.raises(launch.RunnerError, match="attar: "):
         launch.launch("attar", job.Job(model=str(tmp_path), tokens="none", out="o", method="rtn"))
+
+
+def test_measuring_on_another_text_is_another_cell():
+    fixed = {"schemes": ["W4:64"], "methods": ["rtn"], "peers": []}
+    plain, other = (next(quality.cells(arguments(**fixed, test=text), "d")) for text in ("", "test.txt"))
+    assert "test" not in plain.key  # caches that are there stay of use
+    assert other.key == {**plain.key, "test": "test.txt"}
+
+
+@pytest.mark.parametrize("name", ["quality", "gguf", "tasks", "pipeline", "table"])
+def test_every_part_of_the_real_model_is_a_function(name):
+    assert callable(real.part(name))
+
+
+def test_the_real_model_s_options_pass_others_over_and_give_every_tool_the_same(tmp_path):
+    rest = [
+        "--work",
+        str(tmp_path),
+        "--data",
+        "d",
+        "--rounds",
+        "3",
+        "--tokens",
+        "64",
+        "--peers",
+        "auto-round",
+    ]
+    args = real_quality.options([*rest, "--peers", "auto-round"])
+    (tmp_path / "smollm2-dense").mkdir()
+    packed, files = real_quality.quality_options(args), real_quality.gguf_options(args)
+    for one in (packed, files):
+        assert (one.data, one.test) == ("d/wikitext-2/valid.txt", "d/wikitext-2/test.txt")
+        assert (one.samples, one.length, one.tokens) == (128, 256, 64)
+    assert packed.peers == ["auto-round"]
+    assert files.mixes == []
+
+
+def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, monkeypatch):
+    rest = ["--work", str(tmp_path), "--data", "d", "--samples", "2", "--results", "original", "W4", "Q2_K"]
+    _, wanted = real_table.asked(rest)
+    assert wanted == ["original", "W4", "Q2_K"]
+    dense = tmp_path / "smollm2-dense"
+    dense.mkdir()
+    monkeypatch.setattr(real_table, "open_checkpoint", lambda _: Namespace(nbytes=200e6))
+    key = {"scheme": "W4:64", "tool": "auto-round", "method": "autoround", "samples": 2, "length": 256}
+    theirs = [(key, 0.5), ({**key, "tool": "gptqmodel"}, 0.7), ({**key, "tool": "attar"}, 0.1)]
+    theirs += [({**key, "samples": 9}, 0.2)]
+    lines = [json.dumps({"key": key, "found": {"kl": kl}}) for key, kl in theirs]
+    (tmp_path / "quality.jsonl").write_text("\n".join(lines))
+    file = json.dumps(["digest", "Q2_K", "llama-cpp", "imatrix", 2, 256, 8192, "d"])
+    (tmp_path / "gguf.jsonl").write_text(json.dumps({"key": file, "found": {"kl": 0.25}}))
+    found = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "bytes": 50e6, "decode": 321.4}
+    found["tasks"] = {name: [0.5, 0.01] for name in real_table.SETS}
+    monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, found))
+    table = real_table.table(rest).splitlines()
+    assert table[0] == "<!-- table:real -->"
+    assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 | 321 |"
+    assert "| 0.400 | 0.500 (auto-round autoround) |" in table[4]
+    assert "| 0.400 | 0.250 (llama.cpp imatrix) |" in table[5]

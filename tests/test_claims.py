@@ -67,8 +67,8 @@ def commands(text: str) -> list[str]:
 
 @cache
 def options(script: str) -> set[str]:
-    """Options that a script takes: texts with two dashes in it and in its neighbours that it imports; every
-    name in it where it makes options out of names."""
+    """Options that a script takes: texts with two dashes in it and in neighbours that it imports, or names as
+    "module:function"; every name in it where it makes options out of names."""
     tree = ast.parse((ROOT / script).read_text())
     names = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     found = {name for name in names if name.startswith("--")}
@@ -77,6 +77,8 @@ def options(script: str) -> set[str]:
     for node in ast.walk(tree):
         modules = [node.module] if isinstance(node, ast.ImportFrom) else []
         modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.Constant) and re.fullmatch(r"\w+:\w+", str(node.value)):
+            modules.append(str(node.value).partition(":")[0])
         for module in modules:
             beside = f"{Path(script).parent}/{module}.py"
             if (ROOT / beside).is_file():

@@ -1,9 +1,10 @@
 """Times llama.cpp's decoding, inside the environment of llama-cpp-python: one process that answers requests.
 
     python llamacpp_decode_run.py '{"shape": {...}, "type": "Q4_0", "threads", "context"}'
+    python llamacpp_decode_run.py '{"file": "model.gguf", "threads"}'
 
-The model is a Llama of random weights, every matrix of one type, written to a temporary file that is gone
-once it is loaded. Then every line of the standard input is a request, and is answered by a line {"seconds"}:
+The model is a GGUF file, or a Llama of random weights, every matrix of one type, written to a temporary file
+that is gone once it is loaded. Every line of the standard input is a request, answered by a line {"seconds"}:
 
     {"count", "start", "tokens"}    so many steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
@@ -147,6 +148,16 @@ class Sequences:
         return time.perf_counter() - began
 
 
+def loaded(file: Path, repack: bool) -> Any:
+    """The model of a file, in memory of its own; ``repack``: its weights in lanes for the machine."""
+    params = api.llama_model_default_params()
+    params.use_mmap, params.use_extra_bufts = False, repack
+    model = api.llama_model_load_from_file(str(file).encode(), params)
+    if not model:
+        raise SystemExit("llama_model_load_from_file failed")
+    return model
+
+
 def main() -> None:
     """Load, then answer."""
     job = json.loads(sys.argv[1])
@@ -155,14 +166,11 @@ def main() -> None:
     silent = api.llama_log_callback(lambda level, text, data: None)
     api.llama_log_set(silent, ctypes.c_void_p(0))
     api.llama_backend_init()
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / "model.gguf"
-        write_model(job["shape"], job["type"], job["context"], file)
-        params = api.llama_model_default_params()
-        params.use_mmap = False
-        model = api.llama_model_load_from_file(str(file).encode(), params)
-    if not model:
-        raise SystemExit("llama_model_load_from_file failed")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(job.get("file") or Path(folder) / "model.gguf")
+        if "shape" in job:
+            write_model(job["shape"], job["type"], job["context"], file)
+        model = loaded(file, job.get("repack", True))
     contexts: dict[tuple[int, int], Sequences] = {}
     os.write(answer, b'{"ready": true}\n')
     for line in sys.stdin:

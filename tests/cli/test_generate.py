@@ -16,6 +16,7 @@ from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.settings import EngineSettings
 
 
 @pytest.fixture(autouse=True)
@@ -151,3 +152,8 @@ def test_the_python_verb_takes_both_kinds_of_settings(known: dict[str, str]) -> 
         attar.generate("attar:tiny", "x", max_token=3)
     with pytest.raises(SettingsError, match="top_p is 2"):
         attar.generate("attar:tiny", "x", top_p=2.0)
+
+
+def test_a_number_alone_is_the_capacity_of_reread() -> None:
+    made = EngineSettings(eviction="200").options()["eviction"]
+    assert (type(made).__name__, made.capacity, made.recent) == ("Reread", 200, 128)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attar.distillation import forward_kl as module
-from attar.distillation.forward_kl import forward_kl
+from attar.distillation.forward_kl import forward_kl, sparse_forward_kl
 
 
 def logits(rows=5, vocabulary=11, seed=0, dtype=torch.float64):
@@ -61,3 +61,23 @@ def test_bf16_logits_keep_their_gradient_type():
     value = forward_kl(z, teacher.bfloat16())
     value.backward()
     assert value.dtype == torch.float32 and z.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_the_sparse_loss_over_all_tokens_is_the_dense_one(temperature, monkeypatch):
+    """In float64 and over chunks: value and gradient, tokens in any order and one of them split in two."""
+    monkeypatch.setattr(module, "CHUNK", 4)
+    student, teacher = (z.flatten(0, 1) for z in logits())
+    p = torch.softmax(teacher / temperature, -1)
+    entropy = -(p * p.log()).sum(-1)
+    weights, tokens = p.sort(-1)
+    weights = torch.cat([weights[:, :1] / 3, weights[:, 1:], weights[:, :1] * 2 / 3], -1)
+    tokens = torch.cat([tokens, tokens[:, :1]], -1)
+    student.requires_grad_()
+    sparse = sparse_forward_kl(student, tokens, weights, entropy, temperature)
+    dense = by_definition(student, teacher, temperature)
+    assert sparse.dtype == torch.float64
+    assert sparse.item() == pytest.approx(dense.item(), rel=1e-12)
+    (got,) = torch.autograd.grad(sparse * 3, student)
+    (wanted,) = torch.autograd.grad(dense * 3, student)
+    assert torch.allclose(got, wanted, atol=1e-14)

@@ -26,6 +26,11 @@ def test_maps(kind, teacher, student, wanted):
     assert layer_map(kind, teacher, student) == wanted
 
 
+def test_a_fraction_of_the_layers_stays():
+    assert [len(layer_map("uniform", teacher, 0, 0.625)) for teacher in (1, 3, 8, 30)] == [1, 1, 5, 18]
+    assert layer_map("uniform", 8, 4, 0.625) == layer_map("uniform", 8, 4)  # a number comes first
+
+
 @pytest.mark.parametrize("kind", ["uniform", "ends", "last"])
 def test_every_map_is_ascending_and_distinct(kind):
     for teacher in range(1, 20):

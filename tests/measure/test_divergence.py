@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attar.measure import divergence
-from attar.measure.divergence import agreement, chunks, kl, percentile
+from attar.measure.divergence import agreement, chunks, kl, likeliest, percentile
 
 
 def logits(seed: int, tokens: int = 7, vocabulary: int = 33, scale: float = 3.0) -> torch.Tensor:
@@ -119,6 +119,15 @@ def test_agreement() -> None:
     p = torch.tensor([[0.0, 1.0, 2.0], [5.0, 1.0, 2.0]])
     q = torch.tensor([[0.0, 9.0, 2.0], [5.0, 1.0, 2.0]])
     assert agreement(p, q).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_likeliest_token_is_the_first_of_several(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[1.0, 3.0, 3.0], [2.0, -1.0, 2.0], [-5.0, math.nan, 7.0]], dtype=dtype)
+    assert likeliest(rows).tolist() == rows.argmax(-1).tolist() == [1, 0, 1]
+    close = torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)
+    assert likeliest(close).item() == 1
+    assert likeliest(rows[:0]).shape == (0,)
 
 
 def test_percentile_is_the_usual_one() -> None:

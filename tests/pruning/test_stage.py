@@ -14,8 +14,10 @@ from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.models.load import load_model
 from attar.progress import Silent
+from attar.pruning import stage
 from attar.pruning.settings import PruneSettings
 from attar.pruning.stage import kept_units, nothing_removed, prune
+from attar.walks import precision
 from tests import tiny_models
 
 SMALL = {
@@ -139,6 +141,18 @@ def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
     assert lines.lines == ["prune heads: asked for 30.0%, removes 25.0%: 1 of 4 head groups of each layer"]
     kept = made.card.details["kept"]
     assert (kept["asked_ratio"], kept["removed_ratio"]) == (0.3, 0.25)
+
+
+@pytest.mark.parametrize(("asked", "native"), [("auto", True), ("auto", False), ("bf16", False)])
+def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkeypatch, asked, native):
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: native)
+    seen = []
+    plain = stage.next_token_loss
+    monkeypatch.setattr(stage, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))
+    made = prune(save("llama3", tmp_path), tmp_path / "out", PruneSettings(precision=asked, **SMALL))
+    fast = native or asked == "bf16"
+    assert made.card.details["precision"] == ("bf16" if fast else "fp32")
+    assert set(seen) == {torch.bfloat16 if fast else torch.float32}
 
 
 class Lines(Silent):

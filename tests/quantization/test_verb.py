@@ -22,6 +22,7 @@ from attar.models.load import load_model
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import METHODS, ORDERED, QuantizeSettings
 from attar.quantization.stage import quantize
+from attar.walks import precision
 from tests import tiny_models
 
 SMALL = {
@@ -62,6 +63,31 @@ def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_pat
     assert len(made.card.details["layers"]) == 14
     assert 0 < made.card.details["gates"]["kl"] < made.card.details["gates"]["blind"]
     assert distance(made, folder) < 0.1
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("method", ["gptq", "autoround", "qat"])
+def test_arithmetic_follows_the_processor_and_the_card_says_which(
+    folder, tmp_path, monkeypatch, method, native
+):
+    """Products of the calibration and of the training: seen in the hidden states that the first MLP gets."""
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: native)
+    seen = []
+
+    def spy(module, args, output):
+        if torch.is_autocast_enabled("cpu") or not native:
+            seen.append(output.dtype)
+
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: spy(module, args, output) if type(module) is torch.nn.Linear else None
+    )
+    try:
+        settings = QuantizeSettings(method=method, **{**SMALL, "check_tokens": 0})
+        made = quantize(folder, tmp_path / "out", settings)
+    finally:
+        hook.remove()
+    assert made.card.details["precision"] == ("bf16" if native else "fp32")
+    assert set(seen) == {torch.bfloat16 if native else torch.float32}
 
 
 @pytest.mark.parametrize("act_order", ["off", "group"])

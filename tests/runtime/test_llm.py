@@ -11,7 +11,7 @@ import torch
 from attar.errors import DataError, NumericsError, SettingsError
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.admission import Limits
-from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
+from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.results import Event, gather
@@ -155,7 +155,12 @@ LONG = "import os\nimport sys\n\n\n" + "".join(f"def f{n}(a, b):\n    return a +
 
 @pytest.mark.parametrize(
     "eviction",
-    [Streaming(sinks=4, window=44), H2O(heavy=24, recent=24, slack=8), SnapKV(capacity=64, window=8)],
+    [
+        Streaming(sinks=4, window=44),
+        H2O(heavy=24, recent=24, slack=8),
+        SnapKV(capacity=64, window=8),
+        Reread(capacity=64, recent=16),
+    ],
     ids=lambda each: type(each).__name__,
 )
 def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
@@ -176,7 +181,7 @@ def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
     assert [len(result.token_ids) for result in together] == [60, 60, 60]
     assert llm.generate(LONG, params)[0].token_ids == together[0].token_ids
     whole = -(-(len(together[0].prompt_token_ids) + 60) // 8)
-    if isinstance(eviction, SnapKV):  # it bounds the prompt alone, once it is read
+    if isinstance(eviction, SnapKV | Reread):  # it bounds the prompt alone, once it is read
         assert held[-1] <= -(-(64 + 60) // 8) < whole
     else:
         assert max(held) <= -(-(48 + 8 + 32) // 8) + 2 < whole

@@ -8,7 +8,7 @@ from torch import nn
 
 from attar.data.batches import Batches
 from attar.errors import NumericsError
-from attar.walks import optimizers
+from attar.walks import optimizers, precision
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 
@@ -164,6 +164,38 @@ def test_bf16_arithmetic_keeps_float32_weights():
     train(model, spy, ROWS, replace(SETTINGS, precision="bf16", steps=2))
     assert seen[0] == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("began", ["bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_in_the_precision_it_began_with(tmp_path, monkeypatch, began, optimizer):
+    """Begun on one machine and resumed on another: the bytes of the first, and the history names them."""
+    settings = replace(SETTINGS, precision="auto", optimizer=optimizer, evaluate_every=0)
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began == "bf16")
+    whole = Toy()
+    history = train(whole, loss, ROWS, settings, work=tmp_path / "whole")
+    assert history.precision == began
+    with pytest.raises(Killed):
+        train(Toy(), dying(6), ROWS, settings, work=tmp_path / "cut")
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began != "bf16")
+    resumed = Toy()
+    assert train(resumed, loss, ROWS, settings, work=tmp_path / "cut") == history
+    assert all(torch.equal(value, state(whole)[name]) for name, value in state(resumed).items())
+    other = Toy()
+    assert train(other, loss, ROWS, settings, work=tmp_path / "new").precision != began
+    assert not torch.equal(other.hidden.weight, whole.hidden.weight)
+
+
+def test_held_out_losses_are_measured_in_the_runs_precision():
+    seen = []
+
+    def measure(model):
+        seen.append(model(ROWS).dtype)
+        return 0.0
+
+    for asked in ("bf16", "fp32"):
+        train(Toy(), loss, ROWS, replace(SETTINGS, precision=asked, steps=1), held_out=measure)
+    assert seen == [torch.bfloat16, torch.float32]
 
 
 def test_frozen_parameters_stay():

@@ -7,6 +7,10 @@ section 2.
 T^2 keeps the gradient's size comparable across temperatures and belongs to the soft term only. KL(p || p) =
 0: this is the divergence, not the cross-entropy that some libraries return under its name.
 
+Where p is known by K of its tokens (teacher.py), p' in its place, and its entropy H(p):
+
+    L = T^2 * mean over tokens of (- sum p' log q - H(p)),   E[L] = the L above where E[p'] = p
+
 Letters: z (..., V) logits over a vocabulary of V; T temperature. The gradient is written down in the forward
 pass, chunk by chunk, so that beside the two logit tensors only one more of their size ever exists.
 """
@@ -58,4 +62,47 @@ def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Te
     """
     assert student.shape == teacher.shape, (student.shape, teacher.shape)
     loss: Tensor = _ForwardKL.apply(student, teacher.detach(), temperature)
+    return loss
+
+
+class _SparseForwardKL(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float
+    ) -> Tensor:
+        wide = torch.promote_types(student.dtype, torch.float32)
+        gradient = torch.empty_like(student)
+        total = -entropy.sum(dtype=torch.float64)
+        for rows in torch.arange(len(student), device="cpu").split(CHUNK):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            log_q = F.log_softmax(student[part].to(wide) / temperature, dim=-1)
+            kept, p = tokens[part], weights[part].to(wide)
+            total -= (p * log_q.gather(1, kept)).sum(dtype=torch.float64)
+            q = log_q.exp_().scatter_add_(1, kept, -p)
+            gradient[part] = q.mul_(temperature / len(student))
+        ctx.save_for_backward(gradient)
+        return (total * temperature**2 / len(student)).to(wide)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None, None, None
+
+
+def sparse_forward_kl(
+    student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """:func:`forward_kl` where the teacher is known by some tokens of each place.
+
+    Args:
+        student: (n, V) logits, any float type; receives the gradient.
+        tokens: int64 (n, K); a token may stand twice.
+        weights: (n, K), what p' has on each; a row sums to 1.
+        entropy: (n,) of the whole p, in nats.
+        temperature: T, at which the weights were made.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits); below 0 by chance where p' was drawn.
+    """
+    loss: Tensor = _SparseForwardKL.apply(student, tokens, weights, entropy, temperature)
     return loss

@@ -24,13 +24,14 @@ def is_map(kind: str) -> bool:
     return kind in NAMED or all(number.isdecimal() for number in kind.split(","))
 
 
-def layer_map(kind: str, teacher: int, student: int = 0) -> list[int]:
+def layer_map(kind: str, teacher: int, student: int = 0, keep: float = 0.5) -> list[int]:
     """Teacher layer numbers, ascending and distinct, one per student layer.
 
     Args:
         kind: see :func:`is_map`.
         teacher: L.
-        student: l; 0: half of the teacher's, or as many as there are numbers.
+        student: l; 0: ``keep`` of the teacher's, rounded down, or as many as there are numbers.
+        keep: fraction.
 
     Raises:
         SettingsError: the student has more layers than the teacher, or none, or other ones than are named.
@@ -38,7 +39,7 @@ def layer_map(kind: str, teacher: int, student: int = 0) -> list[int]:
     assert is_map(kind), kind
     if kind not in NAMED:
         return _numbers(kind, teacher, student)
-    student = student or max(teacher // 2, 1)
+    student = student or max(int(teacher * keep), 1)
     if not 1 <= student <= teacher:
         raise SettingsError("layers", student, f"between 1 and the teacher's {teacher}")
     if kind == "last":

@@ -25,9 +25,22 @@ class RecoverSettings(TrainSettings):
     alpha: float = field(
         default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"}
     )
+    rows: int = field(
+        default=0,
+        metadata={"help": "rows of text to learn from, repeated as the steps need; 0: none is seen twice"},
+    )
+    teacher_top: int = field(
+        default=0,
+        metadata={
+            "help": "K: the teacher is run once for each row, and its K likeliest tokens at each place are "
+            "kept on disk, with K / 4 drawn from the rest; 0: it is run in every step, and nothing is kept"
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range("rows", self.rows, 0, 2**40, "0 (as many as the steps take) or more")
+        check_range("teacher_top", self.teacher_top, 0, 2**20, "0 (nothing is kept) or more")
         check_range("temperature", self.temperature, 0.01, 100.0, "between 0.01 and 100")
         check_range("alpha", self.alpha, 0.0, 1.0, "between 0 and 1")
 
@@ -42,7 +55,11 @@ class DistillSettings(RecoverSettings):
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
     layers: int = field(
-        default=0, metadata={"help": "layers of the student; 0: half of the teacher's, or as layer_map has"}
+        default=0, metadata={"help": "layers of the student; 0: as keep_layers or layer_map has"}
+    )
+    keep_layers: float = field(
+        default=0.5,
+        metadata={"help": "fraction of the teacher's layers that the student has, where layers is 0"},
     )
     layer_map: str = field(
         default="uniform",
@@ -86,6 +103,9 @@ class DistillSettings(RecoverSettings):
         check_range("prompt_tokens", self.prompt_tokens, 1, 2**24, "at least 1")
         if self.draft_loss not in ("lk", "tv", "kl"):
             raise SettingsError("draft_loss", self.draft_loss, "lk, tv or kl")
+        if self.for_drafting and self.teacher_top:
+            raise SettingsError("teacher_top", self.teacher_top, "0 for drafting: its losses read all logits")
         check_range("layers", self.layers, 0, 10_000, "0 (half of the teacher's) or more")
+        check_range("keep_layers", self.keep_layers, 0.0, 1.0, "between 0 and 1")
         if not is_map(self.layer_map):
             raise SettingsError("layer_map", self.layer_map, "uniform, ends, last, or numbers as 0,3,6")

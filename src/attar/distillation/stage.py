@@ -20,7 +20,7 @@ from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
 from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
-from attar.distillation.learn import beginner, learn
+from attar.distillation.learn import Signal, beginner, learn, training_rows
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.errors import ModelError
 from attar.models.anatomy import discover
@@ -42,12 +42,15 @@ def distill(
     progress: Progress = SILENT,
     force: bool = False,
     key: str | None = None,
+    signal: Path | None = None,
 ) -> Checkpoint:
     """Make a student with fewer of the teacher's layers and train it on the teacher's distribution.
 
     Args:
         teacher: a dense or packed causal language model.
         out: the folder to make; for drafting its card's details tell acceptance and tokens a pass.
+        signal: folder for what ``teacher_top`` keeps, which other stages may share; None: it goes with the
+            stage's scratch.
 
     Raises:
         AttarError: see errors.py; nothing is left behind.
@@ -78,6 +81,7 @@ def distill(
             work=output.work,
             progress=progress,
             what="distill",
+            signal=Signal(source, signal or output.work / "signal"),
             writer=writer,
         )
         _save(student, source, output, history, progress)
@@ -101,6 +105,7 @@ def recover(
     progress: Progress = SILENT,
     force: bool = False,
     key: str | None = None,
+    signal: Path | None = None,
 ) -> Checkpoint:
     """Train a pruned model to agree with the model it was cut from.
 
@@ -108,27 +113,37 @@ def recover(
         model: the damaged model; its shape is kept.
         out: the folder to make.
         teacher: the model to agree with; both have one tokenizer.
+        signal: as in :func:`distill`.
 
     Raises:
         AttarError: see errors.py; nothing is left behind.
     """
-    source, signal = open_checkpoint(model), open_checkpoint(teacher)
+    source, other = open_checkpoint(model), open_checkpoint(teacher)
     settings = fit(settings, source, progress)
-    _same_tokens(source, signal)
-    student, guide = _causal(source, settings), _causal(signal, settings)
+    _same_tokens(source, other)
+    student, guide = _causal(source, settings), _causal(other, settings)
     with produce(
         out,
         stage="recover",
         version=VERSION,
         settings=asdict(settings),
         seed=settings.seed,
-        parents=[(source, "weights"), (signal, "signal")],
+        parents=[(source, "weights"), (other, "signal")],
         force=force,
         key=key,
         text=fingerprint(settings.data),
     ) as output:
         remember(output, _records("recover", source, settings), progress)
-        history = learn(student, guide, source, settings, work=output.work, progress=progress, what="recover")
+        history = learn(
+            student,
+            guide,
+            source,
+            settings,
+            work=output.work,
+            progress=progress,
+            what="recover",
+            signal=Signal(other, signal or output.work / "signal"),
+        )
         _save(student, source, output, history, progress)
     return open_checkpoint(out)
 
@@ -144,7 +159,7 @@ def _writer(
 def _records(stage: str, source: Checkpoint, settings: RecoverSettings) -> list[dict[str, Any]]:
     """The text that is trained on, and that the best state is chosen by."""
     tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
-    wanted, packing = settings.steps * settings.batch_size * settings.accumulate, settings.packing
+    wanted, packing = training_rows(settings), settings.packing
     return [
         record(stage, tokenizer, settings, "train", length=length, rows=wanted, packing=packing),
         record(
@@ -188,5 +203,9 @@ def _save(student: Any, source: Checkpoint, output: Any, history: History, progr
     save_model(student, output.folder, dtype=stored_precision(source))
     copy_companions(source.path, output.folder)
     output.details.update(
-        curve=history.curve, tokens=history.tokens, steps=history.step, stopped_early=history.stopped
+        curve=history.curve,
+        tokens=history.tokens,
+        steps=history.step,
+        stopped_early=history.stopped,
+        precision=history.precision,
     )

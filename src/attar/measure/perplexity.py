@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from attar.measure.divergence import chunks
+from attar.measure.divergence import chunks, likeliest
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def hits(logits: Tensor, labels: Tensor) -> Tensor:
         labels: int64 (N,).
     """
     parts = [
-        logits[part].argmax(-1) == labels[part].to(logits.device)
+        likeliest(logits[part]) == labels[part].to(logits.device)
         for part in chunks(logits.shape[0], logits.shape[-1])
     ]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)

@@ -48,6 +48,13 @@ class PruneSettings:
         default=256, metadata={"help": "tokens in a calibration sequence, at most the context"}
     )
     batch_size: int = field(default=8, metadata={"help": "sequences in one pass"})
+    precision: str = field(
+        default="auto",
+        metadata={
+            "help": "arithmetic of the gradients; auto: bf16 where the device has it, else fp32",
+            "choices": ("auto", "bf16", "fp32"),
+        },
+    )
     data: str = data_field()
     bos: str = bos_field()
     seed: int = field(default=0, metadata={"help": "seed of the calibration choice"})
@@ -61,6 +68,8 @@ class PruneSettings:
             raise SettingsError("method", self.method, " or ".join(METHODS))
         if self.rigid not in ("error", "zero"):
             raise SettingsError("rigid", self.rigid, "error or zero")
+        if self.precision not in ("auto", "bf16", "fp32"):
+            raise SettingsError("precision", self.precision, "auto, bf16 or fp32")
         if not 0.0 <= self.ratio < 1.0:
             raise SettingsError("ratio", self.ratio, "the fraction removed: at least 0 and below 1")
         for name in ("samples", "batch_size"):

@@ -29,6 +29,7 @@ from attar.progress import SILENT, Progress
 from attar.pruning.importance import gradient_importance, keep_most_important, units_of
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.walks.objectives import masked_token_loss, next_token_loss
+from attar.walks.precision import resolve
 from attar.walks.sweep import weight_of
 
 if TYPE_CHECKING:
@@ -93,13 +94,16 @@ def prune(
             bos=settings.bos,
         )
         loss = _loss(anatomy, tokenizer)
-        importance = gradient_importance(
-            loaded, modules, owners, loss, batches, progress, f"prune {settings.method}"
-        )
+        precision = resolve(settings.precision, loaded.device)
+        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            importance = gradient_importance(
+                loaded, modules, owners, loss, batches, progress, f"prune {settings.method}"
+            )
         chosen = keep_most_important(importance, keep)
         save_model(cut(loaded, chosen), output.folder, dtype=stored_precision(source))
         copy_companions(source.path, output.folder)
         output.details["layers"] = _report(anatomy, importance, chosen, settings.method)
+        output.details["precision"] = precision
         output.details["kept"] = {
             "unit": settings.method,
             "of": total,

@@ -12,7 +12,7 @@ from attar.quantization.autoround import autoround, weight_of
 from attar.quantization.gptq import gptq
 from attar.quantization.grids import Grid, Quantized
 from attar.quantization.hessian import Hessian
-from attar.walks.passes import has_bfloat16
+from attar.walks.precision import resolve
 from attar.walks.sweep import BlockView, Solution
 
 Start = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, Quantized]]
@@ -51,7 +51,7 @@ class AutoRoundSolver:
     def solve_block(self, view: BlockView) -> dict[str, Solution]:
         """Learn the rounding of the view's Linears; the module is left as it was."""
         device = next(view.module.parameters()).device
-        fast = self.precision == "bf16" or (self.precision == "auto" and has_bfloat16(device))
+        fast = resolve(self.precision, device) == "bf16"
         learned = autoround(
             view,
             self.grids,

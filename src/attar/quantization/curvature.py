@@ -17,7 +17,7 @@ from attar.progress import Progress
 from attar.quantization.scheme import Plan, Site
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.kronecker import collect
-from attar.walks.passes import has_bfloat16
+from attar.walks.precision import resolve
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ class Curvature:
             self._collect(model, names, device)
 
     def _collect(self, model: Any, names: list[str], device: torch.device) -> None:
-        fast = self.settings.precision != "fp32" and has_bfloat16(device)
+        fast = resolve(self.settings.precision, device, self.work) == "bf16"
         factors = collect(
             model,
             self.batches,

@@ -37,6 +37,7 @@ from attar.quantization.sensitivity import shared_groups
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
+from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import Swept, sweep
 
@@ -56,6 +57,8 @@ class RoundedModel:
         input_scales: static scales of inputs, by module name.
         kv_scales: of keys and values, by the name of the attention module.
         curve: of a training run.
+        precision: in which the calibration or the training multiplied: ``bf16`` or ``fp32``; empty where
+            there was none.
     """
 
     codes: Codes
@@ -63,6 +66,7 @@ class RoundedModel:
     input_scales: Mapping[str, float] = field(default_factory=dict)
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
+    precision: str = ""
 
 
 def round_all(
@@ -85,7 +89,7 @@ def round_all(
         made = RoundedModel(nearest, nearest.reports)
     else:
         swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress))
-        made = RoundedModel(swept, swept.reports)
+        made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
 
@@ -111,6 +115,8 @@ def _sweep(
 ) -> Swept:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
+    device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
+    settings = replace(settings, precision=resolve(settings.precision, device, blocks))
     solver: LayerSolver | AutoRoundSolver
     if settings.rounding == "autoround":
         solver = _autoround(checkpoint, chosen, settings)
@@ -124,10 +130,10 @@ def _sweep(
         checkpoint,
         batches,
         solver,
-        work=work / "blocks",
+        work=blocks,
         select=sites.__contains__,
         precision=settings.precision,
-        device=pick_device(settings.device),
+        device=device,
         progress=progress,
         what=settings.method,
     )
@@ -167,7 +173,7 @@ def _trained(
         sequence_length=settings.sequence_length,
         learning_rate=settings.learning_rate,
         weight_decay=0.0,
-        precision="fp32" if settings.precision == "fp32" else "bf16",
+        precision=settings.precision,
         data=settings.data,
         bos=settings.bos,
         seed=settings.seed,
@@ -197,7 +203,10 @@ def _trained(
     )
     held = _Held(chosen, learned.weights, teacher, settings)
     scales = {name: float(found["scale"]) for name, found in learned.activations.items()}
-    return RoundedModel(held, held.reports, input_scales=scales, curve=learned.history.curve)
+    history = learned.history
+    return RoundedModel(
+        held, held.reports, input_scales=scales, curve=history.curve, precision=history.precision
+    )
 
 
 class _Swept:

@@ -111,6 +111,8 @@ def quantize(
         )
         copy_companions(checkpoint.path, output.folder)
         details["layers"] = rounded.reports()
+        if rounded.precision:
+            details["precision"] = rounded.precision
         if rounded.curve:
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]

@@ -3,8 +3,9 @@
     P parameters of the model (B of them inside its blocks), Q of the teacher, h width, f width inside the
     MLP, T tokens that pass through, V vocabulary; a pass through the blocks is 2 B T operations
 
-    training       T (6 P + 2 Q) operations, 12 V T elements of losses; muon 30 h B operations a step;
-                   held-out losses on E tokens: E (2 P + 2 Q) each; 10 P elements of an optimizer's step
+    training       6 P T + 2 Q T' operations, T' tokens that the teacher reads; 12 V T elements of losses;
+                   muon 30 h B operations a step; held-out losses on E tokens: E (2 P + 2 Q) each; 10 P
+                   elements of an optimizer's step
     prune          6 P T operations, rows one at a time
     a sweep        every block twice (what comes in, what goes out rounded): 4 B T; Hessians 2 K^2 T for each
                    group of Linears with K inputs; with the original's inputs too (gptaq, qronos, yaqa): twice
@@ -152,12 +153,19 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
     tokens = steps * batch * getattr(settings, "sequence_length", 1)
     every = getattr(settings, "evaluate_every", 0)
     held_out = _HELD_OUT * (1 + (steps // every if every else 0))
-    products = tokens * (6 * result.parameters + 2 * teacher.parameters)
+    products = tokens * 6 * result.parameters + _taught(settings, tokens) * 2 * teacher.parameters
     products += held_out * 2 * (result.parameters + teacher.parameters)
     if getattr(settings, "optimizer", "") == "muon":
         products += steps * 30 * result.hidden * result.blocks
     elements = (12 * tokens + 4 * held_out) * result.vocabulary + 10 * steps * result.parameters
     return Work(products, elements) + _text(settings, tokens)
+
+
+def _taught(settings: Any, tokens: float) -> float:
+    """Tokens that the teacher reads: each once where what it predicts is kept."""
+    if not getattr(settings, "teacher_top", 0) or not settings.rows:
+        return tokens
+    return min(tokens, float(settings.rows * settings.sequence_length))
 
 
 def _quantizing(settings: Any, source: Shape) -> Work:

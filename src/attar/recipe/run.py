@@ -4,6 +4,7 @@
     RUN/run.json             what was done and measured, rewritten after each stage
     RUN/01-distill/ ...      one checkpoint per stage
     RUN/receipts/*.json      one receipt per stage
+    RUN/.signal/ ...         until the end, what a teacher predicted and several stages learn from
     RUN/report.html          at the end
 
 A stage's work is either on disk under its final name or in its own work folder, so the run may be killed at
@@ -13,6 +14,7 @@ any moment; the same command goes on from there.
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes
 from attar.recipe.runfolder import (
     RECIPE,
     REPORT,
+    SIGNAL,
     check_folder,
     missing_folders,
     own_folders,
@@ -168,6 +171,7 @@ class _Run:
             self.evaluate(step.folder.name, step.folder, step.key, step.evaluation_key)
             entries.append(stage_entry(plan, step))
             write_run(plan, on, entries, finished=False)
+        shutil.rmtree(plan.out / SIGNAL, ignore_errors=True)
         content = write_run(plan, on, entries, finished=True)
         load(self.tools.report)(plan.out)
         return RunResult(plan.out, content)
@@ -211,7 +215,9 @@ class _Run:
     def call(self, function: Any, step: Step) -> None:
         """Call a stage function with the models it takes."""
         entry = step.entry
-        common = {"progress": self.progress, "force": True, "key": step.key}
+        common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}
+        if getattr(entry.settings, "teacher_top", 0):
+            common["signal"] = self.plan.out / SIGNAL
         if STAGES[entry.stage].merges:
             models = {name: self.model(name) for name in entry.merged}
             function(step.folder, entry.settings, models=models, **common)

@@ -19,6 +19,9 @@ from attar.recipe.receipts import ORIGINAL_RECEIPT, RECEIPTS, read_receipt
 RUN, RECIPE, REPORT = "run.json", "recipe.yaml", "report.html"
 """What a run writes beside its stages."""
 
+SIGNAL = ".signal"
+"""Folder of what teachers predicted, which the stages of a run share until it ends."""
+
 
 def default_folder(recipe: str | Path) -> Path:
     """Where a recipe runs unless told otherwise: ``runs/<name of the recipe's file>``."""
@@ -85,6 +88,7 @@ def remove_own(run: Path) -> None:
         (run / RECEIPTS / f"{name}.json").unlink(missing_ok=True)
     for name in (RUN, RECIPE, REPORT):
         (run / name).unlink(missing_ok=True)
+    shutil.rmtree(run / SIGNAL, ignore_errors=True)
     if (run / RECEIPTS).is_dir() and not any((run / RECEIPTS).iterdir()):
         (run / RECEIPTS).rmdir()
 

@@ -111,7 +111,7 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
 
 def _layers(settings: Any, shape: Shape) -> int:
     asked = int(getattr(settings, "layers", 0))
-    return min(asked, shape.layers) if asked else max(shape.layers // 2, 1)
+    return min(asked, shape.layers) if asked else max(int(shape.layers * settings.keep_layers), 1)
 
 
 def _quantized(settings: Any, shape: Shape) -> float:

@@ -22,8 +22,8 @@ from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
-from attar.runtime.kv.compose import check_together
-from attar.runtime.kv.evict import H2O, Eviction, SnapKV
+from attar.runtime.kv.compose import check_together, evicting
+from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
 from attar.runtime.kv.manager import Manager
 from attar.runtime.runner.choice import Asked, obstacle
 from attar.runtime.runner.codes import Codes, codes_of
@@ -76,9 +76,9 @@ class Loaded:
         Raises:
             SettingsError: it is asked for and does not go with the eviction.
         """
-        if prefix_cache and isinstance(self.eviction, H2O):
-            check_together({"h2o": ("eviction", "h2o"), "prefix_reuse": ("prefix_cache", True)})
-        reuse = not isinstance(self.eviction, H2O | SnapKV) if prefix_cache is None else prefix_cache
+        if prefix_cache:
+            check_together({**evicting(self.eviction), "prefix_reuse": ("prefix_cache", True)})
+        reuse = not isinstance(self.eviction, H2O | SnapKV | Reread) if prefix_cache is None else prefix_cache
         window, sinks = self.lookback
         most = self.most(limits.chunk or limits.step_tokens)
         size = self.runner.block_size

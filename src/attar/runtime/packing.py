@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from attar.runtime.kv.evict import Eviction, SnapKV
+from attar.runtime.kv.evict import Eviction, Reread, SnapKV
 from attar.runtime.kv.table import Packing
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence, State
@@ -21,7 +21,7 @@ class Packer(Protocol):
 
 
 def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> list[tuple[Sequence, Exception]]:
-    """Pack every running sequence that holds more places than it may; SnapKV's once, after a long prompt.
+    """Pack every running sequence that holds more places than it may; some methods once, after a prompt.
 
     One for which there is no room stays as it is, and is asked again after the next step.
 
@@ -41,7 +41,7 @@ def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> list[t
 
 def _pack(sequence: Sequence, scheduler: Scheduler, eviction: Eviction, runner: Packer) -> None:
     table = scheduler.manager.table(sequence.id)
-    once = isinstance(eviction, SnapKV)
+    once = isinstance(eviction, SnapKV | Reread)
     if once and (table.packed or sequence.prompt <= eviction.budget):
         return
     kept = eviction.due(table.length, sequence.computed >= sequence.prompt)

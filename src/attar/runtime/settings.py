@@ -11,7 +11,13 @@ from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.wanted import Wanted
 
-METHODS = {"streaming": ("sinks", "window"), "h2o": ("heavy", "recent"), "snapkv": ("capacity", "window")}
+METHODS = {
+    "reread": ("capacity", "recent"),
+    "streaming": ("sinks", "window"),
+    "h2o": ("heavy", "recent"),
+    "snapkv": ("capacity", "window"),
+}
+DEFAULT = "reread"  # the method of a number alone
 _DRAFTING = ("speculate", "draft", "drafts", "verification")
 _LIMITS = ("step_tokens", "sequences", "chunk", "waiting", "waiting_tokens", "prefix_first")
 
@@ -37,8 +43,9 @@ class EngineSettings:
         None, "tokens that the pool of keys and values holds; none: what 1 GiB holds"
     )
     block_size: int = _option(16, "tokens of a block, the unit of sharing")
-    eviction: str = _option("none", "bounds each text's keys and values: streaming:SINKS,WINDOW, "
-                            "h2o:HEAVY,RECENT or snapkv:CAPACITY,WINDOW; numbers may be absent")  # fmt: skip
+    eviction: str = _option("none", "bounds each text's keys and values: reread:CAPACITY,RECENT (or CAPACITY "
+                            "alone), snapkv:CAPACITY,WINDOW, streaming:SINKS,WINDOW or h2o:HEAVY,RECENT; "
+                            "numbers may be absent")  # fmt: skip
     prefix_cache: str = _option(
         "auto", "whether prompts share what they begin with", choices=("auto", "on", "off")
     )
@@ -164,7 +171,7 @@ class BenchSettings:
 
 def _eviction(written: str) -> tuple[str, dict[str, int]]:
     """A method of eviction and its numbers, from ``name:number,number``; "" for none."""
-    name, _, numbers = written.partition(":")
+    name, _, numbers = (f"{DEFAULT}:{written}" if written.isdecimal() else written).partition(":")
     if written == "none":
         return "", {}
     if name not in METHODS:

@@ -1,9 +1,8 @@
 """Optimizers and the learning-rate schedule of the train walk.
 
 AdamW: Loshchilov & Hutter 2017, arXiv 1711.05101. Weight decay touches matrices only, never norms, biases or
-embeddings. Muon: Jordan 2024 (kellerjordan.github.io/posts/muon), with the update scaled to AdamW's root mean
-square (Liu et al. 2025, arXiv 2502.16982, eq. 4), so that one learning rate serves both. It takes the hidden
-matrices; AdamW takes the rest.
+embeddings. Muon (muon.py) makes updates of AdamW's root mean square, so that one learning rate serves both.
+It takes the hidden matrices; AdamW takes the rest.
 """
 
 from __future__ import annotations
@@ -13,22 +12,24 @@ import math
 import torch
 from torch import nn
 
+from attar.walks.muon import Muon
 from attar.walks.settings import TrainSettings
 
 
 def build(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
     """The optimizers of a run over the trainable parameters of ``model``, each parameter in exactly one
-    group."""
+    group.
+
+    Args:
+        settings: their precision is decided: Muon multiplies in float32 where it is ``fp32``.
+    """
     hidden, matrices, rest = split(model)
     rate, decay = settings.learning_rate, settings.weight_decay
     adamw = [{"params": matrices, "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = []
     if settings.optimizer == "muon" and hidden:
-        optimizers.append(
-            torch.optim.Muon(
-                hidden, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        products = torch.float32 if settings.precision == "fp32" else torch.bfloat16
+        optimizers.append(Muon(hidden, rate, weight_decay=decay, products=products))
     else:
         adamw.append({"params": hidden, "weight_decay": decay})
     groups = [group for group in adamw if group["params"]]

@@ -117,18 +117,3 @@ def arithmetic(device: torch.device, fast: bool) -> Iterator[None]:
     """bfloat16 products inside, where wanted; what is outside stays float32."""
     with torch.autocast(device.type, torch.bfloat16, enabled=fast, cache_enabled=False):
         yield
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products are faster than float32 ones here: any GPU, processors with AVX-512 BF16 or
-    AMX."""
-    if device.type != "cpu":
-        return True
-    flags = torch.backends.cpu.get_cpu_capability()
-    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)()
-    return bool(supported) and "AVX512" in flags and _native_bfloat16()
-
-
-def _native_bfloat16() -> bool:
-    is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return bool(is_supported()) if is_supported is not None else False

@@ -47,7 +47,11 @@ class TrainSettings:
     weight_decay: float = field(default=0.1, metadata={"help": "decoupled weight decay of the matrices"})
     clip: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 turns clipping off"})
     precision: str = field(
-        default="bf16", metadata={"help": "arithmetic of the forward pass", "choices": ("bf16", "fp32")}
+        default="auto",
+        metadata={
+            "help": "arithmetic of the products; auto: bf16 where the device has it, else fp32",
+            "choices": ("auto", "bf16", "fp32"),
+        },
     )
     evaluate_every: int = field(
         default=0, metadata={"help": "steps between held-out losses; 0: only at the end"}
@@ -77,7 +81,7 @@ class TrainSettings:
             raise SettingsError("optimizer", self.optimizer, "adamw or muon")
         if self.packing not in ("stream", "separate"):
             raise SettingsError("packing", self.packing, "stream or separate")
-        if self.precision not in ("bf16", "fp32"):
-            raise SettingsError("precision", self.precision, "bf16 or fp32")
+        if self.precision not in ("auto", "bf16", "fp32"):
+            raise SettingsError("precision", self.precision, "auto, bf16 or fp32")
         if self.patience and not self.evaluate_every:
             raise SettingsError("patience", self.patience, "0 unless evaluate_every is set")

@@ -35,7 +35,8 @@ from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
 from attar.walks.activations import Activations
 from attar.walks.freed import give_back
-from attar.walks.passes import Passes, arithmetic, has_bfloat16
+from attar.walks.passes import Passes, arithmetic
+from attar.walks.precision import resolve
 from attar.walks.skeleton import Call, Skeleton, on_meta
 
 Select = Callable[[str], bool]
@@ -145,11 +146,13 @@ class Swept:
         files: one per block, in order.
         reports: one dict per solved Linear, in order, with its ``name``.
         block_of: module name to the number of its block.
+        precision: of the passes: ``bf16`` or ``fp32``.
     """
 
     files: tuple[Path, ...]
     reports: tuple[dict[str, Any], ...]
     block_of: dict[str, int]
+    precision: str = ""
 
     def tensors(self, block: int) -> dict[str, dict[str, Tensor]]:
         """Solution tensors of one block: module name to short name to tensor."""
@@ -192,7 +195,8 @@ def sweep(
     """
     work.mkdir(parents=True, exist_ok=True)
     place = torch.device(device)
-    fast = has_bfloat16(place) if precision == "auto" else precision == "bf16"
+    precision = resolve(precision, place, work)
+    fast = precision == "bf16"
     skeleton = Skeleton(checkpoint, place)
     if prepare is not None:
         prepare(skeleton.model)
@@ -229,7 +233,7 @@ def sweep(
     store.clear()
     if originals is not None:
         originals.clear()
-    return Swept(tuple(files), tuple(reports), block_of)
+    return Swept(tuple(files), tuple(reports), block_of, precision)
 
 
 def _write(file: Path, solutions: dict[str, Solution]) -> None:

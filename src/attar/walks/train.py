@@ -20,7 +20,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from attar.data.batches import Batches
 from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
+from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -50,6 +51,7 @@ class History:
         waited: held-out losses since the best one.
         stopped: the run ended early for lack of progress.
         tokens: tokens seen.
+        precision: of the products: ``bf16`` or ``fp32``.
     """
 
     step: int = 0
@@ -58,6 +60,7 @@ class History:
     waited: int = 0
     stopped: bool = False
     tokens: int = 0
+    precision: str = ""
 
 
 def train(
@@ -76,7 +79,7 @@ def train(
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
             only).
-        loss: see :data:`Loss`; called under autocast when the precision is bf16.
+        loss: see :data:`Loss`; called under autocast where products are in bf16, and so is ``held_out``.
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
@@ -89,11 +92,14 @@ def train(
         NumericsError: the loss or the gradient is not finite.
     """
     accelerator = _accelerator(model)
+    with accelerator.main_process_first():
+        settings = replace(settings, precision=resolve(settings.precision, accelerator.device, work))
     torch.manual_seed(settings.seed)
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
     run = _Run(accelerator, prepared, tuned, work)
     history = run.resume()
+    history.precision = settings.precision
     batches = Batches(rows, settings.batch_size, settings.seed)
     since: list[float] = []
     start = time.monotonic()
@@ -148,7 +154,7 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
             step * settings.accumulate + micro
         ) * run.accelerator.num_processes + run.accelerator.process_index
         tokens = batches[number].to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+        with _arithmetic(run, settings):
             value = loss(run.model, tokens)
         run.accelerator.backward(value / settings.accumulate)
         total += float(value.detach()) / settings.accumulate
@@ -165,6 +171,11 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
     return total
 
 
+def _arithmetic(run: _Run, settings: TrainSettings) -> torch.autocast:
+    """Products in bf16 inside, where that was decided; sums and weights stay float32."""
+    return torch.autocast(run.accelerator.device.type, torch.bfloat16, enabled=settings.precision == "bf16")
+
+
 def _diverged(what: str, settings: TrainSettings) -> NumericsError:
     advice = f"a --learning-rate below {settings.learning_rate:g}, or a --warmup above {settings.warmup:g}"
     more = ", or --precision fp32" if settings.precision == "bf16" else ""
@@ -176,7 +187,7 @@ def _measure(
 ) -> float:
     """Measure the held-out loss and keep count of how long it has not fallen."""
     run.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), _arithmetic(run, settings):
         value = held_out(run.accelerator.unwrap_model(run.model))
     history.curve.append({"step": history.step, "held_out": value})
     if value < history.best:

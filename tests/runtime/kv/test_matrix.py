@@ -15,7 +15,7 @@ from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load
 from attar.runtime.admission import Limits
 from attar.runtime.kv.compose import EVICTIONS, FEATURES, MODELS, RUNNERS, SCHEDULING, STORES, reason
-from attar.runtime.kv.evict import H2O, SnapKV, Streaming
+from attar.runtime.kv.evict import H2O, Reread, SnapKV, Streaming
 from attar.runtime.kv.manager import Manager
 from attar.runtime.packing import pack_due
 from attar.runtime.runner.compiled import compiled
@@ -26,6 +26,7 @@ from tests import tiny_models
 
 B, PROMPT, GIVEN = 32, 70, 12
 METHODS = {
+    "reread": Reread(capacity=50, recent=8, sinks=2, stride=1),
     "streaming": Streaming(sinks=2, window=40),
     "h2o": H2O(heavy=40, recent=32, slack=4),
     "snapkv": SnapKV(capacity=60, window=8),
@@ -33,7 +34,7 @@ METHODS = {
 FORMATS = {"dense": "float32", "int8": "int8", "fp8": "fp8", "kivi": "kivi4"}
 # What these keep depends on how the tokens came (SnapKV's after a preemption: what was generated votes too);
 # in codes of a byte a last digit may fall on the other side. Logits of other tokens are off by 1.4.
-BOUNDS = {"int8": 0.01, "fp8": 0.04, "kivi": 0.25, "h2o": 0.25, "snapkv": 0.5}
+BOUNDS = {"int8": 0.01, "fp8": 0.04, "kivi": 0.25, "h2o": 0.25, "snapkv": 0.5, "reread": 0.5}
 
 
 def scenarios():

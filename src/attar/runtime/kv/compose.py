@@ -8,11 +8,12 @@ the setting that asked for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 
 from attar.errors import SettingsError
 
 STORES = ("dense", "int8", "fp8", "kivi")
-EVICTIONS = ("streaming", "h2o", "snapkv")
+EVICTIONS = ("reread", "streaming", "h2o", "snapkv")
 SCHEDULING = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation", "tree")
 MODELS = ("sliding_window", "learned_positions")
 RUNNERS = ("modules", "compiled")
@@ -21,6 +22,7 @@ FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 _GROUPS = "KIVI's constants are shared by 32 tokens, so single tokens of a block cannot be taken out"
 _POSITIONS = "a sliding window counts positions, and packed places no longer stand in their positions' order"
 _SCORES = "H2O's scores are sums over every query"
+_QUERIES = "every token's query is asked again, and tokens that are found in the prefix tree are not run"
 _DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be taken back"
 _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, each in its place; modules run it"
@@ -32,6 +34,13 @@ Asked = Mapping[str, tuple[str, object] | None]
 REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "h2o"): _GROUPS,
     ("kivi", "snapkv"): _GROUPS,
+    ("kivi", "reread"): _GROUPS,
+    ("reread", "prefix_reuse"): _QUERIES,
+    ("reread", "sliding_window"): _POSITIONS,
+    (
+        "reread",
+        "learned_positions",
+    ): "queries are asked again at later positions by turning them, which learned positions are not",
     ("h2o", "prefix_reuse"): f"{_SCORES}, and tokens that are found in the prefix tree are not run",
     ("h2o", "speculation"): _DRAFTS,
     ("h2o", "tree"): _DRAFTS,
@@ -48,12 +57,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
     ("learned_positions", "compiled"): "the compiled step turns queries and keys; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",
-    ("streaming", "h2o"): "one method of eviction at a time",
-    ("streaming", "snapkv"): "one method of eviction at a time",
-    ("h2o", "snapkv"): "one method of eviction at a time",
-    **{
-        (one, two): "a pool has one format" for place, one in enumerate(STORES) for two in STORES[place + 1 :]
-    },
+    **dict.fromkeys(combinations(EVICTIONS, 2), "one method of eviction at a time"),
+    **dict.fromkeys(combinations(STORES, 2), "a pool has one format"),
 }
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attar.kernels.structures import library
 from attar.runtime.kv.compose import Asked, check_together, evicting, store_feature
-from attar.runtime.kv.evict import H2O, Eviction, SnapKV, Streaming
+from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.pool import Pool
 from attar.runtime.kv.store import Geometry
 from attar.runtime.kv.table import Packing
@@ -23,8 +24,9 @@ from attar.runtime.runner.attention import Pass
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import Found, probe
 from attar.runtime.runner.rotary import Rotary
+from attar.runtime.runner.shared_cells import SharedPass, Shares, pack
 from attar.runtime.runner.streamed import StreamedPass
-from attar.runtime.runner.watching import HeavyWatch, TailWatch
+from attar.runtime.runner.watching import HeavyWatch, Keys, RereadWatch, TailWatch
 from attar.runtime.step import Step
 
 
@@ -69,8 +71,10 @@ class Modules:
         self.pool = Pool(geometry, kept, dtype=model.dtype, device=model.device)
         self.vocabulary, self.window = found.vocabulary, found.window
         self.context = None if isinstance(eviction, Streaming) else found.context
-        self._rotary = Rotary(model, found.layers) if isinstance(eviction, Streaming) else None
-        self._watch = _watch(eviction)
+        turns = isinstance(eviction, Streaming | Reread)
+        self._rotary = Rotary(model, found.layers) if turns else None
+        self._watch = _watch(eviction, self._rotary)
+        self._shares: dict[int, Shares] = {}  # of packed sequences, where heads keep different numbers
 
     @property
     def block_size(self) -> int:
@@ -133,30 +137,44 @@ class Modules:
 
     def pack(self, packing: Packing) -> None:
         """Choose which places of a sequence stay, for each layer and head, and move them together."""
-        assert self._watch is not None, "packing without a method that chooses"
-        for layer in range(self.pool.geometry.layers):
-
-            def keys(places: int, layer: int = layer) -> Tensor:
-                return self.pool.gather(layer, packing.old, places)[0]
-
-            keep = self._watch.choose(packing, layer, keys)
+        watch = self._watch
+        assert watch is not None, "packing without a method that chooses"
+        if isinstance(watch, RereadWatch):
+            scores = [watch.scores(packing, layer, self._keys(packing, layer)) for layer in self._layers]
+            self._shares[packing.sequence] = pack(self.pool, packing, watch.method.choose(np.stack(scores)))
+            return
+        for layer in self._layers:
+            keep = watch.choose(packing, layer, self._keys(packing, layer))
             assert keep.shape[1] == packing.kept, f"{keep.shape[1]} places chosen, not {packing.kept}"
             self.pool.pack(layer, packing.old, packing.new, torch.from_numpy(keep))
+
+    @property
+    def _layers(self) -> range:
+        return range(self.pool.geometry.layers)
+
+    def _keys(self, packing: Packing, layer: int) -> Keys:
+        """Keys of a layer's first places, before the sequence is packed."""
+        return lambda places: self.pool.gather(layer, packing.old, places)[0]
 
     def fork(self, sequence: int, child: int) -> None:
         """A second sequence goes on from the places of the first."""
         if self._watch is not None:
             self._watch.fork(sequence, child)
+        if sequence in self._shares:
+            self._shares[child] = self._shares[sequence]
 
     def forget(self, sequence: int) -> None:
         """A sequence ended or was preempted: what eviction knew of it goes."""
         if self._watch is not None:
             self._watch.forget(sequence)
+        self._shares.pop(sequence, None)
 
     def _pass(self, step: Step) -> Pass:
         if isinstance(self.eviction, Streaming):
             assert self._rotary is not None
             return StreamedPass(step, self.pool, self.eviction, self._rotary)
+        if self._shares:
+            return SharedPass(step, self.pool, self._watch, self._shares)
         return Pass(step, self.pool, self._watch)
 
 
@@ -170,9 +188,12 @@ def _activations(model: Any) -> str:
     return f"int8 and {dense}" if others else "int8"
 
 
-def _watch(eviction: Eviction | None) -> HeavyWatch | TailWatch | None:
+def _watch(eviction: Eviction | None, rotary: Rotary | None) -> HeavyWatch | TailWatch | RereadWatch | None:
     if isinstance(eviction, H2O):
         return HeavyWatch(eviction)
+    if isinstance(eviction, Reread):
+        assert rotary is not None, "queries are turned"
+        return RereadWatch(eviction, rotary)
     return TailWatch(eviction) if isinstance(eviction, SnapKV) else None
 
 

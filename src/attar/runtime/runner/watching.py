@@ -1,4 +1,4 @@
-"""What eviction keeps of each sequence while it runs: H2O's scores, or the last queries for SnapKV.
+"""What eviction keeps of each sequence while it runs: H2O's scores, SnapKV's last queries, Reread's queries.
 
 The choice itself is pure (``kv/evict``); here are the tensors it is made of. Letters: h heads, d head_dim, n
 places, t tokens of a span.
@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.evict import H2O, SnapKV
+from attar.runtime.kv.evict import H2O, Reread, SnapKV
 from attar.runtime.kv.evict.h2o import Places, Scores
+from attar.runtime.kv.evict.reread import PIECE as REREAD
 from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import How, weights
+from attar.runtime.runner.rotary import Rotary
 from attar.runtime.step import Span
 
 Keys = Callable[[int], Tensor]  # places -> keys (places, kv_heads, d) of the layer and sequence in question
+Piece = tuple[int, Tensor]
 PIECE = 256  # queries whose weights are held at once
 
 
@@ -92,6 +95,51 @@ class TailWatch:
         self.tails.pop(sequence, None)
 
 
+class RereadWatch:
+    """Every ``stride``-th query of a prompt, in bfloat16, for each sequence and layer, until it is packed:
+    pieces (start, queries (m, h, d)) in ascending order."""
+
+    def __init__(self, method: Reread, rotary: Rotary) -> None:
+        self.method, self.rotary = method, rotary
+        self.queries: dict[int, dict[int, tuple[Piece, ...]]] = {}
+        self.how: dict[int, How] = {}
+
+    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+        """Keeps queries of the span; a span that starts earlier takes the rest back."""
+        if span.kept is not None:
+            return
+        mine, stride = self.queries.setdefault(span.sequence, {}), self.method.stride
+        before = tuple(_until(piece, span.place, stride) for piece in mine.get(layer, ()))
+        start = span.place + -span.place % stride
+        piece = (start, q[start - span.place :: stride].bfloat16())
+        mine[layer], self.how[layer] = (*before, piece), how
+
+    def scores(self, packing: Packing, layer: int, keys: Keys) -> Scores:
+        """s of a layer, float32 (kv_heads, n): the queries are asked again behind the prompt."""
+        n, stride = packing.length, self.method.stride
+        pieces = [_until(piece, n, stride) for piece in self.queries[packing.sequence].pop(layer)]
+        q = torch.cat([piece for _, piece in pieces]).float()
+        places = torch.cat([start + stride * torch.arange(len(piece)) for start, piece in pieces])
+        again = self.rotary.turned(q, (n + places % REREAD - places).to(q.device), layer)
+        found: Scores = column_largest(again, keys(n), self.how[layer]).cpu().numpy()
+        return found
+
+    def fork(self, sequence: int, child: int) -> None:
+        """The child has the same past."""
+        if sequence in self.queries:
+            self.queries[child] = dict(self.queries[sequence])
+
+    def forget(self, sequence: int) -> None:
+        """The sequence ended or starts anew."""
+        self.queries.pop(sequence, None)
+
+
+def _until(piece: Piece, stop: int, stride: int) -> Piece:
+    """A piece without queries at places from ``stop`` on, of drafts that were rejected."""
+    start, q = piece
+    return start, q[: max(-((start - stop) // stride), 0)]
+
+
 def kept(q: Tensor, how: How, places: int, length: int) -> Tensor:
     """The last queries without those of rejected drafts, which were at places [length, places)."""
     return q[: max(len(q) - (places - length), 0)]
@@ -115,3 +163,22 @@ def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> Tensor:
         )
         total += found.sum(dim=1).unflatten(0, (k.shape[1], -1)).sum(dim=1)
     return total
+
+
+def column_largest(q: Tensor, k: Tensor, how: How) -> Tensor:
+    """The largest softmax weight of each place over queries and the group's heads; float32 (kv_heads, n).
+
+    Every query of q (t, h, d) sees every place of k (n, kv_heads, d).
+    """
+    largest = torch.zeros(k.shape[1], len(k), device=q.device)
+    for piece in q.to(k.dtype).split(PIECE):
+        found = weights(
+            piece.transpose(0, 1),
+            k.transpose(0, 1),
+            None,
+            scaling=how.scaling,
+            softcap=how.softcap,
+            causal=False,
+        )
+        torch.maximum(largest, found.amax(dim=1).unflatten(0, (k.shape[1], -1)).amax(dim=1), out=largest)
+    return largest

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attar.errors import SettingsError
-from attar.runtime.kv.evict import EVICTIONS, H2O, SnapKV, Streaming
+from attar.runtime.kv.evict import EVICTIONS, H2O, Reread, SnapKV, Streaming
 from attar.runtime.kv.evict.snapkv import smoothed
 from attar.runtime.kv.manager import Manager
 
@@ -50,6 +50,35 @@ def test_snapkv_is_due_once_the_prompt_is_done():
     assert [method.due(*case) for case in ((60, False), (50, True), (51, True))] == [None, None, 50]
 
 
+def test_reread_has_one_budget_for_all_heads():
+    """Layer 1's head takes what layer 0's does not need; the first and the newest place stay everywhere."""
+    scores = np.array([[[0, 1, 2, 1, 0, 0]], [[0, 7, 5, 6, 9, 0]]], dtype=np.float32)
+    keep = Reread(capacity=3, recent=1, sinks=1).choose(scores)
+    assert [np.flatnonzero(head).tolist() for head in keep[:, 0]] == [[0, 5], [0, 1, 4, 5]]
+    assert scores[0, 0, 0] == 0  # what was given is as it was
+
+
+def test_reread_against_brute_force():
+    draw = np.random.default_rng(0)
+    for n, capacity, recent, sinks in ((20, 9, 3, 2), (12, 6, 6, 0), (40, 20, 4, 4)):
+        scores = draw.random((3, 2, n)).astype(np.float32)
+        keep = Reread(capacity=capacity, recent=recent, sinks=sinks).choose(scores)
+        always = [j < sinks or j >= n - recent for j in range(n)]
+        others = [
+            (layer, head, j) for layer in range(3) for head in range(2) for j in range(n) if not always[j]
+        ]
+        others.sort(key=lambda cell: -scores[cell])
+        want = np.broadcast_to(always, keep.shape).copy()
+        for cell in others[: capacity * 6 - int(want.sum())]:
+            want[cell] = True
+        assert np.array_equal(keep, want) and keep.sum() == capacity * 6
+
+
+def test_reread_is_due_once_the_prompt_is_done():
+    method = Reread(capacity=200)
+    assert [method.due(*case) for case in ((300, False), (200, True), (201, True))] == [None, None, 200]
+
+
 @pytest.mark.parametrize(("sinks", "window"), [(4, 6), (0, 5), (3, 1), (9, 8)])
 def test_streaming_holds_the_blocks_it_says(sinks, window):
     method, size = Streaming(sinks=sinks, window=window), 4
@@ -90,6 +119,10 @@ def test_streaming_bounds_what_is_held(sinks, window, chunk):
         ("snapkv", {"window": 0}),
         ("snapkv", {"capacity": 8}),
         ("snapkv", {"kernel": 4}),
+        ("reread", {"recent": 0}),
+        ("reread", {"sinks": -1}),
+        ("reread", {"stride": 0}),
+        ("reread", {"capacity": 131}),
     ],
 )
 def test_wrong_settings_are_named(name, wrong):

@@ -5,6 +5,7 @@
 | ``Streaming`` | the first places and a window | blocks between become holes, nothing is moved |
 | ``H2O`` | for each layer and head the heaviest places so far, and a window | packed as it grows |
 | ``SnapKV`` | for each layer and head what the prompt's end looks at, and all that follows | packed once |
+| ``Reread`` | what a second reading of the prompt looks at, and all that follows | once, heads together |
 
 The choice is pure NumPy. Who packs: the engine asks ``due`` after a step, ``kv/manager.py`` gives the blocks,
 the runner moves the rows. What each method allows beside it is said in ``kv/compose.py``.
@@ -13,10 +14,16 @@ the runner moves the rows. What each method allows beside it is said in ``kv/com
 from __future__ import annotations
 
 from attar.runtime.kv.evict.h2o import H2O
+from attar.runtime.kv.evict.reread import Reread
 from attar.runtime.kv.evict.snapkv import SnapKV
 from attar.runtime.kv.evict.streaming import Streaming
 
-Eviction = Streaming | H2O | SnapKV
-EVICTIONS: dict[str, type[Eviction]] = {"streaming": Streaming, "h2o": H2O, "snapkv": SnapKV}
+Eviction = Streaming | H2O | SnapKV | Reread
+EVICTIONS: dict[str, type[Eviction]] = {
+    "reread": Reread,
+    "streaming": Streaming,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+}
 
-__all__ = ["EVICTIONS", "H2O", "Eviction", "SnapKV", "Streaming"]
+__all__ = ["EVICTIONS", "H2O", "Eviction", "Reread", "SnapKV", "Streaming"]

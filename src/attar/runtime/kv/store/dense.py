@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store.geometry import Geometry, Planes
+from attar.runtime.kv.store.geometry import Cells, Geometry, Planes
 
 
 class Dense(Planes):
@@ -18,6 +18,10 @@ class Dense(Planes):
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         for kind, x in enumerate((k, v)):
             self.rows(self.data, layer, kind).index_copy_(0, slots, x.to(self.data.dtype))
+
+    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (self.data[:, kind].flatten(1, 2)[cells].to(dtype) for kind in range(2))
+        return k, v
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         k, v = (kind.index_select(0, blocks).flatten(0, 1).to(dtype) for kind in self.data[layer])

@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+Cells = tuple[Tensor, Tensor, Tensor]
+"""Layers, slots and heads, int64 (m,) each: where the numbers of one token in one head lie."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -96,6 +99,17 @@ class Planes:
         for plane in self.planes:
             for kind in plane[layer].flatten(1, 2):  # (slots, kv_heads, n)
                 kind[targets.expand_as(sources), heads] = kind[sources, heads]
+
+    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of cells: two tensors (m, head_dim)."""
+        raise NotImplementedError
+
+    def move_cells_(self, sources: Cells, targets: Cells) -> None:
+        """Move keys and values between cells, bit for bit; all are read before any is written."""
+        for plane in self.planes:
+            for kind in range(2):
+                cells = plane[:, kind].flatten(1, 2)  # (layers, slots, kv_heads, n)
+                cells[targets] = cells[sources]
 
     def rows(self, plane: Tensor, layer: int, kind: int) -> Tensor:
         """Keys (0) or values (1) of a layer: a view (slots, kv_heads, n) to write to."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store.geometry import Geometry, Planes
+from attar.runtime.kv.store.geometry import Cells, Geometry, Planes
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 FLOOR = 1e-6  # smallest scale
@@ -39,6 +39,14 @@ class Scaled(Planes):
             q, s = encode(x, self.code)
             self.rows(self.codes, layer, kind).index_copy_(0, slots, q.view(torch.int8))
             self.rows(self.scales, layer, kind).index_copy_(0, slots, s)
+
+    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (
+            self.codes[:, kind].flatten(1, 2)[cells].view(self.code).float()
+            * self.scales[:, kind].flatten(1, 2)[cells]
+            for kind in range(2)
+        )
+        return k.to(dtype), v.to(dtype)
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         k, v = (

@@ -1,0 +1,261 @@
+"""The KV cache on a real model and real text: what eviction leaves of a long prompt.
+
+    python benchmarks/real.py --parts kv
+    python benchmarks/real_kv.py --texts wikitext python --lengths 4096 --methods SnapKV Reread
+
+Everything runs through the runtime's modules, block tables and pool, in float32 arithmetic. A text is a
+prompt of all but ``--tail`` tokens, in chunks of 512, and a tail that is given in one step, whose tokens see
+what is kept of the prompt and the tail before them. KL is that of the tail's next-token distributions from
+the same runtime's with everything kept in float32; nats a token.
+
+Methods that choose once, when the prompt is read, share its pass: each goes on from a fork of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.data.stdlib import texts as python_files
+from attar.models.load import load_tokenizer
+from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
+from attar.runtime.kv.manager import Manager
+from attar.runtime.loading import load
+from attar.runtime.runner.modules import Modules
+from attar.runtime.runner.rotary import Rotary
+from attar.runtime.runner.watching import RereadWatch, TailWatch
+from attar.runtime.step import Span, Step
+
+MODEL = "attar:smollm2"
+CHUNK, BLOCK = 512, 32
+WIKITEXT = Path("/work/shared/data/wikitext-2/test.txt")
+
+
+class Sequences:
+    """A runner whose sequences are run by hand."""
+
+    def __init__(self, runner: Modules) -> None:
+        window, sinks = runner.lookback
+        most = runner.most(CHUNK)
+        self.runner = runner
+        self.tokens: dict[int, list[int]] = {}
+        self.manager = Manager(runner.capacity, BLOCK, reuse=False, window=window, sinks=sinks, most=most)
+
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """A prompt in chunks, packed as its method says; nothing is returned."""
+        assert self.manager.admit(sequence, tokens, reuse=False) == 0
+        self.tokens[sequence] = []
+        for start in range(0, len(tokens), CHUNK):
+            self.run(sequence, tokens[start : start + CHUNK])
+            method = self.runner.eviction
+            places = self.manager.table(sequence).length
+            kept = method.due(places, start + CHUNK >= len(tokens)) if method else None
+            if kept is not None:
+                self.pack(sequence, kept)
+
+    def run(self, sequence: int, tokens: Sequence[int], wants: int = 0) -> Tensor:
+        """Tokens in one step; logits float32 (wants, vocabulary) of the last ones."""
+        assert self.manager.reserve(sequence, len(tokens)), "the pool is too small"
+        table, done = self.manager.table(sequence), self.tokens[sequence]
+        kept = table.length if table.packed else None
+        span = Span(sequence, len(done), len(done) + len(tokens), table.row, wants, kept)
+        logits = self.runner.run(Step(tokens, (span,), self.manager.copies()))
+        done += tokens
+        self.manager.commit(sequence, len(tokens), done)
+        return logits
+
+    def pack(self, sequence: int, kept: int) -> None:
+        packing = self.manager.pack(sequence, kept)
+        assert packing is not None, "the pool is too small"
+        self.runner.pack(packing)
+
+    def fork(self, sequence: int, child: int) -> None:
+        self.manager.fork(sequence, child)
+        self.runner.fork(sequence, child)
+        self.tokens[child] = list(self.tokens[sequence])
+
+    def release(self, sequence: int) -> None:
+        self.manager.release(sequence)
+        self.runner.forget(sequence)
+        del self.tokens[sequence]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of a tail of tokens.
+
+    Attributes:
+        perplexity: of its tokens behind the first.
+        kl: mean over the same places, from everything kept, nats.
+        top: share of places with the same likeliest token.
+    """
+
+    perplexity: float
+    kl: float
+    top: float
+
+
+def quality(logits: Tensor, tail: Sequence[int], full: Tensor) -> Quality:
+    """Of logits (t, vocabulary) behind each token of a tail; ``full``: log-probabilities to compare with."""
+    found = logits.log_softmax(-1)
+    given = torch.tensor(tail[1:])
+    loss = -found[:-1].gather(1, given[:, None]).mean()
+    kl = (full.exp() * (full - found)).sum(-1).mean()
+    top = (found.argmax(-1) == full.argmax(-1)).float().mean()
+    return Quality(float(loss.exp()), float(kl), float(top))
+
+
+def kv(rest: list[str]) -> str:
+    """The tables that were asked for."""
+    parser = argparse.ArgumentParser(prog="real.py --parts kv", allow_abbrev=False)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], help="prompt and tail")
+    parser.add_argument("--texts", nargs="+", default=["wikitext"], choices=SOURCES)
+    parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
+    parser.add_argument("--tail", type=int, default=128)
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.2, 0.1])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    args, _ = parser.parse_known_args(rest)
+    return "\n\n".join("\n".join(TABLES[name](args)) for name in args.tables)
+
+
+def runner(length: int, kv_dtype: str = "float32", eviction: Eviction | None = None) -> Modules:
+    """The model in float32, with room for a prompt and three forks of it."""
+    options = {"runner": "modules", "dtype": "float32", "kv_dtype": kv_dtype, "block_size": BLOCK}
+    found = load(MODEL, kv_tokens=4 * length, eviction=eviction, **options).runner
+    assert isinstance(found, Modules)
+    return found
+
+
+def passages(source: str, length: int, count: int) -> list[list[int]]:
+    """Texts of so many tokens each, one after the other."""
+    tokens = load_tokenizer(MODEL)(SOURCES[source]())["input_ids"]
+    return [tokens[start : start + length] for start in range(0, count * length, length)]
+
+
+def _python() -> str:
+    return "\n".join(text for _, text in python_files("evaluation"))[:400_000]
+
+
+SOURCES: dict[str, Callable[[], str]] = {"wikitext": lambda: WIKITEXT.read_text(), "python": _python}
+
+METHODS: dict[str, Callable[[int], Eviction]] = {
+    "StreamingLLM": lambda places: Streaming(sinks=4, window=places - 4),
+    "H2O": lambda places: H2O(heavy=places - places // 2, recent=places // 2),
+    "SnapKV": lambda places: SnapKV(capacity=places, window=32),
+    "Reread": lambda places: Reread(capacity=places),
+}
+
+
+def eviction(args: argparse.Namespace) -> Iterator[str]:
+    """A row for each method and share, a text and a length after the other."""
+    yield (
+        f"SmolLM2-135M-Instruct in float32, the last {args.tail} tokens of each text, {args.count} of each "
+        "kind: perplexity, its change, KL, same likeliest token\n"
+    )
+    yield "| text | tokens | method | kept | perplexity | change | KL, nats | same token |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for source in args.texts:
+        for length in args.lengths:
+            yield from _evicted(source, length, args)
+
+
+def _evicted(source: str, length: int, args: argparse.Namespace) -> Iterator[str]:
+    """The rows of one kind of text and length: means over its texts."""
+    found: dict[tuple[str, float], list[Quality]] = {}
+    first = list[Quality]()
+    for text in passages(source, length, args.count):
+        prompt, tail = text[: length - args.tail], text[length - args.tail :]
+        measured = measure(prompt, tail, args.methods, args.shares)
+        first.append(measured.pop(("everything", 1.0)))
+        for key, one in measured.items():
+            found.setdefault(key, []).append(one)
+    base = _mean(first)
+    yield f"| {source} | {length:,} | everything | 100 % | {base.perplexity:.2f} | | | |"
+    for (name, share), some in found.items():
+        mean = _mean(some)
+        change = f"{100 * (mean.perplexity / base.perplexity - 1):+.1f} %"
+        numbers = f"{mean.perplexity:.2f} | {change} | {mean.kl:.4f} | {mean.top:.0%}"
+        yield f"| {source} | {length:,} | {name} | {share:.0%} | {numbers} |"
+
+
+def _mean(some: Sequence[Quality]) -> Quality:
+    perplexity = math.exp(statistics.fmean(math.log(one.perplexity) for one in some))
+    kl, top = (statistics.fmean(getattr(one, name) for one in some) for name in ("kl", "top"))
+    return Quality(perplexity, kl, top)
+
+
+def measure(
+    prompt: Sequence[int], tail: Sequence[int], methods: Sequence[str], shares: Sequence[float]
+) -> dict[tuple[str, float], Quality]:
+    """Every method at every share, and everything kept: ("everything", 1.0)."""
+    plain = runner(len(prompt) + len(tail))
+    base = Sequences(plain)
+    recorder = Recorder(plain)
+    base.read(0, prompt)
+    base.fork(0, 1)
+    full = base.run(1, tail, len(tail)).log_softmax(-1)
+    base.release(1)
+    found = {("everything", 1.0): quality(full, tail, full)}
+    for name in methods:
+        for share in shares:
+            method = METHODS[name](round(share * len(prompt)))
+            if isinstance(method, SnapKV | Reread):
+                logits = recorder.packed(base, method, tail)
+            else:
+                alone = Sequences(runner(len(prompt) + len(tail), eviction=method))
+                alone.read(0, prompt)
+                logits = alone.run(0, tail, len(tail))
+            found[name, share] = quality(logits, tail, full)
+            print(name, share, found[name, share], file=sys.stderr, flush=True)
+    return found
+
+
+class Recorder:
+    """Keeps what both methods that choose once want of a prompt's queries, so that one pass serves all."""
+
+    def __init__(self, plain: Modules) -> None:
+        self.runner = plain
+        rotary = Rotary(plain.model, plain.pool.geometry.layers)
+        self.tail = TailWatch(SnapKV(capacity=10**9, window=32))
+        self.again = RereadWatch(Reread(capacity=10**9), rotary)
+        plain._watch = self
+
+    def see(self, *seen: Any) -> None:
+        self.tail.see(*seen)
+        self.again.see(*seen)
+
+    def fork(self, sequence: int, child: int) -> None:
+        self.tail.fork(sequence, child)
+        self.again.fork(sequence, child)
+
+    def forget(self, sequence: int) -> None:
+        self.tail.forget(sequence)
+        self.again.forget(sequence)
+
+    def packed(self, base: Sequences, method: SnapKV | Reread, tail: Sequence[int]) -> Tensor:
+        """Logits of a tail behind a fork of sequence 0 that the method packed."""
+        base.fork(0, 1)
+        watch = self.again if isinstance(method, Reread) else self.tail
+        watch.method = method
+        self.runner._watch = watch
+        base.pack(1, method.capacity)
+        logits = base.run(1, tail, len(tail))
+        self.runner._watch = self
+        base.release(1)
+        return logits
+
+
+TABLES = {"eviction": eviction}
+
+if __name__ == "__main__":
+    print(kv(sys.argv[1:]))

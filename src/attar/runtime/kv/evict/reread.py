@@ -1,0 +1,82 @@
+"""Reread: keep what reading the prompt a second time would look at; one budget for all layers and heads.
+
+    q'_t = q_t turned to the position  n + t mod R        t every stride-th place of the prompt
+    s_j  = max over t, and over the group's heads, of softmax_j(scaling q'_t . k_j)        j in [0, n)
+    keep the first ``sinks`` and last ``recent`` places of each head, and of all others, over all layers and
+    heads together, those with the largest s: capacity x layers x heads places in all
+
+A text that goes on quotes what was there: heads that copy look for the token behind an earlier occurrence of
+the present one. While the prompt is read, nothing has looked at most of its places yet, so sums of attention
+(H2O) and the last queries (SnapKV) cannot tell which will be needed. A second reading can: each token then
+finds its own first occurrence. Heads that see only what is near need few places, those that copy need most.
+
+Letters: n places of the prompt, q, k queries and keys (turned by their positions), R places of a piece.
+Source: KVzip (Kim et al. 2025, arXiv 2505.23416), section 3: the score, and one threshold for all heads
+("non-uniform"). Differs: there the model runs the prompt once more to get q'; here the queries of the first
+pass are turned to positions behind the prompt, which costs attention only, and every second one is enough.
+That R positions are used again in each piece keeps them near those that the model was trained on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attar.errors import SettingsError
+from attar.runtime.kv.evict.h2o import Scores
+
+PIECE = 512  # R
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reread:
+    """Reread.
+
+    Args:
+        capacity: places kept of a prompt, mean over layers and heads.
+        recent: newest places that every head keeps.
+        sinks: first places that every head keeps.
+        stride: every so many of the prompt's queries is asked again.
+    """
+
+    capacity: int = 1024
+    recent: int = 128
+    sinks: int = 4
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        for field, least in (("recent", 1), ("sinks", 0), ("stride", 1)):
+            if getattr(self, field) < least:
+                raise SettingsError(field, getattr(self, field), f"at least {least}")
+        if self.capacity < self.recent + self.sinks:
+            least = self.recent + self.sinks
+            raise SettingsError("capacity", self.capacity, f"at least {least}, what every head keeps")
+
+    @property
+    def budget(self) -> int:
+        """Places kept of a prompt."""
+        return self.capacity
+
+    def due(self, places: int, prompt_done: bool) -> int | None:
+        """Places to keep now, when a prompt that is longer than the capacity is done; asked once."""
+        return self.capacity if prompt_done and places > self.capacity else None
+
+    def most(self, chunk: int, block_size: int) -> int | None:
+        """No bound: the whole prompt is there before it is packed, and what follows all stays."""
+        return None
+
+    def choose(self, scores: Scores) -> NDArray[np.bool_]:
+        """The places that stay: bool (layers, kv_heads, n), capacity x layers x kv_heads of them True.
+
+        Args:
+            scores: s, (layers, kv_heads, n) with n > capacity; of equal ones the first stay.
+        """
+        layers, kv_heads, n = scores.shape
+        wanted = scores.copy()
+        wanted[..., : self.sinks] = wanted[..., n - self.recent :] = np.inf
+        best = np.argsort(-wanted, axis=None, kind="stable")[: self.capacity * layers * kv_heads]
+        keep = np.zeros(scores.size, dtype=np.bool_)
+        keep[best] = True
+        return keep.reshape(scores.shape)
