@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 
-.PHONY: demo test test-all smollm2 lint bench fuzz clean
+.PHONY: demo test test-all smollm2 lint bench gpu fuzz clean
 
 demo: $(STAMP)
 	$(BIN)/attar demo
@@ -27,6 +27,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/memory.py
+
+# Every verb on a device, within ten minutes, tables in $OUT: with the Python that is there, nothing is installed.
+gpu:
+	PYTHONPATH=src:. $(PYTHON) benchmarks/gpu.py --device $(or $(DEVICE),cuda) --out $(or $(OUT),runs/gpu)
 
 # A million inputs for each reader of outside data (about an hour): make fuzz RUNS=20000 for a few minutes.
 fuzz: $(STAMP)

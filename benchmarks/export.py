@@ -2,7 +2,8 @@
 
     python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
         [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--tokens 65536] [--cache FILE]
-    python benchmarks/export.py --speed [--shape 1.1b] [--types Q4_K_M] [--rounds 2] [--work DIR]
+    python benchmarks/export.py --speed [--shape 1.1b | --models DIR] [--types Q4_K_M] [--rounds 2]
+        [--timed nearest nearest+imatrix gptq rtn] [--work DIR]
 
 Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
 matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
@@ -10,8 +11,9 @@ importance, or with data; ``mix+`` is our own choice of types within the bytes o
 opened by attar's reader and measured on the same held-out text against the original: KL in nats per token,
 top-1 agreement, perplexity. ``MB`` counts all tensors; a line says so where files differ.
 
-Speed: seconds and largest resident set of a process that quantizes to nearest: attar from safetensors,
-llama.cpp from the F16 file. Threads are what OMP_NUM_THREADS says, for both.
+Speed: seconds and largest resident set of a process that quantizes: attar from safetensors, llama.cpp from
+the F16 file; ``rtn`` is ``attar quantize --method rtn --group-size 64`` with its check, its peak the largest
+of all processes before. Threads are what OMP_NUM_THREADS says, for both.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import argparse
 import json
 import math
 import os
+import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -171,30 +175,74 @@ def table(kind: str, rows: list[tuple[str, str, dict[str, Any]]]) -> str:
 
 
 def speed(args: argparse.Namespace, work: Path) -> str:
-    """Time and memory of nearest rounding."""
+    """Time and memory of each way of rounding, llama.cpp's nearest in the same run, and of ``attar quantize
+    --method rtn`` with its check."""
     model = str(make_model(args.shape, work)) if args.shape else args.models[0]
     plain = work / "F16.gguf"
     if not plain.exists():
         our_export(model, plain, type="F16")
-    lines = ["| type | tool | wall, s | call, s | peak, MB |", "|---|---|---|---|---|"]
+    common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}
+    imatrix = importance(model, common, work) if any("imatrix" in name for name in args.timed) else None
+    lines = ["| type | tool | rounding | wall, s | / llama.cpp | call, s | peak, MB |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for kind in args.types:
-        found: dict[str, list[dict[str, Any]]] = {"attar": [], PEER: []}
+        runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        cells = [(tool, name) for name in args.timed for tool in tools(name, args)]
         for number in range(args.rounds):
-            for tool in (("attar", PEER), (PEER, "attar"))[number % 2]:
-                file = work / f"{tool}.gguf"
-                file.unlink(missing_ok=True)
-                made = (
-                    our_export(model, file, type=kind)
-                    if tool == "attar"
-                    else peer_quantize(plain, file, kind, None)
+            for tool, name in cells[:: -1 if number % 2 else 1]:
+                runs.setdefault((tool, name), []).append(
+                    timed(tool, name, kind, model, plain, imatrix, common, work)
                 )
-                found[tool].append(made)
-                file.unlink()
-        for tool, runs in found.items():
-            wall, call = (min(run[name] for run in runs) for name in ("wall", "seconds"))
-            peak = max(run["peak_rss_mb"] for run in runs)
-            lines.append(f"| {kind} | {tool} | {wall:.1f} | {call:.1f} | {peak:.0f} |")
+        for tool, name in cells:
+            wall, call = (min(run[part] for run in runs[tool, name]) for part in ("wall", "seconds"))
+            peak = max(run["peak_rss_mb"] for run in runs[tool, name])
+            theirs = min((run["wall"] for run in runs.get((PEER, name), [])), default=math.nan)
+            ratio = "" if math.isnan(theirs) else f"{wall / theirs:.2f}"
+            lines.append(f"| {kind} | {tool} | {name} | {wall:.1f} | {ratio} | {call:.1f} | {peak:.0f} |")
     return "\n".join(lines)
+
+
+def tools(name: str, args: argparse.Namespace) -> list[str]:
+    """Who rounds so."""
+    return ["attar"] if args.no_peer or not name.startswith("nearest") else ["attar", PEER]
+
+
+def timed(
+    tool: str,
+    name: str,
+    kind: str,
+    model: str,
+    plain: Path,
+    imatrix: Path | None,
+    common: dict[str, Any],
+    work: Path,
+) -> dict[str, Any]:
+    """One run; what it writes is removed again."""
+    file, weighted = work / f"{tool}.gguf", name.endswith("+imatrix")
+    file.unlink(missing_ok=True)
+    if name == "rtn":
+        return our_quantize(model, work / "rtn")
+    if tool == PEER:
+        run = peer_quantize(plain, file, kind, imatrix if weighted else None)
+    elif name.startswith("nearest"):
+        run = our_export(model, file, type=kind, **({"imatrix": str(imatrix)} if weighted else {}))
+    else:
+        run = our_export(model, file, type=kind, rounding=name, **common)
+    file.unlink()
+    return run
+
+
+def our_quantize(model: str, target: Path) -> dict[str, Any]:
+    """Round to nearest with 4 bits in groups of 64, the check on held-out text included; from the command."""
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, "-m", "attar", "quantize", model, "-o", str(target), "--method", "rtn"]
+    start = time.perf_counter()
+    ended = subprocess.run([*command, "--group-size", "64"], capture_output=True, text=True)
+    wall = time.perf_counter() - start
+    if ended.returncode:
+        raise SystemExit(f"attar: {ended.stderr.splitlines()[-1:]}")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    return {"wall": wall, "seconds": wall, "peak_rss_mb": peak}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -217,6 +265,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--shape", default="", help="1.1b")
+    parser.add_argument(
+        "--timed",
+        nargs="+",
+        default=["nearest"],
+        help="of --speed: nearest, nearest+imatrix, a rounding, rtn",
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, help="folder for what is written meanwhile; kept")
     return parser

@@ -82,7 +82,15 @@ SHARED = {  # what solvers may know beside torch
     "attar.quantization.hessian",
     "attar.quantization.rounded",
 }
-KERNELS = {"quantization/grids/ggml.py": {"attar.kernels"}}  # solvers that prefer a compiled kernel
+KERNELS = {  # solvers that prefer a compiled kernel
+    "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
+    "quantization/grids/grid.py": {"attar.kernels.columns"},
+    "quantization/grids/integer.py": {"attar.kernels.columns"},
+    "quantization/awq.py": {"attar.kernels"},
+    "quantization/columns.py": {"attar.kernels"},
+    "quantization/gates.py": {"attar.kernels"},
+    "quantization/refine.py": {"attar.kernels"},
+}
 ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 
 

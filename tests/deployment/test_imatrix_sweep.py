@@ -6,10 +6,11 @@ from torch import nn
 
 from attar.checkpoint import open_checkpoint
 from attar.deployment import imatrix
-from attar.deployment.imatrix import compute
+from attar.deployment.imatrix import compute, head_sums
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
+from attar.walks.sweep import Nothing, sweep
 from tests import tiny_models
 
 
@@ -103,3 +104,23 @@ def test_an_input_that_is_not_finite_is_named():
     watch.on("model.layers.0.mlp.down_proj", linear)
     with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.down_proj is not finite"):
         linear(torch.tensor([[1.0, torch.inf, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("family", ["llama2", "gpt_neox"])
+def test_the_heads_importance_comes_from_the_sweep_that_rounds(family, tmp_path):
+    checkpoint = saved(tmp_path / "model", family)
+    batches = text(load_model(checkpoint, dtype=torch.float32))
+    whole = compute(checkpoint, batches, work=tmp_path / "work", precision="fp32")
+    seen = {}
+    sweep(
+        checkpoint,
+        batches,
+        Nothing(),
+        work=tmp_path / "sweep",
+        select=lambda name: False,
+        precision="fp32",
+        behind=lambda *behind: seen.update(head_sums(*behind)),
+    )
+    [(name, (sums, count))] = seen.items()
+    assert count == whole[name][1]
+    torch.testing.assert_close(sums, whole[name][0])

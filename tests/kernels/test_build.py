@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from attar.kernels import build
+from attar.kernels import build, levels
 
 ANSWER = 'extern "C" int answer() { return %d; }\n'
 
@@ -94,6 +94,68 @@ def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     assert words.get(trouble, "cache") in said and "\n" not in said
     if trouble == "an error in the source":
         assert files(room) == []
+
+
+@pytest.fixture
+def prebuilt(room, monkeypatch):
+    """A wheel's libraries: of the best level here one that answers with 1, of a lesser one 2."""
+    monkeypatch.setattr(build, "PREBUILT", room / "prebuilt")
+    monkeypatch.setattr(build, "levels", lambda: levels.LEVELS[:2])
+    (room / "prebuilt").mkdir()
+    for number, level in enumerate(levels.LEVELS[:2], start=1):
+        source, path = room / "other.cpp", room / "prebuilt" / f"small-{level.name}.so"
+        source.write_text(ANSWER % number)
+        subprocess.run(["c++", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return room / "prebuilt"
+
+
+def test_what_is_compiled_here_comes_before_what_is_prebuilt(prebuilt):
+    assert build.load("small").answer() == 42
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "a cache that is a file"])
+def test_the_best_prebuilt_library_stands_in_for_the_compiler(trouble, prebuilt, room, monkeypatch):
+    if trouble == "no compiler":
+        monkeypatch.setenv("PATH", str(room))
+    else:
+        (room / "cache").write_text("in the way")
+    assert build.load("small").answer() == 1 and build.missing("small") == ""
+
+
+def test_a_prebuilt_library_that_does_not_load_leaves_it_to_the_next(prebuilt, room, monkeypatch):
+    monkeypatch.setenv("PATH", str(room))
+    spoil(prebuilt / f"small-{levels.LEVELS[0].name}.so")
+    assert build.load("small").answer() == 2
+    assert build.load("another") is None and "no compiler" in build.missing("another")
+
+
+def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch):
+    monkeypatch.setenv("PATH", str(room))
+    monkeypatch.setenv("ATTAR_KERNELS_TARGET", "x86-64-v3")
+    assert build.load("small") is None
+
+
+@pytest.mark.parametrize(
+    "machine, told, best",
+    [
+        ("x86_64", "flags\t\t: " + " ".join(levels._V3) + " sse", "v3"),
+        ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_vnni avx512_bf16", "v4-vnni-bf16"),
+        ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_bf16", "v4"),
+        ("aarch64", "Features\t: fp asimd asimddp i8mm bf16", "i8mm-bf16"),
+        ("aarch64", "Features\t: fp asimd asimddp i8mm", "dotprod"),
+        ("aarch64", "Features\t: fp asimd", "armv8"),
+        ("x86_64", "flags: sse4_2", None),
+        ("riscv64", "isa: rv64", None),
+    ],
+)
+def test_the_best_level_of_a_processor(machine, told, best, room, monkeypatch):
+    (room / "cpuinfo").write_text(f"processor : 0\n{told}\n\nprocessor : 1\n{told}\n")
+    monkeypatch.setattr(levels, "CPUINFO", room / "cpuinfo")
+    monkeypatch.setattr(levels.platform, "machine", lambda: machine)
+    found = levels.levels()
+    assert (found[0].name if found else None) == best
+    monkeypatch.setattr(levels, "CPUINFO", room / "none")
+    assert levels.levels() == ()
 
 
 def test_nothing_is_missing_where_there_is_a_library():

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from attar.deployment.imatrix import Sums, head_sums
 from attar.deployment.importance import Importance
 from attar.deployment.kinds import FLOATS, Kinds
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
+from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.models.anatomy import discover
@@ -35,6 +37,8 @@ from attar.quantization.settings import QuantizeSettings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.walks.activations import Activations
+    from attar.walks.skeleton import Skeleton
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,31 @@ def quantized_codes(
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
-        plan = rounding_plan(view, placed, kinds)
-        rounded = round_all(source, plan, _quantize_settings(settings), work / "round", progress)
+        plan, head = rounding_plan(view, placed, kinds), HeadImportance()
+        behind = None if importance.entries else head
+        rounded = round_all(source, plan, _quantize_settings(settings), work / "round", progress, behind)
+        importance = head.added(importance, placed)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
     return Codes(maker, rounded.reports if rounded else list)
+
+
+class HeadImportance:
+    """Importance of the head's inputs, seen at the end of the sweep that rounds the blocks: the head is the
+    one weight with inputs that is rounded to nearest beside them."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations) -> None:
+        """What a sweep calls."""
+        self.sums = head_sums(skeleton, batches, behind)
+
+    def added(self, importance: Importance, placed: Sequence[Any]) -> Importance:
+        """The importance with the head's."""
+        mine = {
+            one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
+        }
+        return Importance({**importance.entries, **mine}, importance.origin)
 
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:

@@ -10,6 +10,8 @@ verify   the file read back with the gguf library's decoder, value by value
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 CHUNK = 1 << 22  # weights at a time
+WAITING = 2  # tensors whose digests are still computed while the next are rounded
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IMATRIX = "imatrix.gguf"
 
@@ -79,7 +82,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
         **described(view.config, file_stem(source)),
         **tokenizer_metadata(source.path, view.config, pre=settings.pretokenizer or None),
     }
-    kinds = choose_kinds(source, view, placed, settings, metadata, bool(importance.entries), progress)
+    weighted = bool(importance.entries) or settings.rounding != "nearest"
+    kinds = choose_kinds(source, view, placed, settings, metadata, weighted, progress)
     codes = quantized_codes(source, view, placed, kinds, settings, importance, output.work, progress)
     file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
     metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}
@@ -125,38 +129,38 @@ def _write(
     """Fill the file; the digest of each tensor's values, as they are in memory."""
     slots = [Slot(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
     writer = Writer(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
-    digests = {}
-    with progress.task("write gguf", total=len(placed)) as task:
+    digests: dict[str, Future[str]] = {}
+    with progress.task("write gguf", total=len(placed)) as task, ThreadPoolExecutor(1) as pool:
         for one in placed:
             kind = kinds.of[one.gguf]
             if kind in FLOATS:
-                data, digest = _floats(one, kind, view)
+                data, digests[one.gguf] = _floats(one, kind, view, pool)
             else:
-                data, digest = _blocks(one, kind, codes)
+                data, digests[one.gguf] = _blocks(one, kind, codes, pool)
             writer.add(one.gguf, data)
-            digests[one.gguf] = digest.hexdigest()
             task.advance()
+            if len(digests) > WAITING:  # what waits for its digest is in memory
+                digests[list(digests)[-1 - WAITING]].result()
     writer.finish()
-    return digests
+    return {name: digest.result() for name, digest in digests.items()}
 
 
-def _floats(one: Any, kind: str, view: Any) -> tuple[Tensor, Any]:
-    """A tensor of numbers, cast."""
+def _floats(one: Any, kind: str, view: Any, pool: Executor) -> tuple[Tensor, Future[str]]:
+    """A tensor of numbers, cast, and the digest of its values."""
     value = one.value if one.stored is None else one.apply(view.load(one.stored))
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
         raise NumericsError(f"{one.gguf} ({one.stored}) does not fit {kind}", hint="--type BF16 or F32")
-    return data, hashlib.sha256(memoryview(data.float().numpy()).cast("B"))
+    return data, pool.submit(_digest, [memoryview(data.float().numpy()).cast("B")])
 
 
-def _blocks(one: Any, kind: str, codes: Codes) -> tuple[Tensor, Any]:
+def _blocks(one: Any, kind: str, codes: Codes, pool: Executor) -> tuple[Tensor, Future[str]]:
     """A tensor of blocks, and the digest of what attar decodes them to."""
     made = codes(one, kind)
     data = blocks.pack(kind, made.codes, made.stored)
-    digest = hashlib.sha256()
-    for rows in data.split(max(1, CHUNK // one.shape[1])):
-        digest.update(memoryview(blocks.dequantize(kind, rows, one.shape[1]).numpy()).cast("B"))
-    return data, digest
+    rows = max(1, CHUNK // one.shape[1])
+    decoded = (blocks.dequantize(kind, part, one.shape[1]) for part in data.split(rows))
+    return data, pool.submit(_digest, (memoryview(part.numpy()).cast("B") for part in decoded))
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
@@ -172,18 +176,26 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     opened = container.read(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
-    with progress.task("verify", total=len(digests)) as task:
-        for name, wanted in digests.items():
-            digest = hashlib.sha256()
-            for part in _read_back(opened, name):
-                digest.update(part)
-            if digest.hexdigest() != wanted:
+    with (
+        progress.task("verify", total=len(digests)) as task,
+        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+    ):
+        again = pool.map(lambda name: _digest(_read_back(opened, name)), digests)
+        for (name, wanted), found in zip(digests.items(), again, strict=True):
+            if found != wanted:
                 raise NumericsError(
                     f"{name} reads back differently from what was written",
                     hint="the disk may be failing; run it again",
                 )
             task.advance()
     return [f"{len(digests)} tensors read back equal, decoded by the gguf library"]
+
+
+def _digest(parts: Iterable[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _read_back(opened: Any, name: str) -> Any:

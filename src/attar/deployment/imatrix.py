@@ -86,10 +86,23 @@ def compute(
     skeleton = Skeleton(checkpoint, place)
     _run_head(skeleton, batches, behind, watch)
     behind.clear()
-    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in watch.sums}
-    found = {names[name]: (sums.float(), float(watch.counts[name])) for name, sums in watch.sums.items()}
+    found = _named(skeleton, watch)
     _write(work / RESULT, found)
     return found
+
+
+def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations) -> Sums:
+    """The head's sums alone, of the hidden states that a sweep has left behind the last block; none for a
+    model without a head."""
+    watch = _Watch()
+    _run_head(skeleton, batches, behind, watch)
+    return _named(skeleton, watch)
+
+
+def _named(skeleton: Skeleton, watch: _Watch) -> Sums:
+    """Sums by the names of the stored weights."""
+    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in watch.sums}
+    return {names[name]: (sums.float(), float(watch.counts[name])) for name, sums in watch.sums.items()}
 
 
 class _Watch:

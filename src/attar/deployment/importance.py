@@ -45,16 +45,16 @@ class Importance:
 def importance_of(
     source: Checkpoint, placed: Sequence[Any], settings: ExportSettings, work: Path, progress: Progress
 ) -> Importance:
-    """What the settings ask for.
+    """What the settings ask for; nothing where it is left open: a rounding with data sees the inputs of what
+    it rounds itself (codes.py).
 
     Raises:
         SettingsError: the file does not fit the model.
     """
-    wanted = settings.imatrix or ("compute" if settings.rounding != "nearest" else "")
-    if not wanted:
+    if not settings.imatrix:
         return Importance()
-    if wanted != "compute":
-        return _read(Path(wanted), placed)
+    if settings.imatrix != "compute":
+        return _read(Path(settings.imatrix), placed)
     return _compute(source, placed, settings, work, progress)
 
 

@@ -75,7 +75,7 @@ class ExportSettings:
         default="",
         metadata={
             "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's, "
-            "or compute; empty: none with rounding nearest, computed with the others"
+            "or compute; empty: none with rounding nearest; the others see the inputs themselves"
         },
     )
     overrides: tuple[str, ...] = field(

@@ -10,11 +10,12 @@ the newest KEPT of a name stay, and what killed compilations left goes.
 A library is code that this process runs: the folder is open to its owner alone, and a library or a folder of
 another user is not used. Where the folder is another's, the library is built for this process alone.
 
-Where this cannot be done (no compiler, no place to write, ``ATTAR_KERNELS=off``) there is no library;
-``missing`` says why, callers take their pure fallback, and warn of it once (``slower``).
+Where this cannot be done (no compiler, no place to write) a wheel's prebuilt library is taken,
+``prebuilt/NAME-LEVEL.so``, of the best level in levels.py that this processor runs;
+scripts/build_wheels.py puts them there. Where a wheel has none, or with ``ATTAR_KERNELS=off``, there is
+no library; ``missing`` says why, callers take their pure fallback, and warn of it once (``slower``).
 ``ATTAR_KERNELS_TARGET`` names another processor to compile for (``x86-64-v3``: with AVX2 alone), as the
-compiler's ``-march`` does.
-"""
+compiler's ``-march`` does."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from attar.kernels.levels import levels
+
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"  # in wheels
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-Wno-psabi")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 and most others; some compilers for ARM know only the second
@@ -73,13 +77,23 @@ def cache_folder() -> Path:
 @functools.cache
 def _load(name: str, target: str) -> tuple[ctypes.CDLL | None, str]:
     """The library, looked for once in a process, and why there is none."""
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         if folder.exists() and not _ours(folder):
             return _private(name, folder, target), ""
         return ctypes.CDLL(str(_built(name, folder, target))), ""
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return None, " ".join(str(error).split())
+        ready = None if target else _prebuilt(name)
+        return ready, "" if ready else " ".join(str(error).split())
+
+
+def _prebuilt(name: str) -> ctypes.CDLL | None:
+    """The wheel's library of the best level that this processor runs; None: it has none that loads here."""
+    for level in levels():
+        path = PREBUILT / f"{name}-{level.name}.so"
+        with contextlib.suppress(OSError):  # none there, or one for another system library
+            return ctypes.CDLL(str(path))
+    return None
 
 
 def _private(name: str, folder: Path, target: str) -> ctypes.CDLL:

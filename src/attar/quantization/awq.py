@@ -21,14 +21,15 @@ whose whole error it does not lower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.quantization.grids import Grid
+from attar.kernels import columns as kernel
+from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.hessian import Hessian
 
 POINTS = 20  # values of alpha
@@ -200,9 +201,8 @@ def search_clip(
     blocks = diagonal_blocks(H, grid.group_size or W.shape[1])
     best = torch.ones(grid.tiles((W.shape[0], W.shape[1])), device=W.device)
     least = torch.full_like(best, torch.inf)
-    for step in range(points):
-        shrink = 1.0 - (1.0 - smallest) * step / points
-        error = tile_errors(W, grid, blocks, shrink)
+    factors = [1.0 - (1.0 - smallest) * step / points for step in range(points)]
+    for shrink, error in zip(factors, _trials(W, grid, blocks, factors), strict=True):
         better = error < least
         best = torch.where(better, torch.full_like(best, shrink), best)
         least = torch.where(better, error, least)
@@ -218,6 +218,19 @@ def diagonal_blocks(H: Tensor, width: int) -> Tensor:
     padded = torch.nn.functional.pad(H.float(), (0, -columns % width, 0, -columns % width))
     count = padded.shape[0] // width
     return padded.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
+    """The error of each tile (P, G) for each factor; compiled for whole numbers, whose range is all that the
+    scales depend on. Compiled, a decoded value is not rounded to the storage type."""
+    if not (isinstance(grid, IntGrid) and grid.rows == 1 and kernel.available(W.device)):
+        return (tile_errors(W, grid, blocks, factor) for factor in factors)
+    tiled = grid.tile(W)
+    ends = torch.stack((tiled.amax(3), tiled.amin(3)), -1).flatten(1)
+    chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
+    zeros = [one.zero for one in chosen if one.zero is not None]
+    scale, zero = torch.stack([one.scale for one in chosen]), torch.stack(zeros) if zeros else None
+    return list(kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2))
 
 
 def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Tensor:

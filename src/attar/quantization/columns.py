@@ -5,6 +5,9 @@ columns still to come.
 
 Letters: W (N, K) weight, N outputs, K inputs; U (K, K) upper triangular; E (B, N) errors of a block of B
 columns.
+
+Inside a block the loop is compiled (kernels/columns.py) for grids with a code book, and in torch for all
+others.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attar.kernels import columns as kernel
 from attar.quantization.grids import Grid, Parameters
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
@@ -29,7 +33,7 @@ def round_columns(
     """Codes (N, K), float32, of the columns in the order they stand in; W is not modified.
 
     Works on transposed blocks, so that a column is contiguous. Inside a block a column collects what the
-    errors before it owe it in one product; the columns after the block get theirs in one matrix product.
+    errors before it owe it; the columns after the block get theirs in one matrix product.
 
     Args:
         W: (N, K) float32.
@@ -44,23 +48,60 @@ def round_columns(
     Wt = W.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty_like(Wt)
     kept = None if mask is None else mask.T.contiguous()
+    tiles = compiled_tiles(grid, parameters, group)
+    across = parameters.each(lambda value: value.T)
     for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        block, factor = Wt[start:end], U[start:end, start:end].contiguous()
-        at_block = group[start:end]
-        spread = parameters.each(lambda value, at=at_block: value.T[at].contiguous())  # type: ignore[misc]
-        errors = torch.empty_like(block)
-        steps = [1.0 / value for value in factor.diagonal().tolist()]
-        for i in range(end - start):
-            column = block[i]
-            if i:
-                column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
-            at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
-            target = column if first is None or start + i else first
-            if kept is not None:
-                target = target * kept[start + i]
-            codes[start + i] = grid.encode(target, at)
-            torch.mul(column - grid.decode(codes[start + i], at), steps[i], out=errors[i])
-        if end < columns:
-            Wt[end:].addmm_(U[start:end, end:].T, errors, alpha=-1.0)
+        at = slice(start, min(start + BLOCK, columns))
+        block, factor = Wt[at], U[at, at].contiguous()
+        errors, zeros = torch.empty_like(block), None if kept is None else kept[at]
+        decided = first.contiguous() if first is not None and start == 0 else None
+        if tiles is not None:
+            kernel.round_block(tiles, at, block, factor, codes[at], errors, mask=zeros, first=decided)
+        else:
+            spread = across.each(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
+            _round_in_torch(grid, spread, block, factor, codes[at], errors, zeros, decided)
+        if at.stop < columns:
+            Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
     return codes.T
+
+
+def compiled_tiles(grid: Grid, parameters: Parameters, group: Tensor) -> kernel.Tiles | None:
+    """What the compiled loop decodes with; None where it does not know the grid, or does not run.
+
+    Args:
+        parameters: (N, G), a row for each output.
+        group: int64 (K,).
+    """
+    book = grid.code_book()
+    if book is None or not kernel.available(parameters.scale.device):
+        return None
+    across = parameters.each(lambda value: value.float().T.contiguous())
+    return kernel.Tiles(book, across.scale, across.zero, across.minimum, group)
+
+
+def _round_in_torch(
+    grid: Grid,
+    spread: Parameters,
+    block: Tensor,
+    factor: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
+) -> None:
+    """What :func:`attar.kernels.columns.round_block` does, on any grid and device.
+
+    Args:
+        spread: parameters (B, N), a row for each column of the block.
+    """
+    steps = factor.diagonal().reciprocal().tolist()
+    for i, step in enumerate(steps):
+        column = block[i]
+        if i:
+            column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
+        at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        target = first if i == 0 and first is not None else column
+        if mask is not None:
+            target = target * mask[i]
+        codes[i] = grid.encode(target, at)
+        torch.mul(column - grid.decode(codes[i], at), step, out=errors[i])

@@ -136,7 +136,7 @@ def quantize_layer(
     W = _ordered(weight, inputs)
     quantized = round_groups(W, inputs.U, grid)
     if sweeps:
-        quantized = refine(quantized, inputs.H, W @ inputs.H, sweeps=sweeps, damp=inputs.damp, weight=W)
+        quantized = refine(quantized, inputs.H, sweeps=sweeps, damp=inputs.damp, weight=W)
     return _layer(weight, quantized, pattern, inputs)
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
+from attar.kernels import planes
 from attar.quantization.grids import Grid, Quantized
 
 LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
@@ -70,12 +71,13 @@ class Finding:
         return f"{self.layer}: {self.message}" if self.layer else self.message
 
 
-def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
+def code_numbers(quantized: Quantized, weight: Tensor, decoded: Tensor | None = None) -> dict[str, Any]:
     """What the gates want to know of a quantized weight; part of its report. Does not modify its inputs.
 
     Args:
         quantized: codes (N, K) and what decodes them.
         weight: (N, K), what was quantized.
+        decoded: (N, K), what the codes stand for, where that is known.
 
     Returns:
         ``bad_scales``: scales, zeros and minima that are not finite; ``zero_scales``: tiles of scale zero
@@ -96,17 +98,17 @@ def code_numbers(quantized: Quantized, weight: Tensor) -> dict[str, Any]:
     rows = max(CHUNK // max(weight.shape[1], 1), 1)
     silent = _silent_codes(grid)
     for codes, part in zip(quantized.codes.split(rows), weight.split(rows), strict=True):
-        inside = part != 0
-        number = int(inside.sum())
+        number = int(torch.count_nonzero(part))
         kept += number
         if number < part.numel():  # copies: only where there are zeros
+            inside = part != 0
             codes, part = codes[inside], part[inside]
         counts += _histogram(codes)
         if number:
             bottom, top = torch.aminmax(part)
             low, high = min(low, float(bottom)), max(high, float(top))
     if silent is None:
-        decoded = quantized.dequantize()
+        decoded = quantized.dequantize() if decoded is None else decoded
         zeros = int(((decoded == 0) & (weight != 0)).sum())
     else:
         zeros = int(counts[silent].sum())
@@ -141,6 +143,9 @@ def levels(grid: Grid) -> int:
 def _histogram(codes: Tensor) -> Tensor:
     """Occurrences of each of the 256 bytes that a code can be."""
     bytes_ = codes.contiguous().view(torch.uint8).flatten()
+    compiled = planes.histogram(bytes_)
+    if compiled is not None:
+        return compiled
     counts = torch.zeros(256, dtype=torch.int64, device=codes.device)
     for part in bytes_.split(CHUNK):
         counts += torch.bincount(part.int(), minlength=256)
@@ -251,7 +256,7 @@ def judge_output(
         severe = kl >= blind
         text = f"the model turned to garbage: {text}" if severe else text
         found.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
-    if _stuck(sample) and not _stuck(original_sample):
+    if stuck(sample) and not stuck(original_sample):
         text = f"a greedy sample is token {_last(sample)} again and again; the original's is not"
         severity = "warning" if kl < STUCK * blind else "error"
         found.append(Finding(culprit, "model", severity, text, mend))
@@ -262,7 +267,7 @@ def _last(sample: Sequence[int]) -> int:
     return int(sample[-1])
 
 
-def _stuck(sample: Sequence[int]) -> bool:
+def stuck(sample: Sequence[int]) -> bool:
     """Whether nine tenths of a sample of 8 tokens or more are one token."""
     counts = [list(sample).count(token) for token in dict.fromkeys(sample)]
     return len(sample) >= 8 and max(counts) >= 0.9 * len(sample)

@@ -17,6 +17,7 @@ share their inputs share H, U and the loop over the columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite, inverse_factor
 from attar.quantization.rounded import Rounded
+
+CHECK = "check the model and the calibration data"
 
 
 def gptq(
@@ -63,6 +66,45 @@ def gptq(
     )[0]
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a Hessian is to the loop; weights with the same inputs share it.
+
+    Attributes:
+        order: int64 (K,), the order in which columns are rounded.
+        U: (K, K), of H damped and in that order.
+        damp: lambda that was used, as a fraction of H's mean diagonal.
+        dead: bool (K,), columns without any input.
+        diagonal: of H (K,), 1 where a column is dead.
+    """
+
+    order: Tensor
+    U: Tensor
+    damp: float
+    dead: Tensor
+    diagonal: Tensor
+
+
+def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> Inputs:
+    """The factor of a Hessian (K, K). Does not modify its input.
+
+    Raises:
+        NumericsError: H is not finite, or no damping up to 1 makes it invertible.
+    """
+    H = H.float()
+    if not all_finite(H):
+        raise NumericsError("the Hessian holds NaN or infinity", hint=CHECK)
+    dead = H.diagonal() <= 0
+    if dead.any():
+        H = H.clone()
+        H[dead, dead] = 1.0
+    order = torch.arange(len(H), device=H.device)
+    if act_order:
+        order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    U, used = inverse_factor(H, damp, order)
+    return Inputs(order, U, used, dead, H.diagonal())
+
+
 def gptq_shared(
     weights: Sequence[Tensor],
     H: Tensor,
@@ -72,39 +114,31 @@ def gptq_shared(
     damp: float = 0.01,
     act_order: bool = True,
     masks: Sequence[Tensor | None] | None = None,
+    inputs: Inputs | None = None,
 ) -> list[Rounded]:
-    """:func:`gptq` of several weights with the same inputs, in one loop over the columns."""
+    """:func:`gptq` of several weights with the same inputs, in one loop over the columns; ``inputs`` is what
+    :func:`factorize` made of H."""
     W = torch.cat([weight.float() for weight in weights])  # a copy, also of a single one
     if len(weights) == 1:
         W = W.clone()
-    H = H.float()
-    if not (all_finite(H) and all_finite(W)):
-        raise NumericsError(
-            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
-        )
-    dead = H.diagonal() <= 0
-    W[:, dead] = 0.0
-    if dead.any():
-        H = H.clone()
-        H[dead, dead] = 1.0
-    K = W.shape[1]
-    order = torch.arange(K, device=W.device)
-    if act_order:
-        order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    if not all_finite(W):
+        raise NumericsError("the weight holds NaN or infinity", hint=CHECK)
+    inputs = inputs or factorize(H, damp, act_order)
+    W[:, inputs.dead] = 0.0
+    K, order = W.shape[1], inputs.order
     sizes = [len(weight) for weight in weights]
     chosen = [
-        given or grid.choose(part, importance=H.diagonal())
+        given or grid.choose(part, importance=inputs.diagonal)
         for given, part in zip(parameters or [None] * len(sizes), W.split(sizes), strict=True)
     ]
     group = order // (grid.group_size or K)
-    U, used = inverse_factor(H, damp, order)
     rows = _stack([grid.by_row(one, size) for one, size in zip(chosen, sizes, strict=True)])
     mask = _stack_masks(masks, sizes, K, W.device)
-    codes = round_columns(W[:, order], U, grid, rows, group, None if mask is None else mask[:, order])
+    codes = round_columns(W[:, order], inputs.U, grid, rows, group, None if mask is None else mask[:, order])
     whole = torch.empty(codes.shape, dtype=grid.code_dtype, device=W.device)
     whole[:, order] = codes.to(grid.code_dtype)
     return [
-        Rounded(Quantized(grid, part.contiguous(), one), used, int(dead.sum()))
+        Rounded(Quantized(grid, part.contiguous(), one), inputs.damp, int(inputs.dead.sum()))
         for part, one in zip(whole.split(sizes), chosen, strict=True)
     ]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 
+STEP = 512  # inputs whose rows of H are summed at a time
 CHUNK = 1 << 21  # weights whose energy is computed at a time
 
 
@@ -39,18 +40,28 @@ class Hessian:
         weighted = rows if importance is None else rows * importance.reshape(-1, 1)
         self.sum = self.sum.to(x.device)
         with reduced_products():
-            self.sum.addmm_(weighted.T, rows)
+            for start in range(0, len(self.sum), STEP):  # H is symmetric: the upper half is enough
+                at, rest = slice(start, start + STEP), slice(start, None)
+                self.sum[at, rest].addmm_(weighted[:, at].T, rows[:, rest])
         self.tokens += rows.shape[0]
         self.weight += rows.shape[0] if importance is None else float(importance.sum())
 
     def value(self) -> Tensor:
         """H, float32 (K, K)."""
-        return self.sum * (2.0 / max(self.weight, 1e-30))
+        return self._whole().mul_(2.0 / max(self.weight, 1e-30))
+
+    def _whole(self) -> Tensor:
+        """The sum with its lower half."""
+        whole = self.sum.clone()
+        for start in range(0, len(whole), STEP):
+            at, below = slice(start, start + STEP), slice(start + STEP, None)
+            whole[below, at] = whole[at, below].T
+        return whole
 
     def ordered(self, order: Tensor) -> Hessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = Hessian(0)
-        other.sum, other.tokens, other.weight = self.sum[order][:, order], self.tokens, self.weight
+        other.sum, other.tokens, other.weight = self._whole()[order][:, order], self.tokens, self.weight
         return other
 
     @property
@@ -82,12 +93,12 @@ class CrossHessian(Hessian):
 
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
-        return (self.sum + self.change) * (2.0 / max(self.weight, 1e-30))
+        return self._whole().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
 
     def ordered(self, order: Tensor) -> CrossHessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = CrossHessian(0)
-        other.sum, other.change = (value[order][:, order] for value in (self.sum, self.change))
+        other.sum, other.change = (value[order][:, order] for value in (self._whole(), self.change))
         other.tokens, other.weight = self.tokens, self.weight
         return other
 
@@ -164,15 +175,15 @@ def all_finite(values: Tensor) -> bool:
 def output_error(weight: Tensor, rounded: Tensor, H: Tensor) -> float:
     """Relative output error || (W - W') X ||^2 / || W X ||^2 of a rounded weight, from H alone (0: exact)."""
     W = weight.float()
-    lost, whole = (float(_energy(part, H)) for part in (W - rounded.float(), W))
-    return lost / max(whole, 1e-30)
+    return energy(W - rounded.float(), H) / max(energy(W, H), 1e-30)
 
 
-def _energy(W: Tensor, H: Tensor) -> Tensor:
-    """tr(W H W^T), never negative."""
+def energy(W: Tensor, H: Tensor) -> float:
+    """tr(W H W^T), never negative; W (N, K) any float type, H (K, K) float32."""
+    W = W.float()
     total = torch.zeros((), dtype=torch.float64, device=W.device)
     for rows in W.split(max(1, CHUNK // W.shape[1])):
         with reduced_products():
             product = rows @ H
-        total += (product.double() * rows.double()).sum()
-    return total.clamp(min=0.0)
+        total += product.mul_(rows).sum(dtype=torch.float64)
+    return max(float(total), 0.0)

@@ -18,7 +18,7 @@ from attar.formats.decoded import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
-from attar.quantization.gates import check_layers, judge_output, raise_on_error, suspect
+from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
 from attar.quantization.scheme import Plan
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.compare import Compared, compare
@@ -138,20 +138,18 @@ def _compare(
 def _samples(
     original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Greedy continuations of a held-out text by both, where the model is small enough to be loaded whole."""
+    """Greedy continuations of a held-out text, where the model is small enough to be loaded whole; the
+    original's only where the result repeats itself."""
     if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
         return {}
     device = pick_device(settings.device)
-    generated = []
-    with progress.task("sample", total=2) as task:
-        for checkpoint in (written, original):
-            generated.append(_continue(load_model(checkpoint, dtype=torch.float32, device=device), prompt))
-            task.advance()
-    return {
-        "sample": generated[0],
-        "original": generated[1],
-        "text": load_tokenizer(original).decode(generated[0]),
-    }
+    with progress.task("sample", total=1) as task:
+        sample = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
+        theirs = []
+        if stuck(sample):  # only then it matters whether the original is, too
+            theirs = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
+        task.advance()
+    return {"sample": sample, "original": theirs, "text": load_tokenizer(original).decode(sample)}
 
 
 def _continue(model: Any, batch: Tensor) -> list[int]:

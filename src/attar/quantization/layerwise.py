@@ -15,9 +15,9 @@ from torch import Tensor
 from attar.quantization.awq import search_clip
 from attar.quantization.gates import code_numbers
 from attar.quantization.gptaq import gptaq
-from attar.quantization.gptq import gptq_shared
+from attar.quantization.gptq import Inputs, factorize, gptq_shared
 from attar.quantization.grids import Grid, NVFP4Grid, Parameters, Quantized, choose_scales
-from attar.quantization.hessian import CrossHessian, Hessian, output_error
+from attar.quantization.hessian import CrossHessian, Hessian, energy
 from attar.quantization.qronos import least_squares_weight, qronos
 from attar.quantization.refine import refine
 from attar.quantization.rounded import Rounded
@@ -57,33 +57,37 @@ class LayerSolver:
 
     def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
         """Round the weights (N, K) of a group; those on one grid share the work."""
-        H = seen.value()
+        H, order = seen.value(), None
+        if self.settings.act_order == "group":
+            order = torch.argsort(H.diagonal(), descending=True, stable=True)
+        sorted_H, sorted_seen = (H, seen) if order is None else (H[order][:, order], seen.ordered(order))
+        inputs = self._factorized(sorted_H)
         solved: dict[str, Solution] = {}
         for grid in dict.fromkeys(self.sites[name].grid for name in weights):
             part = {name: weights[name] for name in weights if self.sites[name].grid == grid}
-            for name, rounded in self._round_groups(part, fused(grid, part.values()), H, seen).items():
+            columns = part if order is None else {name: weight[:, order] for name, weight in part.items()}
+            made = self._round(columns, fused(grid, part.values()), sorted_H, sorted_seen, inputs)
+            for name, rounded in made.items():
+                if order is not None:
+                    rounded = replace(rounded, quantized=rounded.quantized.restored(order))
                 solved[name] = self._solution(weights[name], rounded, H, seen)
         return solved
+
+    def _factorized(self, H: Tensor) -> Inputs | None:
+        """H's factor, once for all grids of a group."""
+        if self.settings.rounding != "gptq":
+            return None
+        return factorize(H, self.settings.damp, self.settings.act_order != "off")
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) that stored codes stand for."""
         return Quantized.from_tensors(self.sites[name].grid, tensors).dequantize()
 
-    def _round_groups(
-        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian
-    ) -> dict[str, Rounded]:
-        """Round weights with one input; for act-order "group" with the columns sorted by H_ii before, so that
-        every method forms its groups of columns that matter alike."""
-        if self.settings.act_order != "group":
-            return self._round(weights, grid, H, seen)
-        order = torch.argsort(H.diagonal(), descending=True, stable=True)
-        columns = {name: weight[:, order] for name, weight in weights.items()}
-        made = self._round(columns, grid, H[order][:, order], seen.ordered(order))
-        return {name: replace(one, quantized=one.quantized.restored(order)) for name, one in made.items()}
-
     def _round(
-        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian
+        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian, inputs: Inputs | None
     ) -> dict[str, Rounded]:
+        """Round weights with one input; for act-order "group" their columns stand sorted by H_ii, so that
+        every method forms its groups of columns that matter alike."""
         settings = self.settings
         masks = {name: mask_of(weight, settings.keep_zeros) for name, weight in weights.items()}
         if settings.rounding == "gptq":
@@ -92,9 +96,8 @@ class LayerSolver:
                 H,
                 grid,
                 parameters=[self._parameters(weight, grid, H) for weight in weights.values()],
-                damp=settings.damp,
-                act_order=settings.act_order != "off",
                 masks=list(masks.values()),
+                inputs=inputs,
             )
             made = dict(zip(weights, rounded, strict=True))
         else:
@@ -154,7 +157,7 @@ class LayerSolver:
         quantized = rounded.quantized
         if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
             return rounded
-        target = weight @ (seen.cross() if isinstance(seen, CrossHessian) else H)
+        target = weight @ seen.cross() if isinstance(seen, CrossHessian) else None
         better = refine(
             quantized, H, target, sweeps=settings.refine, damp=settings.damp, weight=weight, mask=mask
         )
@@ -167,17 +170,23 @@ class LayerSolver:
         return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
     def _solution(self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian) -> Solution:
-        quantized = rounded.quantized
-        dense = quantized.dequantize()
+        quantized, whole = rounded.quantized, max(energy(weight, H), 1e-30)
+        dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
         report = {
-            "error": output_error(weight, dense, H),
-            "rtn_error": output_error(weight, rtn(weight, quantized.grid).dequantize(), H),
+            "error": energy(weight - dense, H) / whole,
+            "rtn_error": energy(weight - nearest, H) / whole,
             "damp": rounded.damp,
             "dead": rounded.dead,
             "tokens": seen.tokens,
-            **code_numbers(quantized, weight),
+            **code_numbers(quantized, weight, dense),
         }
         return Solution(dense, quantized.tensors(), report)
+
+
+def _nearest(weight: Tensor, quantized: Quantized) -> Tensor:
+    """The weight rounded to nearest; on a grid that searches for its scales with those that are there."""
+    grid = quantized.grid
+    return rtn(weight, grid, quantized.parameters if grid.searches else None).dequantize()
 
 
 def fused(grid: Grid, weights: Iterable[Tensor]) -> Grid:

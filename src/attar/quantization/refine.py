@@ -3,32 +3,80 @@ Behdin, Acharya, Gupta, Keerthi, Mazumder 2023, "QuantEase", arXiv 2309.01885, a
 
     minimise  f(W') = tr(W' H W'^T) - 2 tr(W' B^T)          B = W H,  or W C for the asymmetric methods
     codes:    w'_k <- round(w'_k - [W' H - B]_k / H_kk)      for each column k, the others held
-    scales:   s <- argmin f(s * (level(q) - z))              each row, all its groups at once
+    scales:   A ds = -[<g, u>]_groups ;  s <- s + ds         each row, all its groups at once
+    gradient: g = W' H - B ;  g <- g + (change of W') H      f changes by <g_before + g_after, change of W'>
 
 Letters: W (N, K) weight; W' decoded codes; H (K, K), C (K, K) from hessian.py; B (N, K); q codes; s, z scale
-and zero of a group; A (G, G) normal equations of a row, G groups.
+and zero of a group, u = level(q) - z; g (N, K) half the gradient of f; A (G, G) normal equations of a row, G
+groups.
 
 GPTQ never comes back to a column; this does, and each step can only lower f. It starts from any rounding.
 
 Differs from the paper: scales are refitted between the sweeps, rounded as they are stored, and kept only
-where that lowers the row's f.
+where that lowers the row's f. The gradient is carried from step to step, so that each costs one product with
+H. Inside a block of columns the loop is compiled (kernels/columns.py) for grids with a code book.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from attar.quantization.grids import Parameters, Quantized
+from attar.kernels import columns as kernel
+from attar.quantization.columns import compiled_tiles
+from attar.quantization.grids import Grid, Parameters, Quantized
 
 BLOCK = 128
 BYTES = 2**28  # of normal equations at a time
 
 
+@dataclass
+class Descent:
+    """Codes on their way down. Everything but the parameters is transposed, so that a column is contiguous.
+
+    Attributes:
+        grid: the number format.
+        parameters: (P, G), as the grid chose them.
+        codes: q (K, N), float32.
+        current: W' (K, N).
+        gradient: g (K, N).
+        H: (K, K), damped.
+        mask: bool (K, N); False: stays zero.
+    """
+
+    grid: Grid
+    parameters: Parameters
+    codes: Tensor
+    current: Tensor
+    gradient: Tensor
+    H: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def group(self) -> Tensor:
+        """The tile of each column, int64 (K,)."""
+        return torch.arange(len(self.codes), device=self.codes.device) // self.width
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.grid.group_size or len(self.codes)
+
+    def rows(self) -> Parameters:
+        """(N, G), a row of parameters for each output."""
+        return self.grid.by_row(self.parameters, self.codes.shape[1])
+
+    def quantized(self) -> Quantized:
+        """What stands there now."""
+        return Quantized(self.grid, self.codes.T.to(self.grid.code_dtype).contiguous(), self.parameters)
+
+
 def refine(
     quantized: Quantized,
     H: Tensor,
-    target: Tensor,
+    target: Tensor | None = None,
     *,
     sweeps: int = 4,
     damp: float = 0.01,
@@ -40,122 +88,153 @@ def refine(
     Args:
         quantized: codes (N, K) to start from; its groups follow the column order.
         H: (K, K) float32, not damped.
-        target: B (N, K) float32.
+        target: B (N, K) float32; None: that of ``weight``, W H.
         sweeps: passes over the columns; the scales are refitted between two of them.
         damp: lambda as a fraction of H's mean diagonal, which holds W' near ``weight``.
         weight: W (N, K), what damping holds the codes to; None: B H^-1 is not known, so no damping.
         mask: bool (N, K); False: stays zero.
     """
-    H, B = H.float().clone(), target.float()
-    dead = H.diagonal() <= 0
-    if weight is not None:
-        ridge = damp * H.diagonal().mean()
-        H.diagonal().add_(ridge)
-        B = B + ridge * weight.float()
-    H[dead, dead] = 1.0
+    H, alive = H.float().clone(), H.diagonal() > 0
+    ridge = damp * H.diagonal().mean() if weight is not None else 0.0
+    if target is not None and weight is not None:
+        target = target.float() + ridge * weight.float()
+    H.diagonal().add_(ridge)[~alive] = 1.0
+    descent = start(quantized, H, alive, target, weight, mask)
     for sweep in range(sweeps):
-        quantized = descend(quantized, H, B, mask)
-        if sweep < sweeps - 1:
-            quantized = refit(quantized, H, B)
-    return quantized
+        last = sweep == sweeps - 1
+        sweep_columns(descent, last)
+        if not last:
+            refit_scales(descent)
+    return descent.quantized()
 
 
-def descend(quantized: Quantized, H: Tensor, B: Tensor, mask: Tensor | None = None) -> Quantized:
-    """One pass of coordinate descent over the columns, in blocks, on transposed matrices."""
-    grid, (N, K) = quantized.grid, quantized.codes.shape
-    rows = grid.by_row(quantized.parameters, N)
-    group = torch.arange(K, device=H.device) // (grid.group_size or K)
+def start(
+    quantized: Quantized,
+    H: Tensor,
+    alive: Tensor,
+    target: Tensor | None = None,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Descent:
+    """Codes to descend from, and their gradient: W' H - B, or (W' - W) H where the target is W's own.
+
+    Args:
+        H: (K, K) damped.
+        alive: bool (K,); False: the column has no input, and becomes 0.
+    """
+    N, K = quantized.codes.shape
+    rows = quantized.grid.by_row(quantized.parameters, N)
+    group = torch.arange(K, device=H.device) // (quantized.grid.group_size or K)
     codes = quantized.codes.float().T.contiguous()
-    current = grid.decode(codes, rows.each(lambda value: value.T[group]))
+    current = quantized.grid.decode(codes, rows.each(lambda value: value.T[group]))
+    if target is not None:
+        gradient = torch.addmm(target.float().T * alive[:, None], H, current, beta=-1.0)
+    else:
+        assert weight is not None, "a target or the weight"
+        gradient = H @ (current - weight.float().T * alive[:, None])
     kept = None if mask is None else mask.T.contiguous()
-    gradient = torch.addmm(B.T, H, current, beta=-1.0)  # (W' H - B)^T
-    step = (1.0 / H.diagonal()).tolist()
-    for start in range(0, K, BLOCK):
-        end = min(start + BLOCK, K)
-        spread = rows.each(lambda value, at=group[start:end]: value.T[at].contiguous())  # type: ignore[misc]
-        inner = H[start:end, start:end].contiguous()
-        moved = torch.zeros_like(gradient[start:end])
-        for i in range(end - start):
-            slope = gradient[start + i]
-            if i:
-                slope = torch.addmv(slope, moved[:i].T, inner[:i, i])
-            at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
-            wanted = current[start + i] - slope * step[start + i]
-            if kept is not None:
-                wanted = wanted * kept[start + i]
-            codes[start + i] = grid.encode(wanted, at)
-            decoded = grid.decode(codes[start + i], at)
-            torch.sub(decoded, current[start + i], out=moved[i])
-            current[start + i] = decoded
-        if end < K:
-            gradient[end:].addmm_(H[end:, start:end], moved)
-    return Quantized(grid, codes.T.to(grid.code_dtype).contiguous(), quantized.parameters)
+    return Descent(quantized.grid, quantized.parameters, codes, current, gradient, H, kept)
 
 
-def refit(quantized: Quantized, H: Tensor, B: Tensor) -> Quantized:
-    """The same codes with the scales that fit them best; unchanged where a grid's scales are not free.
+def sweep_columns(descent: Descent, last: bool = False) -> None:
+    """One pass of coordinate descent over the columns, in blocks; in place.
+
+    Args:
+        last: the gradient is not needed afterwards: columns behind the pass do not get theirs.
+    """
+    H, gradient, K = descent.H, descent.gradient, len(descent.codes)
+    tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)
+    for begin in range(0, K, BLOCK):
+        at = slice(begin, min(begin + BLOCK, K))
+        moved = torch.empty_like(gradient[at])
+        inner, kept = H[at, at].contiguous(), None if descent.mask is None else descent.mask[at]
+        parts = gradient[at], inner, descent.current[at], descent.codes[at], moved
+        if tiles is not None:
+            kernel.descend_block(tiles, at, *parts, mask=kept)
+        else:
+            _descend_in_torch(descent, at, *parts, kept)
+        reached = slice(at.stop, K) if last else slice(0, K)
+        gradient[reached].addmm_(H[reached, at], moved)
+
+
+def _descend_in_torch(
+    descent: Descent,
+    at: slice,
+    gradient: Tensor,
+    inner: Tensor,
+    current: Tensor,
+    codes: Tensor,
+    moved: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """What :func:`attar.kernels.columns.descend_block` does, on any grid and device."""
+    grid, group = descent.grid, descent.group[at]
+    spread = descent.rows().each(lambda value: value.T[group].contiguous())
+    for i, step in enumerate(inner.diagonal().reciprocal().tolist()):
+        slope = gradient[i]
+        if i:
+            slope = torch.addmv(slope, moved[:i].T, inner[:i, i])
+        tile = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        wanted = current[i] - slope * step
+        if mask is not None:
+            wanted = wanted * mask[i]
+        codes[i] = grid.encode(wanted, tile)
+        decoded = grid.decode(codes[i], tile)
+        torch.sub(decoded, current[i], out=moved[i])
+        current[i] = decoded
+
+
+def refit_scales(descent: Descent) -> None:
+    """The same codes with the scales that fit them best, in place; unchanged where a grid's scales are not
+    free.
 
     The normal equations stand in memory for some rows at a time, at most :data:`BYTES` of them.
     """
-    grid, old = quantized.grid, quantized.parameters.scale
-    K = quantized.codes.shape[1]
+    grid, old, K = descent.grid, descent.parameters.scale, len(descent.codes)
     G = grid.groups(K)
-    if grid.rows != 1 or K % G or grid.rescaled(quantized.parameters, old) is None:
-        return quantized
-    unit, offset = _unit_values(quantized)
-    aim = B if offset is None else B + offset @ H
+    if grid.rows != 1 or K % G or grid.rescaled(descent.parameters, old) is None:
+        return
+    unit = _unit_values(descent)
     rows = max(1, BYTES // (4 * G * G))
-    parts = zip(unit.split(rows), aim.split(rows), strict=True)
-    scale = torch.cat([_least_squares(part, target, H, G) for part, target in parts])
+    parts = zip(unit.split(rows), descent.gradient.T.split(rows), strict=True)
+    scale = old + torch.cat([_least_squares(part, gradient, descent.H, G) for part, gradient in parts])
     scale = torch.where(torch.isfinite(scale) & (scale > 0.1 * old) & (scale < 10.0 * old), scale, old)
-    parameters = grid.rescaled(quantized.parameters, scale)
+    parameters = grid.rescaled(descent.parameters, scale)
     assert parameters is not None
-    better = _cost(Quantized(grid, quantized.codes, parameters), H, B) < _cost(quantized, H, B)
+    change = (parameters.scale - old).repeat_interleave(K // G, 1).mul_(unit).T.contiguous()
+    after = torch.addmm(descent.gradient, descent.H, change)
+    better = (change * (descent.gradient + after)).sum(0) < 0
     kept = torch.where(better[:, None], parameters.scale, old)
-    return Quantized(
-        grid, quantized.codes, Parameters(kept, quantized.parameters.zero, quantized.parameters.minimum)
-    )
+    descent.parameters = Parameters(kept, descent.parameters.zero, descent.parameters.minimum)
+    descent.current.add_(change.mul_(better))
+    descent.gradient = torch.where(better, after, descent.gradient)
 
 
-def _least_squares(unit: Tensor, target: Tensor, H: Tensor, G: int) -> Tensor:
-    """The scales (n, G) of some rows that solve A s = pull: one system for each row.
+def _least_squares(unit: Tensor, gradient: Tensor, H: Tensor, G: int) -> Tensor:
+    """What to add to the scales (n, G) of some rows, A ds = -[<g, u>]_groups: one system for each row.
 
     Args:
-        unit: (n, K), values of the codes at scale 1.
-        target: (n, K), what the row's output should be.
+        unit: u (n, K).
+        gradient: g (n, K).
     """
     n, width = len(unit), unit.shape[1] // G
-    pull = (target * unit).reshape(n, G, -1).sum(-1)
+    pull = (gradient * unit).reshape(n, G, -1).sum(-1)
     A = torch.empty(n, G, G, dtype=torch.float32, device=H.device)
     for g in range(G):
         columns = slice(g * width, (g + 1) * width)
-        A[:, :, g] = ((unit[:, columns] @ H[columns]) * unit).reshape(n, G, width).sum(-1)
+        rest = slice(g * width, None)  # the others by symmetry
+        products = ((unit[:, columns] @ H[columns, rest]) * unit[:, rest]).reshape(n, G - g, width).sum(-1)
+        A[:, g:, g] = A[:, g, g:] = products
     ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12
     A.diagonal(dim1=1, dim2=2).add_(ridge)
-    return torch.linalg.solve(A, pull)
+    return torch.linalg.solve(A, pull).neg_()
 
 
-def _unit_values(quantized: Quantized) -> tuple[Tensor, Tensor | None]:
-    """level(q) - z (N, K), and the minimum m spread over the columns (N, K), None where there is none."""
-    grid, parameters = quantized.grid, quantized.parameters
-    one = Parameters(torch.ones_like(parameters.scale), parameters.zero)
-    spread = one.each(lambda value: value[:, None, :, None])
-    shape = (quantized.codes.shape[0], quantized.codes.shape[1])
-    unit = grid.untile(grid.decode(grid.tile(quantized.codes), spread), shape)
-    if parameters.minimum is None:
-        return unit, None
-    return unit, parameters.minimum.repeat_interleave(shape[1] // grid.groups(shape[1]), 1)
-
-
-def _cost(quantized: Quantized, H: Tensor, B: Tensor) -> Tensor:
-    """f of each row (N,), without the storage rounding of single values."""
-    grid = quantized.grid
-    spread = quantized.parameters.each(lambda value: value[:, None, :, None])
-    shape = (quantized.codes.shape[0], quantized.codes.shape[1])
-    W = grid.untile(grid.decode(grid.tile(quantized.codes), spread), shape)
-    return ((W @ H - 2.0 * B) * W).sum(-1)
-
-
-def output_cost(quantized: Quantized, H: Tensor, B: Tensor) -> float:
-    """f, summed over the rows: the layer's squared output error less a constant."""
-    return float(_cost(quantized, H.float(), B.float()).double().sum())
+def _unit_values(descent: Descent) -> Tensor:
+    """u (N, K), contiguous."""
+    grid = descent.grid
+    zero = None if descent.parameters.zero is None else descent.rows().zero
+    at = Parameters(
+        torch.ones(1, device=descent.codes.device), None if zero is None else zero.T[descent.group]
+    )
+    return grid.decode(descent.codes, at).T.contiguous()

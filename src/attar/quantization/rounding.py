@@ -39,7 +39,7 @@ from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
 from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Swept, sweep
+from attar.walks.sweep import Behind, Swept, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -70,13 +70,19 @@ class RoundedModel:
 
 
 def round_all(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: Plan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    behind: Behind | None = None,
 ) -> RoundedModel:
     """Round every site of a plan.
 
     Args:
         checkpoint: dense; the plan was made for it.
         work: where finished parts survive a kill.
+        behind: given what stands behind the last block, where a sweep rounds (walks/sweep.py).
 
     Raises:
         NumericsError: a weight, an activation or a result is not finite.
@@ -88,7 +94,7 @@ def round_all(
         nearest = _Nearest(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
-        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress))
+        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
         made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
@@ -111,7 +117,12 @@ def _static_scales(
 
 
 def _sweep(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: Plan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+    behind: Behind | None = None,
 ) -> Swept:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
@@ -133,6 +144,7 @@ def _sweep(
         work=blocks,
         select=sites.__contains__,
         precision=settings.precision,
+        behind=behind,
         device=device,
         progress=progress,
         what=settings.method,

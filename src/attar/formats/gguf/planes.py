@@ -6,6 +6,7 @@ ggml, ``ggml-common.h`` (the structs) and ``ggml-quants.c``. There is no paper.
 
 Letters: q codes of a chunk of 8 r / b weights; b bits of each that the plane holds, from bit t on; r run,
 bytes of a chunk. Nothing straddles a byte, so that eight bytes are cut and joined at a time where r allows.
+Where there is a compiler, kernels/planes.py does it.
 
 The scales and minimums of Q4_K and Q5_K are the one field that is no plane.
 """
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from attar.kernels import planes as kernel
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Plane:
 def join(out: Tensor, planes: tuple[Plane, ...], codes: Tensor) -> None:
     """Write codes (B, n), uint8 with memory of their own, into the blocks ``out`` (B, bytes)."""
     assert int(codes.max()) >> max(plane.shift + plane.bits for plane in planes) == 0
+    if kernel.join(out, _numbers(planes), codes):
+        return
     for plane in planes:
         kind, mask = plane.word
         spread = codes.view(len(codes), -1, 8 // plane.bits, plane.run).view(kind)
@@ -58,7 +63,10 @@ def join(out: Tensor, planes: tuple[Plane, ...], codes: Tensor) -> None:
 
 def cut(blocks: Tensor, planes: tuple[Plane, ...], count: int) -> Tensor:
     """The codes (B, count), uint8, of blocks (B, bytes)."""
-    codes = torch.zeros((len(blocks), count), dtype=torch.uint8, device=blocks.device)
+    codes = torch.empty((len(blocks), count), dtype=torch.uint8, device=blocks.device)
+    if kernel.cut(blocks, _numbers(planes), codes):
+        return codes
+    codes.zero_()
     for plane in planes:
         kind, mask = plane.word
         octets = blocks[:, plane.at : plane.at + count * plane.bits // 8]
@@ -68,6 +76,10 @@ def cut(blocks: Tensor, planes: tuple[Plane, ...], count: int) -> Tensor:
         for i in range(8 // plane.bits):
             spread[:, :, i] |= ((joined >> plane.bits * i) & mask) << plane.shift
     return codes
+
+
+def _numbers(planes: tuple[Plane, ...]) -> list[tuple[int, int, int, int]]:
+    return [(plane.at, plane.bits, plane.run, plane.shift) for plane in planes]
 
 
 def join_six(scales: Tensor, minimums: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ void try_symmetric(Tile t, Lanes inverse, Symmetric& best) {
     const Lanes exact = (1.0f + LQ / QQ) / inverse;
     const Lanes scale = F::two_levels ? exact : to_half_scale(exact);
     const Lanes a = F::two_levels ? LQ / QQ : scale * inverse - 1.0f;
-    const Lanes error = (LL - a * (2.0f * LQ - a * QQ)) / (inverse * inverse);
+    const Lanes error = minus(LL, a, minus(2.0f * LQ, a, QQ)) / (inverse * inverse);
     const Mask better = (QQ > 0.0f) & (error < best.error);
     best = {better ? error : best.error, better ? scale : best.scale, better ? QQ : best.QQ};
 }
@@ -162,11 +162,11 @@ void try_lifted(Lifted<F>& t, const float* v, Lanes inverse, Lanes from) {
         QQ += vq * q;
         QY += vq * t.y[i];
     }
-    const Lanes det = t.V * QQ - Q * Q;
-    Lanes b = (QQ * t.Y - Q * QY) / det;
+    const Lanes det = minus(t.V * QQ, Q, Q);
+    Lanes b = minus(QQ * t.Y, Q, QY) / det;
     if (F::two_levels) b = smaller(b, -t.low);
     const Lanes s = (QY - b * Q) / QQ;
-    const Lanes error = t.YY - b * (2.0f * t.Y - b * t.V) - s * (QY - b * Q);
+    const Lanes error = minus(minus(t.YY, b, minus(2.0f * t.Y, b, t.V)), s, minus(QY, b, Q));
     const Mask better = (det > 0.0f) & (s > 0.0f) & (error < t.error);
     t.error = better ? error : t.error;
     t.scale = better ? s : t.scale;
@@ -287,8 +287,8 @@ void solve_block(const Tile* tiles, Block<F>& block) {
         block.d = to_half_scale(AA > 0.0f ? AX / AA : block.d);
         return;
     }
-    const Lanes det = AA * MM - AM * AM;
-    const Lanes d = (AX * MM - MX * AM) / det, d_m = (AX * AM - MX * AA) / det;
+    const Lanes det = minus(AA * MM, AM, AM);
+    const Lanes d = minus(AX * MM, MX, AM) / det, d_m = minus(AX * AM, MX, AA) / det;
     block.d = to_half_scale(((det > 0.0f) & (d > 0.0f)) ? d : block.d);
     block.d_m = to_half_scale(det > 0.0f ? larger(d_m, Lanes{}) : block.d_m);
 }

@@ -9,6 +9,8 @@
 
 #if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -36,6 +38,20 @@ static inline Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm256_max_ps((__m2
 static inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
 static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 #endif
+
+// a - b c. Of a b - c d compilers fuse one product or the other, as the processor has it, and codes that are nearly
+// as good as others would depend on it: there this says which.
+static inline Lanes minus(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fnmadd_ps((__m512)b, (__m512)c, (__m512)a);
+#elif defined(__FMA__)
+    return (Lanes)_mm256_fnmadd_ps((__m256)b, (__m256)c, (__m256)a);
+#elif defined(__ARM_NEON)
+    return (Lanes)vfmsq_f32((float32x4_t)a, (float32x4_t)b, (float32x4_t)c);
+#else
+    return a - b * c;
+#endif
+}
 
 // low where a is not a number
 static inline Lanes clamp(Lanes a, float low, float high) { return smaller(larger(a, all(low)), all(high)); }

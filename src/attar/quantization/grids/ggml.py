@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attar.errors import SettingsError
 from attar.kernels import ggml_search as kernel
+from attar.kernels.columns import CodeBook
 from attar.quantization.grids.ggml_search import Layout, clipped, search, weights
 from attar.quantization.grids.grid import Grid, Parameters, Quantized
 
@@ -85,6 +86,10 @@ class GGMLGrid(Grid):
     def code_dtype(self) -> torch.dtype:
         """Unsigned bytes; signed ones for Q8_0."""
         return torch.int8 if self.layout.low < 0 else torch.uint8
+
+    def code_book(self) -> CodeBook:
+        """Whole numbers around h, or uneven levels."""
+        return CodeBook(self.layout.low, self.layout.high, self.layout.zero, self.layout.levels or ())
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: the bytes of its block."""

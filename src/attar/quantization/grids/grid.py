@@ -21,6 +21,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attar.kernels.columns import CodeBook
+
 CHUNK = 1 << 20  # weights coded at a time
 
 
@@ -101,6 +103,10 @@ class Grid(ABC):
     def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
         """The parameters with other scales (P, G), rounded as they are stored; None where a tile's scale
         cannot be chosen freely (scales of scales, powers of two)."""
+        return None
+
+    def code_book(self) -> CodeBook | None:
+        """What a compiled loop needs to encode and decode; None where it cannot, and torch does it."""
         return None
 
     @abstractmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.kernels.columns import CodeBook
 from attar.quantization.grids.grid import Grid, Parameters, stored_scale
 
 
@@ -37,6 +38,10 @@ class IntGrid(Grid):
     def high(self) -> int:
         """Largest code."""
         return (1 << (self.bits - 1)) - 1
+
+    def code_book(self) -> CodeBook:
+        """Whole numbers; z is 0 or the tile's own."""
+        return CodeBook(self.low, self.high)
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes, scales and zeros."""

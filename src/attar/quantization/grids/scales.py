@@ -62,7 +62,7 @@ def choose_scales(
     if how == "percentile":
         return grid.choose(weight, within(weight, grid, percentile))
     if grid.searches:
-        return _better(weight, grid, grid.choose(weight, importance=importance), importance)
+        return grid.choose(weight, importance=importance)
     factors = torch.linspace(low, high, steps).tolist()
     return _better(weight, grid, _searched(weight, grid, importance, factors), importance)
 

@@ -27,8 +27,8 @@ static inline void rotate_(float* head, const float* angles, std::int64_t rotary
     const std::int64_t half = rotary / 2;
     for (std::int64_t i = 0; i < half; i++) {
         const float a = head[i], b = head[i + half], c = angles[i], s = angles[i + half];
-        head[i] = a * c - b * s;
-        head[i + half] = b * c + a * s;
+        head[i] = one::fma(-b, s, a * c);
+        head[i + half] = one::fma(a, s, b * c);
     }
 }
 

@@ -48,7 +48,14 @@ static inline void write(void* to, Register value) {
     std::memcpy(to, &value, sizeof value);
 }
 
-// a b + c
+// a b + c. Of a b + c d compilers fuse one product or the other as the processor has it: there this says which.
+static inline float fma(float a, float b, float c) {
+#if defined(__FP_FAST_FMAF)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
 static inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512BW__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -133,7 +133,9 @@ static inline std::int32_t word(const void* from) {
 static inline void prefetch(const void* from) { __builtin_prefetch(from, 0, 3); }
 
 // a b + c
-static inline F fma(const F& a, const F& b, const F& c) { return each<F>(one::fma, a, b, c); }
+static inline F fma(const F& a, const F& b, const F& c) {
+    return each<F>([](one::Floats x, one::Floats y, one::Floats z) { return one::fma(x, y, z); }, a, b, c);
+}
 
 // b where a is not a number
 static inline F larger(const F& a, const F& b) { return each<F>(one::larger, a, b); }

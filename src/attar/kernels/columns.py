@@ -1,0 +1,195 @@
+"""The compiled loop over a block of columns that the second-order roundings and coordinate descent share.
+
+The loop is described in csrc/columns.cpp. attar/quantization/columns.py and refine.py hold the same in torch,
+which runs where there is no compiler, on other devices, and for grids without a :class:`CodeBook`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.kernels.build import load, missing, slower
+
+WEIGHTS = 1 << 19  # that pay for one more thread: those of torch still spin when its products have ended
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """The codes of a grid whose encode and decode the loop knows.
+
+        q = clamp(round((w + m) / s + z), low, high) ,   w' = s (q - z) - m
+        q = the nearest of T to (w + m) / s ,            w' = s T[q] - m
+
+    Attributes:
+        low: smallest code.
+        high: largest code.
+        zero: z, where tiles have none of their own.
+        levels: T, ascending, from code 0 on; half way between two of them belongs to the upper. Empty: even.
+    """
+
+    low: int
+    high: int
+    zero: int = 0
+    levels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What decodes the codes of N rows.
+
+    Attributes:
+        book: the codes.
+        scale: s, float32 (G, N).
+        zero: z, float32 (G, N); None: the book's.
+        minimum: m, float32 (G, N); None: 0.
+        group: int64 (K,), the tile of each column.
+    """
+
+    book: CodeBook
+    scale: Tensor
+    zero: Tensor | None
+    minimum: Tensor | None
+    group: Tensor
+
+
+def available(device: torch.device) -> bool:
+    """Whether the loop runs compiled; says once why it does not."""
+    return device.type == "cpu" and _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12) is not None
+
+
+def round_block(
+    tiles: Tiles,
+    at: slice,
+    weights: Tensor,
+    factor: Tensor,
+    codes: Tensor,
+    errors: Tensor,
+    *,
+    mask: Tensor | None = None,
+    first: Tensor | None = None,
+) -> None:
+    """Round a block of columns, each error handed on inside the block. All tensors are contiguous float32.
+
+    Args:
+        at: the block's columns.
+        weights: (n, N), not modified.
+        factor: (n, n) upper triangular, [j, i]: what the error of column j takes off column i; the diagonal
+            divides errors.
+        codes: (n, N), written.
+        errors: (n, N), written.
+        mask: bool (n, N); False: stays zero.
+        first: (N,), rounded in place of the first column's weights.
+    """
+    step = factor.diagonal().reciprocal()
+    _run(tiles, at, factor.T.contiguous(), step, None, weights, mask, first, codes, errors)
+
+
+def descend_block(
+    tiles: Tiles,
+    at: slice,
+    gradient: Tensor,
+    H: Tensor,
+    current: Tensor,
+    codes: Tensor,
+    moved: Tensor,
+    *,
+    mask: Tensor | None = None,
+) -> None:
+    """Coordinate descent on a block of columns. All tensors are contiguous float32.
+
+    Args:
+        at: the block's columns.
+        gradient: (n, N), not modified.
+        H: (n, n), the block on the diagonal.
+        current: (n, N), decoded weights, replaced by the new ones.
+        codes: (n, N), written.
+        moved: (n, N), new less old weights, written.
+        mask: bool (n, N); False: becomes zero.
+    """
+    step = H.diagonal().reciprocal()
+    _run(tiles, at, H.T.contiguous(), step, gradient, current, mask, None, codes, moved)
+
+
+def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """E_ng H_gg E_ng^T of each row's tiles rounded to nearest, float32 (T, G, N), under T trials of scales.
+
+    Args:
+        weight: (N, K) float32.
+        blocks: (G, c, c) float32, the blocks on H's diagonal.
+        scale: (T, N, G) float32.
+        zero: the same; None: the book's.
+    """
+    function = _function("attar_tile_errors", [ctypes.c_int64] * 5, 5)
+    assert function is not None, "available() was asked"
+    across, scales = weight.T.contiguous(), scale.transpose(1, 2).contiguous()
+    zeros = None if zero is None else zero.transpose(1, 2).contiguous()
+    table, errors = torch.tensor(book.levels, dtype=torch.float32), torch.empty_like(scales)
+    shape = weight.shape[0], blocks.shape[1], weight.shape[1], len(blocks), len(scale)
+    _check(
+        function(
+            *shape,
+            *_numbers(book, scales.numel() * blocks.shape[1]),
+            *_addresses(table, across, blocks.contiguous(), scales, zeros, errors),
+        )
+    )
+    return errors
+
+
+def _run(
+    tiles: Tiles,
+    at: slice,
+    inner: Tensor,
+    step: Tensor,
+    gradient: Tensor | None,
+    current: Tensor,
+    mask: Tensor | None,
+    first: Tensor | None,
+    codes: Tensor,
+    errors: Tensor,
+) -> None:
+    function = _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12)
+    assert function is not None, "available() was asked"
+    table = torch.tensor(tiles.book.levels, dtype=torch.float32)
+    group = tiles.group[at].contiguous()
+    given = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
+    shape = current.shape[1], current.shape[0]
+    _check(
+        function(*shape, *_numbers(tiles.book, current.numel()), *_addresses(table, *given, codes, errors))
+    )
+
+
+def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:
+    """Threads, and the book as the library takes it."""
+    low = 0 if book.levels else book.low
+    threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS))
+    return threads, low, book.high, book.zero, len(book.levels)
+
+
+def _addresses(*tensors: Tensor | None) -> list[int | None]:
+    assert all(value is None or value.is_contiguous() for value in tensors)
+    return [None if value is None else value.data_ptr() for value in tensors]
+
+
+def _check(failed: int) -> None:
+    assert failed != 2, "more levels than there is room for"
+    if failed:
+        raise MemoryError("rounding columns")
+
+
+def _function(name: str, shape: list[Any], pointers: int) -> Callable[..., int] | None:
+    """A C function with the types of its arguments: a shape, a book and so many pointers behind the table."""
+    library = load("columns")
+    if library is None:
+        slower(f"columns are rounded in torch, several times slower than compiled: {missing('columns')}")
+        return None
+    function: Any = getattr(library, name)
+    number, whole = ctypes.c_float, ctypes.c_int
+    function.argtypes = [*shape, whole, number, number, number, whole, *[ctypes.c_void_p] * (pointers + 1)]
+    function.restype = whole
+    return function  # type: ignore[no-any-return]

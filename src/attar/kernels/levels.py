@@ -1,0 +1,69 @@
+"""Processors that libraries are compiled for ahead of time: for machines without a compiler.
+
+A level is what many machines have in common; what the compiler is told of one machine alone
+(``-march=native``) is not among them. The better of two that a processor has comes first.
+
+    x86-64     v3: AVX2 (Haswell 2013, Zen 2017) · v4: AVX-512 (Skylake server 2017, Zen 4 2022); with VNNI
+               since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020; AVX2 with VNNI: Alder Lake 2021
+    aarch64    armv8: all · dotprod: Cortex-A76, Neoverse N1, Apple M1 · i8mm and bf16: Neoverse V1 and N2,
+               Apple M2
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Level:
+    """A kind of processor.
+
+    Attributes:
+        name: part of the library's file name.
+        machine: as ``platform.machine()`` has it.
+        flags: of the compiler.
+        features: what ``/proc/cpuinfo`` must list.
+    """
+
+    name: str
+    machine: str
+    flags: tuple[str, ...]
+    features: tuple[str, ...]
+
+
+_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_VNNI, _BF16 = "-mavx512vnni", "-mavx512bf16"
+
+LEVELS = (
+    Level("v4-vnni-bf16", "x86_64", ("-march=x86-64-v4", _VNNI, _BF16), (*_V4, "avx512_vnni", "avx512_bf16")),
+    Level("v4-vnni", "x86_64", ("-march=x86-64-v4", _VNNI), (*_V4, "avx512_vnni")),
+    Level("v4", "x86_64", ("-march=x86-64-v4",), _V4),
+    Level("v3-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
+    Level("v3", "x86_64", ("-march=x86-64-v3",), _V3),
+    Level("i8mm-bf16", "aarch64", ("-march=armv8.2-a+dotprod+i8mm+bf16",), ("asimddp", "i8mm", "bf16")),
+    Level("dotprod", "aarch64", ("-march=armv8.2-a+dotprod",), ("asimddp",)),
+    Level("armv8", "aarch64", ("-march=armv8-a",), ("asimd",)),
+)
+
+
+def levels() -> tuple[Level, ...]:
+    """Those that this processor runs, the best first."""
+    has = features()
+    return tuple(
+        each for each in LEVELS if each.machine == platform.machine() and has.issuperset(each.features)
+    )
+
+
+def features() -> frozenset[str]:
+    """What the system tells of this processor; nothing where it does not tell (not Linux)."""
+    try:
+        lines = CPUINFO.read_text(errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    told = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(told[0].split()) if told else frozenset()

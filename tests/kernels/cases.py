@@ -1,0 +1,93 @@
+"""Work for a compiled library, recorded: products, whole steps, the search for scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+
+from attar.kernels import decode, ggml_search, structures
+from attar.kernels.packed import GROUPS, Packed, pack, pack_codes
+from attar.quantization.grids import GGML
+from attar.runtime.runner.compiled import compiled
+from attar.runtime.step import Span, Step
+from tests import tiny_models
+from tests.kernels.replay import Recording
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed_weights(kind: str) -> Iterator[Packed]:
+    """Every group, with and without zero points; 70 rows, which do not fill their panels."""
+    if kind == "bf16":
+        yield pack(normal(70, 256) * 0.05, "bf16", bias=normal(70))
+        return
+    top = 16 if kind == "int4" else 256
+    for group, zeroed in product(GROUPS, (False, True)):
+        generator = torch.Generator().manual_seed(group)
+        codes = torch.randint(0, top, (70, 256), generator=generator, dtype=torch.uint8)
+        scales = torch.rand(70, 256 // group, generator=generator) * 0.02 + 0.001
+        zeros = torch.rand(70, 256 // group, generator=generator) * top if zeroed else None
+        yield pack_codes(codes, scales, zeros, kind=kind, bias=normal(70))
+
+
+def products(kind: str, exact: bool = False) -> Recording:
+    """One to fifteen tokens of every packed weight."""
+    recording = Recording()
+    team = recording.call("attar_team", 2, checked=False)
+    for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15)):
+        x, y, weight = normal(tokens, 256, seed=tokens), torch.zeros(tokens, 70), structures.linear(packed)
+        recording.keep([packed, x, y, weight])
+        recording.call("attar_multiply", team, weight, x, tokens, int(exact), y)
+        recording.want(y)
+    return recording
+
+
+def steps(family: str, **settings) -> Recording:
+    """33 tokens; then seven more of them, and twenty of a second sequence."""
+    model = tiny_models.build(family)
+    runner = compiled(model.config, model.state_dict(), blocks=6, threads=2, **settings)
+    recording, program = Recording(), runner._program
+    recording.keep([program.weights, program.pool, program._layers, program._model])
+    handle = recording.call("attar_runner", program._model, 2, checked=False)
+    ids = torch.randint(2, tiny_models.VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    first = Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),))
+    more = Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7), Span(1, 0, 20, (3, 5), 20)))
+    runner._program = Batches(recording, handle, program.weights.vocabulary)
+    for step in (first, more):
+        runner.run(step)
+    return recording
+
+
+class Batches:
+    """Stands for a runner's program: what it is to run is recorded."""
+
+    def __init__(self, recording: Recording, handle, vocabulary: int) -> None:
+        self.recording, self.handle, self.vocabulary, self.block_size = recording, handle, vocabulary, 16
+
+    def run(self, tokens) -> torch.Tensor:
+        logits = torch.zeros(len(tokens.rows), self.vocabulary)
+        batch, kept = decode.structure(tokens, logits)
+        self.recording.keep([batch, kept, logits])
+        self.recording.call("attar_run", self.handle, batch)
+        self.recording.want(logits)
+        return logits
+
+
+def searches(kind: str) -> Recording:
+    """Nine rows of heavy tails, as they are and clipped."""
+    recording, layout = Recording(), GGML[kind].layout
+    weight = normal(9, 512) * 0.02 * torch.exp(normal(9, 512, seed=2))
+    v = torch.exp(normal(512, seed=1))
+    shrink = torch.rand(9, 512 // layout.tile, generator=torch.Generator().manual_seed(3)) * 0.5 + 0.5
+    name = torch.frombuffer(bytearray(kind.encode() + b"\0"), dtype=torch.uint8)
+    recording.keep([weight, v, shrink, name])
+    for clip in (None, shrink):
+        outputs = ggml_search._outputs(ggml_search._empty(layout, 9, 512, True))
+        recording.keep(outputs)
+        recording.call("attar_ggml_search", name, weight, v, 9, 512, 4, 2, clip, *outputs)
+        recording.want(*(each for each in outputs if each is not None))
+    return recording

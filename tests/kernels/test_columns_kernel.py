@@ -1,0 +1,99 @@
+"""The compiled loop over columns against the one in torch, which the tests of GPTQ and of refinement hold
+against definitions."""
+
+import pytest
+import torch
+
+from attar.kernels.build import load
+from attar.quantization.awq import search_clip
+from attar.quantization.gptq import gptq
+from attar.quantization.grids import GGML, IntGrid
+from attar.quantization.hessian import Hessian
+from attar.quantization.qronos import qronos
+from attar.quantization.refine import refine
+
+pytestmark = pytest.mark.skipif(load("columns") is None, reason="no C++ compiler")
+
+GRIDS = [
+    IntGrid(2, 32),
+    IntGrid(3, 0),
+    IntGrid(4, 64, symmetric=False, storage=torch.bfloat16),
+    IntGrid(8, 128, rows=0),
+    *(GGML[kind] for kind in ("Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS")),
+]
+LEAST = 0.999  # of the codes; sums in another order tip one that lies half way
+
+
+def layer(rows, columns=512, seed=0):
+    """A weight and an H with correlated inputs, one of them dead."""
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.eye(columns) + torch.randn(columns, columns, generator=g) / columns**0.5
+    X = (torch.randn(3 * columns, columns, generator=g) * torch.linspace(0.2, 2.0, columns)) @ mix
+    X[:, 7] = 0.0
+    seen = Hessian(columns)
+    seen.add(X)
+    return torch.randn(rows, columns, generator=g) * 0.1, seen.value()
+
+
+def objective(W, made, H):
+    E = made.dequantize().double() - W
+    return float(((E @ H.double()) * E).sum())
+
+
+def both(monkeypatch, run):
+    """What a function gives compiled, and in torch."""
+    monkeypatch.delenv("ATTAR_KERNELS", raising=False)
+    compiled = run()
+    monkeypatch.setenv("ATTAR_KERNELS", "off")
+    return compiled, run()
+
+
+@pytest.mark.parametrize("rows", [1, 67])  # 67: no multiple of any vector's width
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_gptq_and_refinement_are_those_of_torch(grid, rows, masked, monkeypatch):
+    W, H = layer(rows)
+    mask = torch.rand(W.shape, generator=torch.Generator().manual_seed(1)) > 0.5 if masked else None
+    W = W if mask is None else W * mask
+    parameters = grid.choose(W, importance=H.diagonal())  # the searches are compared elsewhere
+
+    def run():
+        start = gptq(W, H, grid, parameters=parameters, mask=mask).quantized
+        return start, refine(start, H, weight=W, mask=mask)
+
+    for compiled, plain in zip(*both(monkeypatch, run), strict=True):
+        assert (compiled.codes == plain.codes).double().mean() >= LEAST
+        assert objective(W, compiled, H) <= 1.001 * objective(W, plain, H)
+        torch.testing.assert_close(compiled.parameters.scale, plain.parameters.scale, rtol=1e-2, atol=0)
+
+
+def test_the_first_column_of_qronos_is_decided_by_its_own_values(monkeypatch):
+    W, H = layer(40, 96)
+    cross = H + 0.1 * torch.randn(H.shape, generator=torch.Generator().manual_seed(2)) * H.diagonal().mean()
+    grid = IntGrid(4, 32)
+    compiled, plain = both(monkeypatch, lambda: qronos(W, H, cross, grid).quantized)
+    assert (compiled.codes == plain.codes).double().mean() >= LEAST
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_changes_nothing(threads):
+    W, H = layer(300, 256)
+    before = torch.get_num_threads()
+    first = gptq(W, H, IntGrid(4, 64)).quantized
+    try:
+        torch.set_num_threads(threads)
+        again = gptq(W, H, IntGrid(4, 64)).quantized
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(first.codes, again.codes)
+
+
+@pytest.mark.parametrize(
+    "grid", [IntGrid(3, 64), IntGrid(4, 100), IntGrid(4, 0), IntGrid(2, 32, symmetric=False)], ids=str
+)
+def test_tiles_are_clipped_as_in_torch(grid, monkeypatch):
+    W, H = layer(67, 256)
+    compiled, plain = both(monkeypatch, lambda: search_clip(W, H, grid))
+    assert (compiled.shrink == plain.shrink).double().mean() > 0.99
+    assert compiled.error == pytest.approx(plain.error, rel=1e-3)
+    assert compiled.error < compiled.rtn_error
