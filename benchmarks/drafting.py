@@ -39,7 +39,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import row_length
 from attar.distillation.draft import DRAFTS, Writer, report
-from attar.distillation.learn import beginner, learn
+from attar.distillation.learn import Signal, beginner, learn
 from attar.distillation.settings import DistillSettings
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.student import student_by_depth
@@ -148,7 +148,18 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     (_, student), work = beginner(teacher, settings), arguments.work / "run"
     shutil.rmtree(work, ignore_errors=True)  # what is left of a killed run; its time would not count
     began = time.perf_counter()
-    history = learn(student, teacher, source, settings, work=work, progress=SILENT, what=name, writer=writer)
+    signal = Signal(source, work / "signal")
+    history = learn(
+        student,
+        teacher,
+        source,
+        settings,
+        work=work,
+        progress=SILENT,
+        what=name,
+        signal=signal,
+        writer=writer,
+    )
     seconds = time.perf_counter() - began
     found = {"name": name, "steps": history.step, "seconds": seconds, "writing": writing}
     found |= report(student, teacher, rows, writer.prompt, settings.batch_size)

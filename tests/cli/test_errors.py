@@ -50,22 +50,25 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, code: int) -> 
         (["recover", "m", "-o", "x"], "Missing option '--teacher'"),
         (["evaluate", "m", "--tokens", "0"], "--tokens is 0, but must be at least 2"),
         (
-            ["generate", "m", "a", "--max-tokens", "0"],
+            ["generate", "attar:tiny", "a", "--max-tokens", "0"],
             "--max-tokens is 0, but must be a whole number at least 1",
         ),
         (
-            ["generate", "m", "a", "--logit-bias", "x"],
+            ["generate", "attar:tiny", "a", "--logit-bias", "x"],
             "--logit-bias is 'x', but must be TOKEN=BIAS in numbers",
         ),
-        (["generate", "m", "a", "--eviction", "h3o"], "(did you mean h2o?)"),
+        (["generate", "attar:tiny", "a", "--eviction", "h3o"], "(did you mean h2o?)"),
         (
-            ["generate", "m", "a", "--eviction", "streaming:4,x"],
+            ["generate", "attar:tiny", "a", "--eviction", "streaming:4,x"],
             "must be streaming:SINKS,WINDOW in whole numbers",
         ),
-        (["bench", "m", "--batch", "0"], "--batch is 0, but must be at least 1"),
-        (["serve", "m", "--prefix-cache", "maybe"], "--prefix-cache is 'maybe', but must be auto, on or off"),
+        (["bench", "attar:tiny", "--batch", "0"], "--batch is 0, but must be at least 1"),
         (
-            ["generate", "m", "-p", "a", "--temperature", "-1"],
+            ["serve", "attar:tiny", "--prefix-cache", "maybe"],
+            "--prefix-cache is 'maybe', but must be auto, on or off",
+        ),
+        (
+            ["generate", "attar:tiny", "-p", "a", "--temperature", "-1"],
             "--temperature is -1.0, but must be a number from 0 to 1e+06",
         ),
         (["run", "nowhere.yaml"], "nowhere.yaml: no such recipe file"),

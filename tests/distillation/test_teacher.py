@@ -111,7 +111,7 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
     teacher = tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
     pruned = tiny_models.save(tiny_models.build("llama3", intermediate_size=64), tmp_path / "pruned")
     settings = RecoverSettings(**SMALL)
-    whole = recover(pruned, tmp_path / "whole", settings, teacher=teacher)
+    whole = recover(pruned, tmp_path / "whole" / "m", settings, teacher=teacher)
     step = walk._step
 
     def deadly(run, loss, batches, number, settings):
@@ -122,9 +122,9 @@ def test_a_killed_run_ends_with_the_same_bytes(tmp_path, monkeypatch, died_at):
     with monkeypatch.context() as patch:
         patch.setattr(walk, "_step", deadly)
         with pytest.raises(Killed):
-            recover(pruned, tmp_path / "cut", settings, teacher=teacher)
-    assert list((tmp_path / ".cut.work/signal").glob("*/*.safetensors"))
-    cut = recover(pruned, tmp_path / "cut", settings, teacher=teacher)
+            recover(pruned, tmp_path / "cut" / "m", settings, teacher=teacher)
+    assert list((tmp_path / "cut/.m.work/signal").glob("*/*.safetensors"))
+    cut = recover(pruned, tmp_path / "cut" / "m", settings, teacher=teacher)
     assert cut.card.files == whole.card.files
     assert cut.card.details["curve"] == whole.card.details["curve"]
 

@@ -73,10 +73,13 @@ class PlainTokenizer:
         self.backend_tokenizer, self.chat_template = backend, chat_template
         self.special_tokens_map = dict(special)
 
-    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        """Token ids by the name ``input_ids``."""
-        encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": encoding.ids}
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        """Token ids by the name ``input_ids``: a list, or one for each text of a list."""
+        encode = (
+            self.backend_tokenizer.encode_batch if isinstance(text, list) else self.backend_tokenizer.encode
+        )
+        encoding = encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [each.ids for each in encoding] if isinstance(text, list) else encoding.ids}
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -140,6 +143,16 @@ class PlainTokenizer:
     def bos_token_id(self) -> int | None:
         """Of the token that begins a text."""
         return self._id("bos_token")
+
+    @property
+    def sep_token_id(self) -> int | None:
+        """Of the token between two texts."""
+        return self._id("sep_token")
+
+    @property
+    def cls_token_id(self) -> int | None:
+        """Of the token that stands for a text."""
+        return self._id("cls_token")
 
     def _id(self, role: str) -> int | None:
         token = self.special_tokens_map.get(role)
