@@ -64,7 +64,12 @@ def test_encoders_are_quantized_too(saved, tmp_path, family):
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 @pytest.mark.parametrize("group_size", [32, 0])
 def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_size):
-    settings = QuantizeSettings(scheme=scheme, method=method, **{**SMALL, "group_size": group_size})
+    sizes = {
+        **SMALL,
+        "group_size": group_size,
+        "check_tokens": 0,
+    }  # random weights' samples repeat themselves
+    settings = QuantizeSettings(scheme=scheme, method=method, **sizes)
     folder = saved("smollm", intermediate_size=128)
     made = quantize(folder, tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
