@@ -34,14 +34,14 @@ def packed_weights(kind: str) -> Iterator[Packed]:
         yield pack_codes(codes, scales, zeros, kind=kind, bias=normal(70))
 
 
-def products(kind: str, exact: bool = False) -> Recording:
+def products(kind: str, bits: int = 8) -> Recording:
     """One to fifteen tokens of every packed weight."""
     recording = Recording()
     team = recording.call("attar_team", 2, checked=False)
     for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15)):
         x, y, weight = normal(tokens, 256, seed=tokens), torch.zeros(tokens, 70), structures.linear(packed)
         recording.keep([packed, x, y, weight])
-        recording.call("attar_multiply", team, weight, x, tokens, int(exact), y)
+        recording.call("attar_multiply", team, weight, x, tokens, bits, y)
         recording.want(y)
     return recording
 

@@ -31,15 +31,18 @@ pytestmark = [
 PRODUCTS = {
     "int4": lambda: cases.products("int4"),
     "int8": lambda: cases.products("int8"),
-    "bf16, exact": lambda: cases.products("bf16", exact=True),
+    "int4, 16 bits": lambda: cases.products("int4", bits=16),
+    "int8, 16 bits": lambda: cases.products("int8", bits=16),
+    "bf16, 16 bits": lambda: cases.products("bf16", bits=16),
     "bf16": lambda: cases.products("bf16"),
 }
 STEPS = {
-    "float32": lambda: cases.steps("llama3", kv_dtype="float32", exact=True),
-    "caps and windows": lambda: cases.steps("gemma2", kv_dtype="float32", weights="int8"),
-    "codes": lambda: cases.steps("gemma2", kv_dtype="int8", weights="int8"),
-    "int4": lambda: cases.steps("llama3", kv_dtype="bfloat16", weights="int4"),
-    "norms of heads": lambda: cases.steps("qwen3", kv_dtype="bfloat16"),
+    "float32": lambda: cases.steps("llama3", kv_dtype="float32", bits=16),
+    "caps and windows": lambda: cases.steps("gemma2", kv_dtype="float32", weights="int8", bits=8),
+    "codes": lambda: cases.steps("gemma2", kv_dtype="int8", weights="int8", bits=8),
+    "int4": lambda: cases.steps("llama3", kv_dtype="bfloat16", weights="int4", bits=8),
+    "norms of heads": lambda: cases.steps("qwen3", kv_dtype="bfloat16", bits=8),
+    "16 bits": lambda: cases.steps("llama3", kv_dtype="float16", weights="int4", bits=16),
 }
 HALVES = {"bf16": 1e-6, "int4": 1e-6, "norms of heads": 1e-2}  # of the largest: 2^-8 where a rounding flips
 
