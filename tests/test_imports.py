@@ -261,6 +261,22 @@ def test_the_compiled_step_serves_without_transformers(code, model):
     assert heavy_after(code.format(model=model)) == "heavy: []"
 
 
+EXPORT = """
+import sys
+from attar.cli.main import main
+sys.argv = ["attar", "export", "attar:tiny", "-o", {out!r}, "--format", "gguf", "--type", "{type}"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+@pytest.mark.parametrize("type", ["Q4_K_M", "F16"])
+def test_a_plain_gguf_export_does_without_transformers(type, tmp_path):
+    assert heavy_after(EXPORT.format(out=str(tmp_path / "x.gguf"), type=type)) == "heavy: []"
+
+
 def test_a_wrong_path_is_refused_before_anything_heavy_is_imported():
     code = """
 import sys

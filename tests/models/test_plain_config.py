@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from attar.models.configs import load_config
-from attar.models.plain_config import FAMILIES, PlainConfig, plain_config
+from attar.models.load import empty_model
+from attar.models.plain_config import FAMILIES, PlainConfig, plain_config, plain_shapes
 from attar.runtime.runner.compiled_weights import check_config
 from attar.runtime.runner.rotary_tables import rope, rotary_tables
 from tests.tiny_models import config
@@ -113,6 +114,45 @@ def test_a_config_of_older_transformers_is_the_same(tmp_path):
 )
 def test_what_a_default_or_another_rotation_decides_is_left_to_transformers(change):
     assert plain_config(OLD | change) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama2", {}),
+        ("llama3", {"attention_bias": True, "mlp_bias": True}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", {}),
+        ("gemma2", {}),
+    ],
+)
+def test_the_tensors_are_those_of_transformers_model(family, changes):
+    ours = config(family, **changes).to_dict()
+    if ours["model_type"] == "qwen2":
+        ours.pop("layer_types")
+    ours["architectures"] = [type(empty_model(ours)).__name__]
+    model = empty_model(ours)
+    theirs = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    assert plain_shapes(ours) == theirs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": None},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"intermediate_size": None},
+        {"hidden_size": 66},
+        {"num_key_value_heads": 3},
+        {"hidden_act": "nosuch"},
+        {"pad_token_id": 320},
+    ],
+)
+def test_tensors_of_a_config_that_transformers_may_refuse_are_left_to_it(change):
+    assert plain_shapes(OLD) is not None
+    assert plain_shapes(OLD | change) is None
 
 
 def test_every_family_is_one_of_the_compiled_step():

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.deployment.imatrix import Sums, head_sums
 from attar.deployment.importance import Importance
 from attar.deployment.kinds import FLOATS, Kinds
 from attar.deployment.settings import ExportSettings
@@ -24,19 +23,17 @@ from attar.formats.gguf.carry import carry
 from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
-from attar.models.anatomy import discover
-from attar.models.load import empty_model
-from attar.models.names import stored_names
 from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite
-from attar.quantization.rounding import RoundedModel, round_all
-from attar.quantization.scheme import Plan, Site
 from attar.quantization.schemes import Scheme
 from attar.quantization.settings import QuantizeSettings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.deployment.imatrix import Sums
+    from attar.quantization.rounding import RoundedModel
+    from attar.quantization.scheme import Plan
     from attar.walks.activations import Activations
     from attar.walks.skeleton import Skeleton
 
@@ -109,6 +106,8 @@ def quantized_codes(
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
+        from attar.quantization.rounding import round_all
+
         plan, head = rounding_plan(view, placed, kinds), HeadImportance()
         behind = None if importance.entries else head
         rounded = round_all(source, plan, _quantize_settings(settings), work / "round", progress, behind)
@@ -126,6 +125,8 @@ class HeadImportance:
 
     def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations) -> None:
         """What a sweep calls."""
+        from attar.deployment.imatrix import head_sums
+
         self.sums = head_sums(skeleton, batches, behind)
 
     def added(self, importance: Importance, placed: Sequence[Any]) -> Importance:
@@ -138,6 +139,11 @@ class HeadImportance:
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
     """The Linears of the blocks as sites on the grids of their types."""
+    from attar.models.anatomy import discover
+    from attar.models.load import empty_model
+    from attar.models.names import stored_names
+    from attar.quantization.scheme import Plan, Site
+
     model = empty_model(view.config)
     names = stored_names(model, view)
     linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}

@@ -17,7 +17,6 @@ from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
 from attar.formats.readers import method
 from attar.models.device import pick_device
-from attar.models.load import load_tokenizer
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -77,6 +76,7 @@ def _compute(
     source: Checkpoint, placed: Sequence[Any], settings: ExportSettings, work: Path, progress: Progress
 ) -> Importance:
     from attar.deployment.imatrix import compute
+    from attar.models.load import load_tokenizer
 
     if method(source):
         raise SettingsError("imatrix", "compute", "a file, or none: the checkpoint is quantized already")

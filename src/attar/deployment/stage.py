@@ -39,7 +39,6 @@ from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import VERSION, ExportSettings
 from attar.errors import SettingsError
 from attar.models.fit import check_fit
-from attar.models.load import load_tokenizer
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -126,6 +125,8 @@ def _write(
         text=fingerprint(settings.data),
     ) as output:
         if _reads_text(settings):
+            from attar.models.load import load_tokenizer
+
             tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
             read = record("export", tokenizer, settings, "calibration", length=length, rows=settings.samples)
             remember(output, [read], progress)

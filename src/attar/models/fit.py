@@ -13,6 +13,8 @@ from attar.checkpoint.geometry import geometry
 from attar.errors import CheckpointError, ModelError
 from attar.formats.decoded import Decoded
 from attar.formats.readers import method
+from attar.models.plain_config import HEAD, plain_shapes
+from attar.models.plain_tokenizer import plain_tokenizer
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
@@ -35,17 +37,39 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
             the config names no quantization; the tokenizer is missing, damaged or of another model.
         ModelError: a tensor has no place in the architecture.
     """
-    from attar.models.load import load_tokenizer, read_tokenizer
-
     packed = method(checkpoint) is not None
     view: Any = Decoded(checkpoint) if packed else checkpoint
     _check_layers(checkpoint)
-    model = _known_model(view.config)
+    model = None if _plainly_fits(view, packed) else _known_model(view.config)
     if model is not None:
         _check_tensors(view, model, packed)
+    if text or tokenizer_files(checkpoint.path):
+        _check_tokenizer(checkpoint, text)
+
+
+def _plainly_fits(view: Any, packed: bool) -> bool:
+    """Whether the tensors are those that the config asks for, as far as that is known without transformers.
+
+    Of all others transformers' own model knows more, and says what is wrong.
+    """
+    wanted = plain_shapes(view.config)
+    if wanted is None:
+        return False
+    tied = HEAD not in view.tensors and view.config.get("tie_word_embeddings") is True
+    expected = {name: shape for name, shape in wanted.items() if not (tied and name == HEAD)}
+    numbers = all(info.dtype[0] not in "IU" and info.dtype != "BOOL" for info in view.tensors.values())
+    found = {name: tuple(info.shape) for name, info in view.tensors.items()}
+    return found == expected and (packed or numbers)
+
+
+def _check_tokenizer(checkpoint: Checkpoint, text: bool) -> None:
+    if plain_tokenizer(checkpoint.path, checkpoint.config) is not None:
+        return
+    from attar.models.load import load_tokenizer, read_tokenizer
+
     if text:
         load_tokenizer(checkpoint)
-    elif tokenizer_files(checkpoint.path):
+    else:
         read_tokenizer(checkpoint.path)
 
 

@@ -1,4 +1,4 @@
-"""The config of a Llama-shaped model, read from config.json without transformers.
+"""The config of a Llama-shaped model, and its tensors, read from config.json without transformers.
 
 The compiled step needs twenty numbers of a config, and importing transformers to read them takes longer than
 loading a small model. A config is read here only where its numbers mean what they say: a known family, every
@@ -24,6 +24,16 @@ _SIZES = (
     "vocab_size",
 )
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+}
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +128,66 @@ def _layers(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _positive(values: Mapping[str, Any], name: str) -> bool:
     return type(values.get(name)) in (int, float) and values[name] > 0
+
+
+def plain_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
+    """Shape of every tensor of the model with its head, by its stored name; None where transformers must say.
+
+    A tied head is one of them. Rows are outputs, as in ``nn.Linear``.
+
+    Args:
+        config: content of config.json.
+    """
+    plain, width = plain_config(config), config.get("intermediate_size")
+    if plain is None or type(width) is not int or width < 1 or not _builds(config, plain):
+        return None
+    layer = {**_linears(config, plain, width), **_norms(plain)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(plain.num_hidden_layers)
+        for name, shape in layer.items()
+    }
+    table = (plain.vocab_size, plain.hidden_size)
+    ends = {"model.embed_tokens.weight": table, "model.norm.weight": (plain.hidden_size,), HEAD: table}
+    return shapes | ends
+
+
+def _builds(config: Mapping[str, Any], plain: PlainConfig) -> bool:
+    """Whether transformers makes a model of this config without complaint."""
+    pad = config.get("pad_token_id")
+    return (
+        config.get("architectures") == [_CLASSES[plain.model_type]]
+        and plain.hidden_size % plain.num_attention_heads == 0
+        and plain.num_attention_heads % plain.num_key_value_heads == 0
+        and plain.hidden_act in ("silu", "gelu", "gelu_pytorch_tanh")
+        and (pad is None or (type(pad) is int and 0 <= pad < plain.vocab_size))
+    )
+
+
+def _linears(config: Mapping[str, Any], plain: PlainConfig, width: int) -> dict[str, tuple[int, ...]]:
+    """Weights and biases of a layer's Linears."""
+    kind, hidden = plain.model_type, plain.hidden_size
+    query = plain.num_attention_heads * plain.head_dim
+    key = plain.num_key_value_heads * plain.head_dim
+    attention = {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "o": (hidden, query)}
+    mlp = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    biased = config.get("attention_bias") and kind not in ("mistral", "qwen2")
+    with_bias = [*"qkvo"] if biased else [*"qkv"] if kind == "qwen2" else []
+    with_bias += [*mlp] if kind == "llama" and config.get("mlp_bias") else []
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in (attention | mlp).items():
+        path = f"{'self_attn' if name in attention else 'mlp'}.{name}_proj"
+        shapes[f"{path}.weight"] = shape
+        if name in with_bias:
+            shapes[f"{path}.bias"] = shape[:1]
+    return shapes
+
+
+def _norms(plain: PlainConfig) -> dict[str, tuple[int, ...]]:
+    """Norms of a layer."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if plain.model_type == "gemma2":
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    heads = ["self_attn.q_norm", "self_attn.k_norm"] if plain.model_type == "qwen3" else []
+    wide = {f"{name}.weight": (plain.hidden_size,) for name in names}
+    return wide | {f"{name}.weight": (plain.head_dim,) for name in heads}
