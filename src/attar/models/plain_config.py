@@ -148,8 +148,8 @@ def plain_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None
         for name, shape in layer.items()
     }
     table = (plain.vocab_size, plain.hidden_size)
-    ends = {"model.embed_tokens.weight": table, "model.norm.weight": (plain.hidden_size,), HEAD: table}
-    return shapes | ends
+    shapes |= {"model.embed_tokens.weight": table, "model.norm.weight": (plain.hidden_size,), HEAD: table}
+    return shapes
 
 
 def _builds(config: Mapping[str, Any], plain: PlainConfig) -> bool:
