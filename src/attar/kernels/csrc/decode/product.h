@@ -145,8 +145,9 @@ static inline void product(const Linear& linear, const Taken& in, std::int64_t p
 // A panel times tokens [first, last).
 static inline void product_all(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t first,
                                std::int64_t last, const Output& output) {
-    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of eight tokens have no room in registers
+    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of six tokens fill the registers
     for (; wide && first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
+    for (; !wide && first + 6 <= last; first += 6) product<6>(linear, in, panel, first, output);
     for (; first + 4 <= last; first += 4) product<4>(linear, in, panel, first, output);
     for (; first + 2 <= last; first += 2) product<2>(linear, in, panel, first, output);
     for (; first < last; first++) product<1>(linear, in, panel, first, output);
@@ -157,7 +158,7 @@ static inline void product_all(const Linear& linear, const Taken& in, std::int64
 static inline void multiply(const Linear& linear, const Taken& in, std::int64_t first, std::int64_t last,
                             std::int64_t tokens, const Output& output) {
     const std::int64_t held = std::max<std::int64_t>(1, HELD / linear.panel_bytes());
-    const std::int64_t some = tokens <= 16 ? tokens : 8;
+    const std::int64_t some = tokens <= 16 ? tokens : in.planes == 2 ? 12 : 8;
     for (std::int64_t start = first; start < last; start += held)
         for (std::int64_t token = 0; token < tokens; token += some)
             for (std::int64_t panel = start; panel < std::min(start + held, last); panel++)
