@@ -245,6 +245,6 @@ def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, mon
     monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, found))
     table = real_table.table(rest).splitlines()
     assert table[0] == "<!-- table:real -->"
-    assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 | 321 |"
+    assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 |"
     assert "| 0.400 | 0.500 (auto-round autoround) |" in table[4]
     assert "| 0.400 | 0.250 (llama.cpp imatrix) |" in table[5]

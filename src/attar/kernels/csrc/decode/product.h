@@ -8,6 +8,9 @@
 
 #include "taken.h"
 
+// Sums stay in registers only where the loops over tokens are gone.
+#define ATTAR_UNROLL _Pragma("GCC unroll 16")
+
 namespace attar {
 
 // A token's sum: of its code, or of both its planes.
@@ -37,6 +40,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             low_zero = from_half(panel), high_zero = from_half(panel + 32);
             panel += 64;
         } else {
+            ATTAR_UNROLL
             for (int m = 0; m < M; m++) {
                 const int last = m * PLANES + PLANES - 1;
                 total[last][0] = total[last][1] = all_ints(sums[m * groups]);
@@ -47,6 +51,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             prefetch(panel + AHEAD);
             prefetch(panel + AHEAD + 64);
             if (BITS == 8) {
+                ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
                     const std::int32_t x = word(codes + m * columns + k);
                     total[m][0] = dot4<false>(total[m][0], low, x);
@@ -55,6 +60,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             } else {
                 const I low_a = low & 0x0f0f0f0f, low_b = (low >> 4) & 0x0f0f0f0f;
                 const I high_a = high & 0x0f0f0f0f, high_b = (high >> 4) & 0x0f0f0f0f;
+                ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
                     const std::int32_t a = word(codes + m * columns + k), b = word(codes + m * columns + k + 4);
                     total[m][0] = dot4<true>(dot4<true>(total[m][0], low_a, a), low_b, b);
@@ -62,6 +68,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
                 }
             }
         }
+        ATTAR_UNROLL
         for (int m = 0; m < M; m++) {
             const F t = all(scales[m * groups]);
             F low = floats(joined_planes<PLANES>(total, m, 0)), high = floats(joined_planes<PLANES>(total, m, 1));
@@ -90,6 +97,7 @@ static inline void product_bf16(const std::uint8_t* panel, const Taken& in, std:
         const I low = load_ints(panel), high = load_ints(panel + 64);
         prefetch(panel + AHEAD);
         prefetch(panel + AHEAD + 64);
+        ATTAR_UNROLL
         for (int m = 0; m < M; m++) {
             if (ROUNDED) {
                 const std::int32_t pair = word(halves + m * columns + k);
@@ -137,8 +145,9 @@ static inline void product(const Linear& linear, const Taken& in, std::int64_t p
 // A panel times tokens [first, last).
 static inline void product_all(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t first,
                                std::int64_t last, const Output& output) {
-    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of eight tokens have no room in registers
+    const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of six tokens fill the registers
     for (; wide && first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
+    for (; !wide && first + 6 <= last; first += 6) product<6>(linear, in, panel, first, output);
     for (; first + 4 <= last; first += 4) product<4>(linear, in, panel, first, output);
     for (; first + 2 <= last; first += 2) product<2>(linear, in, panel, first, output);
     for (; first < last; first++) product<1>(linear, in, panel, first, output);
@@ -149,7 +158,7 @@ static inline void product_all(const Linear& linear, const Taken& in, std::int64
 static inline void multiply(const Linear& linear, const Taken& in, std::int64_t first, std::int64_t last,
                             std::int64_t tokens, const Output& output) {
     const std::int64_t held = std::max<std::int64_t>(1, HELD / linear.panel_bytes());
-    const std::int64_t some = tokens <= 16 ? tokens : 8;
+    const std::int64_t some = tokens <= 16 ? tokens : in.planes == 2 ? 12 : 8;
     for (std::int64_t start = first; start < last; start += held)
         for (std::int64_t token = 0; token < tokens; token += some)
             for (std::int64_t panel = start; panel < std::min(start + held, last); panel++)
