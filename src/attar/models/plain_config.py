@@ -189,5 +189,5 @@ def _norms(plain: PlainConfig) -> dict[str, tuple[int, ...]]:
     if plain.model_type == "gemma2":
         names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     heads = ["self_attn.q_norm", "self_attn.k_norm"] if plain.model_type == "qwen3" else []
-    wide = {f"{name}.weight": (plain.hidden_size,) for name in names}
+    wide: dict[str, tuple[int, ...]] = {f"{name}.weight": (plain.hidden_size,) for name in names}
     return wide | {f"{name}.weight": (plain.head_dim,) for name in heads}
