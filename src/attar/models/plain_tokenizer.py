@@ -75,11 +75,11 @@ class PlainTokenizer:
 
     def __call__(self, text: str | list[str], add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
         """Token ids by the name ``input_ids``: a list, or one for each text of a list."""
-        encode = (
-            self.backend_tokenizer.encode_batch if isinstance(text, list) else self.backend_tokenizer.encode
-        )
-        encoding = encode(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": [each.ids for each in encoding] if isinstance(text, list) else encoding.ids}
+        backend = self.backend_tokenizer
+        if isinstance(text, str):
+            return {"input_ids": backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        encodings = backend.encode_batch(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [encoding.ids for encoding in encodings]}
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
