@@ -64,7 +64,7 @@ def model(kind):
 
 def runner_of(store, method, kind, runner):
     if runner == "compiled":
-        made, exact = model(kind), {"kv_dtype": FORMATS[store], "exact": True, "threads": 1}
+        made, exact = model(kind), {"kv_dtype": FORMATS[store], "bits": 16, "threads": 1}
         return compiled(made.config, made.state_dict(), blocks=24, block_size=B, **exact)
     eviction = METHODS.get(method)
     return Modules(model(kind), blocks=24, block_size=B, kv_dtype=FORMATS[store], eviction=eviction)

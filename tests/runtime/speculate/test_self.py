@@ -90,7 +90,7 @@ def test_modules_draft_with_half_of_their_layers() -> None:
 @needs_compiler
 def test_compiled_layers_are_the_target_s_own_memory() -> None:
     model = tiny_models.build("llama3", num_hidden_layers=4)
-    settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "exact": True, "threads": 1}
+    settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "bits": 16, "threads": 1}
     runner = compiled(model.config, model.state_dict(), weights="int8", **settings)
     draft = load_self("none", Loaded(runner), way="layers")
     made = draft.runner
