@@ -154,7 +154,9 @@ class Terminal:
     def __init__(self, model: Path) -> None:
         ours, theirs = pty.openpty()
         command = ["chat", str(model), "--max-tokens", "1500", "-q", "--kv-tokens", "2048"]
-        code = "from attar.cli.main import main; main()"
+        # As a shell starts it: a worker of a test run may ignore SIGINT, and its children would.
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        code += "from attar.cli.main import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *command],
             stdin=theirs,
