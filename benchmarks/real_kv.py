@@ -37,7 +37,7 @@ from attar.runtime.step import Span, Step
 
 MODEL = "attar:smollm2"
 CHUNK, BLOCK = 512, 32
-WIKITEXT = Path("/work/shared/data/wikitext-2/test.txt")
+WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2" / "test.txt"
 
 
 class Sequences:

@@ -46,7 +46,7 @@ __all__ = ["kv", "serving", "speculation", "speed"]
 
 MODEL = "attar:smollm2"
 PACKAGED = "Q4_1"  # the type of the package's file
-DATA = Path("/work/shared/data")
+DATA = Path(__file__).parents[2] / "shared" / "data"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
