@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from peers import environments
+from quality import append_row, read_rows
 from quantize import make_model
 
 import attar
@@ -113,8 +114,7 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
                 file.unlink()
                 print(f"{checkpoint.name} {kind} {tool} {method}: {cache[key]}", file=sys.stderr, flush=True)
                 if args.cache:
-                    with args.cache.open("a") as opened:
-                        opened.write(json.dumps({"key": key, "found": cache[key]}) + "\n")
+                    append_row(args.cache, {"key": key, "found": cache[key]})
             rows.setdefault(kind, []).append((tool, method, cache[key]))
     return f"### {checkpoint.name}\n\n" + "\n\n".join(table(kind, found) for kind, found in rows.items())
 
@@ -277,11 +277,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def read_cache(file: Path | None) -> dict[str, Any]:
-    """Finished cells."""
-    if file is None or not file.is_file():
-        return {}
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["key"]: row["found"] for row in rows}
+    """Finished cells by key."""
+    return {row["key"]: row["found"] for row in read_rows(file)}
 
 
 def main() -> None:

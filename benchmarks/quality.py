@@ -14,8 +14,8 @@ the checkpoint as it is, which is what people do.
 
 A scheme is W<bits>:<group>[:asym], or W8A8, FP8, FP8_DYNAMIC, NF4[:<block>]. A method is a name, or
 ``name,key=value``: ``gptq,act_order=none`` for a tool, ``gptq,damp=0.05`` for attar, whose settings they are.
-Finished cells go to the cache file at once, and a run that was killed goes on from there; ``--again attar``
-(or ``attar/gptq``) measures these anew.
+Finished cells, and those that failed with the reason, go to the cache file at once, and a run that was killed
+goes on from there; ``--again attar`` (or ``attar/gptq``) measures these anew.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,17 +148,26 @@ def methods(args: argparse.Namespace, kind: str) -> list[Method]:
 
 
 def read_cache(file: Path | None) -> dict[str, dict[str, Any]]:
-    """Finished cells by key; a line that a kill cut short is left out."""
-    if file is None or not file.is_file():
-        return {}
-    found = {}
-    for line in file.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        found[json.dumps(row["key"], sort_keys=True)] = row["found"]
-    return found
+    """Finished cells by key."""
+    return {json.dumps(row["key"], sort_keys=True): row["found"] for row in read_rows(file)}
+
+
+def read_rows(file: Path | None) -> list[dict[str, Any]]:
+    """The JSON objects of a file's lines; a line that a kill cut short is left out."""
+    rows = []
+    for line in file.read_text().splitlines() if file and file.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
+
+
+def append_row(file: Path, row: dict[str, Any]) -> None:
+    """Add a line, behind a line break where a kill left none."""
+    with file.open("a+b") as opened:
+        if end := opened.tell():
+            opened.seek(end - 1)
+        torn = end > 0 and opened.read(1) != b"\n"
+        opened.write((b"\n" if torn else b"") + json.dumps(row).encode() + b"\n")
 
 
 def forgotten(cell: Cell, again: list[str]) -> bool:
@@ -203,7 +213,6 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
     settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference: Reference | None = None
     source: Path | None = None
-    failures: dict[str, str] = {}
     wanted = list(cells(args, digest))
     for number, cell in enumerate(wanted, 1):
         if cell.text in cache and not forgotten(cell, args.again):
@@ -219,19 +228,13 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
         try:
             found = run_cell(cell, str(source), tokens, settings, reference, work, args.limit)
         except (RunnerError, AttarError) as error:
-            failures[label] = str(error)
-            print(f"[{number}/{len(wanted)}] {label}: {error}", file=sys.stderr, flush=True)
-            continue
+            found = {"failed": str(error)}
         cache[cell.text] = found
         if args.cache:
-            with args.cache.open("a") as file:
-                file.write(json.dumps({"key": cell.key, "found": found}) + "\n")
-        print(
-            f"[{number}/{len(wanted)}] {label}: KL {found['kl']:.3e}, {found['seconds']:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-    return report(checkpoint.name, args, wanted, cache, failures)
+            append_row(args.cache, {"key": cell.key, "found": found})
+        result = found.get("failed") or f"KL {found['kl']:.3e}, {found['seconds']:.1f} s"
+        print(f"[{number}/{len(wanted)}] {label}: {result}", file=sys.stderr, flush=True)
+    return report(checkpoint.name, args, wanted, cache)
 
 
 def report(
@@ -239,9 +242,8 @@ def report(
     args: argparse.Namespace,
     wanted: list[Cell],
     cache: dict[str, dict[str, Any]],
-    failures: dict[str, str],
 ) -> str:
-    """A heading, a table for each scheme, and what failed."""
+    """A heading, and a table for each scheme."""
     head = (
         f"### {name}: {args.samples} x {args.length} calibration tokens, {args.tokens} held-out tokens, "
         f"{args.seeds} seed{'s' if args.seeds > 1 else ''}"
@@ -254,28 +256,28 @@ def report(
                 rows.setdefault((cell.method.tool, cell.method.label), []).append(cache[cell.text])
         if rows:
             parts.append(table(scheme, rows))
-    if failures:
-        parts.append("Did not end:\n\n" + "\n".join(f"- {label}: {why}" for label, why in failures.items()))
     return "\n\n".join(parts)
 
 
 def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
-    """Markdown: one row a method, best first.
+    """Markdown: one row a method, best first; where a cell failed, the reason in place of the figures.
 
     Args:
         rows: by (tool, method), the cells of its seeds. KL is their mean and sample standard deviation.
     """
+    failed = {row: cell["failed"] for row, found in rows.items() for cell in found if "failed" in cell}
+    ended = [row for row in rows if row not in failed]
 
     def mean(row: tuple[str, str], name: str) -> float:
         return statistics.fmean(cell[name] for cell in rows[row])
 
-    theirs = [mean(row, "kl") for row in rows if row[0] != OURS]
+    theirs = [mean(row, "kl") for row in ended if row[0] != OURS]
     best = min(theirs) if theirs else math.nan
     lines = [
         f"| {scheme} | method | KL, nats/token | KL p99 | top-1 | perplexity | KL / best peer's | call, s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: mean(row, "kl")):
+    for row in sorted(ended, key=lambda row: mean(row, "kl")):
         values = [cell["kl"] for cell in rows[row]]
         spread = f" ± {statistics.stdev(values):.1e}" if len(values) > 1 else ""
         ratio = "–" if math.isnan(best) else f"{mean(row, 'kl') / best:.2f}"
@@ -284,6 +286,7 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
             f"| {mean(row, 'top1'):.4f} | {mean(row, 'perplexity'):.3f} | {ratio} "
             f"| {mean(row, 'seconds'):.1f} |"
         )
+    lines += [f"| {tool} | {name} | failed: {failed[tool, name]} | | | | | |" for tool, name in failed]
     return "\n".join(lines)
 
 

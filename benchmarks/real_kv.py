@@ -1,19 +1,24 @@
-"""The KV cache on a real model and real text: what eviction leaves of a long prompt.
+"""The KV cache on a real model and real text: what its formats keep, what eviction leaves of a long prompt.
 
     python benchmarks/real.py --parts kv
-    python benchmarks/real_kv.py --texts wikitext python --lengths 4096 --methods SnapKV Reread
+    python benchmarks/real_kv.py --tables formats --lengths 4096 8192 --formats bfloat16 int8 kivi4
+    python benchmarks/real_kv.py --tables eviction --texts wikitext python --lengths 4096 --count 2
+    python benchmarks/real_kv.py --tables needle --cases 16 --prompt 2048 --methods SnapKV Reread
 
 Everything runs through the runtime's modules, block tables and pool, in float32 arithmetic. A text is a
 prompt of all but ``--tail`` tokens, in chunks of 512, and a tail that is given in one step, whose tokens see
 what is kept of the prompt and the tail before them. KL is that of the tail's next-token distributions from
 the same runtime's with everything kept in float32; nats a token.
 
-Methods that choose once, when the prompt is read, share its pass: each goes on from a fork of it.
+Methods that choose once, when the prompt is read, share its pass: each goes on from a fork of it. The needle
+is that of ``benchmarks/needle.py``: a name with a word, stated three times in foreign code, and its name
+again at the end; the word must be likelier than nine others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
@@ -23,12 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from needle import RIVALS, hidden
 from torch import Tensor
 
+from attar.checkpoint import open_checkpoint
 from attar.data.stdlib import texts as python_files
 from attar.models.load import load_tokenizer
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
+from attar.runtime.kv.layout import LayerShape, block_bytes
 from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.store import STORES
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary
@@ -37,7 +46,7 @@ from attar.runtime.step import Span, Step
 
 MODEL = "attar:smollm2"
 CHUNK, BLOCK = 512, 32
-WIKITEXT = Path(__file__).parents[2] / "shared" / "data" / "wikitext-2" / "test.txt"
+DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 class Sequences:
@@ -120,8 +129,12 @@ def kv(rest: list[str]) -> str:
     parser.add_argument("--tables", nargs="+", default=list(TABLES), choices=TABLES)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 8192], help="prompt and tail")
     parser.add_argument("--texts", nargs="+", default=["wikitext"], choices=SOURCES)
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--count", type=int, default=1, help="texts of each kind and length")
     parser.add_argument("--tail", type=int, default=128)
+    parser.add_argument("--formats", nargs="+", default=list(STORES)[1:], choices=STORES)
+    parser.add_argument("--cases", type=int, default=16, help="needles")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens in front of a needle's question")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.2, 0.1])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     args, _ = parser.parse_known_args(rest)
@@ -136,17 +149,30 @@ def runner(length: int, kv_dtype: str = "float32", eviction: Eviction | None = N
     return found
 
 
-def passages(source: str, length: int, count: int) -> list[list[int]]:
+def passages(source: str, length: int, count: int, data: Path) -> list[list[int]]:
     """Texts of so many tokens each, one after the other."""
-    tokens = load_tokenizer(MODEL)(SOURCES[source]())["input_ids"]
-    return [tokens[start : start + length] for start in range(0, count * length, length)]
+    tokens = load_tokenizer(MODEL)(SOURCES[source](data))["input_ids"]
+    found = [tokens[start : start + length] for start in range(0, count * length, length)]
+    if len(found[-1]) < length:
+        raise SystemExit(f"{source}: {len(tokens):,} tokens are not {count} texts of {length:,}")
+    return found
 
 
-def _python() -> str:
+def _wikitext(data: Path) -> str:
+    return (data / "wikitext-2" / "test.txt").read_text()
+
+
+def _python(data: Path | None = None) -> str:
     return "\n".join(text for _, text in python_files("evaluation"))[:400_000]
 
 
-SOURCES: dict[str, Callable[[], str]] = {"wikitext": lambda: WIKITEXT.read_text(), "python": _python}
+def _problems(data: Path) -> str:
+    """Questions with their worked answers, one after the other: a prompt of many examples."""
+    rows = [json.loads(line) for line in (data / "gsm8k" / "test.jsonl").read_text().splitlines()]
+    return "\n\n".join(f"Question: {row['question']}\nAnswer: {row['answer']}" for row in rows[:300])
+
+
+SOURCES: dict[str, Callable[[Path], str]] = {"wikitext": _wikitext, "python": _python, "gsm8k": _problems}
 
 METHODS: dict[str, Callable[[int], Eviction]] = {
     "StreamingLLM": lambda places: Streaming(sinks=4, window=places - 4),
@@ -173,12 +199,14 @@ def _evicted(source: str, length: int, args: argparse.Namespace) -> Iterator[str
     """The rows of one kind of text and length: means over its texts."""
     found: dict[tuple[str, float], list[Quality]] = {}
     first = list[Quality]()
-    for text in passages(source, length, args.count):
+    for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
-        measured = measure(prompt, tail, args.methods, args.shares)
-        first.append(measured.pop(("everything", 1.0)))
-        for key, one in measured.items():
-            found.setdefault(key, []).append(one)
+        logits = tails(prompt, tail, args.methods, args.shares)
+        full = logits.pop(("everything", 1.0)).log_softmax(-1)
+        first.append(quality(full, tail, full))
+        for key, one in logits.items():
+            found.setdefault(key, []).append(quality(one, tail, full))
+            print(source, length, *key, found[key][-1], file=sys.stderr, flush=True)
     base = _mean(first)
     yield f"| {source} | {length:,} | everything | 100 % | {base.perplexity:.2f} | | | |"
     for (name, share), some in found.items():
@@ -194,29 +222,27 @@ def _mean(some: Sequence[Quality]) -> Quality:
     return Quality(perplexity, kl, top)
 
 
-def measure(
+def tails(
     prompt: Sequence[int], tail: Sequence[int], methods: Sequence[str], shares: Sequence[float]
-) -> dict[tuple[str, float], Quality]:
-    """Every method at every share, and everything kept: ("everything", 1.0)."""
+) -> dict[tuple[str, float], Tensor]:
+    """Logits (t, vocabulary) of a tail behind what every method keeps of its prompt at every share, and
+    behind all of it: ("everything", 1.0)."""
     plain = runner(len(prompt) + len(tail))
     base = Sequences(plain)
     recorder = Recorder(plain)
     base.read(0, prompt)
     base.fork(0, 1)
-    full = base.run(1, tail, len(tail)).log_softmax(-1)
+    found = {("everything", 1.0): base.run(1, tail, len(tail))}
     base.release(1)
-    found = {("everything", 1.0): quality(full, tail, full)}
     for name in methods:
         for share in shares:
             method = METHODS[name](round(share * len(prompt)))
             if isinstance(method, SnapKV | Reread):
-                logits = recorder.packed(base, method, tail)
+                found[name, share] = recorder.packed(base, method, tail)
             else:
                 alone = Sequences(runner(len(prompt) + len(tail), eviction=method))
                 alone.read(0, prompt)
-                logits = alone.run(0, tail, len(tail))
-            found[name, share] = quality(logits, tail, full)
-            print(name, share, found[name, share], file=sys.stderr, flush=True)
+                found[name, share] = alone.run(0, tail, len(tail))
     return found
 
 
@@ -255,7 +281,79 @@ class Recorder:
         return logits
 
 
-TABLES = {"eviction": eviction}
+def formats(args: argparse.Namespace) -> Iterator[str]:
+    """A row for each format, a text and a length after the other."""
+    yield (
+        f"SmolLM2-135M-Instruct in float32, keys and values in each format, the last {args.tail} tokens of "
+        f"each text, {args.count} of each kind: perplexity, its change, KL, same likeliest token\n"
+    )
+    yield "| text | tokens | KV | bits a value | MB | perplexity | change | KL, nats | same token |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for source in args.texts:
+        for length in args.lengths:
+            yield from _formatted(source, length, args)
+
+
+def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[str]:
+    """The rows of one kind of text and length: means over its texts."""
+    found: dict[str, list[Quality]] = {name: [] for name in ("float32", *args.formats)}
+    for text in passages(source, length, args.count, args.data):
+        prompt, tail = text[: length - args.tail], text[length - args.tail :]
+        full = _behind(prompt, tail, "float32").log_softmax(-1)
+        for name, some in found.items():
+            some.append(quality(full if name == "float32" else _behind(prompt, tail, name), tail, full))
+            print(source, length, name, some[-1], file=sys.stderr, flush=True)
+    base = _mean(found["float32"])
+    for name, some in found.items():
+        mean = _mean(some)
+        bits, total = stored(name, length)
+        change = f"{100 * (mean.perplexity / base.perplexity - 1):+.2f} %"
+        numbers = f"{mean.perplexity:.2f} | {change} | {mean.kl:.5f} | {mean.top:.0%}"
+        yield f"| {source} | {length:,} | {name} | {bits:.1f} | {total / 1e6:.1f} | {numbers} |"
+
+
+def _behind(prompt: Sequence[int], tail: Sequence[int], kv_dtype: str) -> Tensor:
+    """Logits of a tail behind a prompt whose keys and values are kept in a format."""
+    alone = Sequences(runner(len(prompt) + len(tail), kv_dtype))
+    alone.read(0, prompt)
+    return alone.run(0, tail, len(tail))
+
+
+def stored(name: str, length: int) -> tuple[float, int]:
+    """(bits of a number, bytes of a text) of keys and values in whole blocks."""
+    config = open_checkpoint(MODEL).config
+    heads, layers = config["num_key_value_heads"], config["num_hidden_layers"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    block = block_bytes([LayerShape(heads, dim)] * layers, name, BLOCK)
+    return 8 * block / (2 * layers * heads * dim * BLOCK), block * -(-length // BLOCK)
+
+
+def needle(args: argparse.Namespace) -> Iterator[str]:
+    """Right answers: a row for each method, a column for each share."""
+    tokenizer = load_tokenizer(MODEL)
+    stream, vocabulary = tokenizer(_python())["input_ids"], tokenizer.get_vocab()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    right: dict[tuple[str, float], int] = {}
+    for seed in range(args.cases):
+        case = hidden(encode, vocabulary, stream, args.prompt, seed)
+        for key, logits in tails(case.prompt, case.given, args.methods, args.shares).items():
+            right[key] = right.get(key, 0) + (int(logits[-1][list(case.words)].argmax()) == 0)
+        print(f"case {seed}: {right}", file=sys.stderr, flush=True)
+    yield (
+        f"{args.cases} needles in {args.prompt:,} tokens of code, chance {100 / RIVALS:.0f} %: right "
+        f"answers, per cent; {100 * right['everything', 1.0] / args.cases:.0f} with everything kept\n"
+    )
+    yield f"| kept | {' | '.join(f'{share:.0%}' for share in args.shares)} |"
+    yield f"|---|{'---:|' * len(args.shares)}"
+    for name in args.methods:
+        cells = (f"{100 * right[name, share] / args.cases:.0f}" for share in args.shares)
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
+TABLES = {"formats": formats, "eviction": eviction, "needle": needle}
 
 if __name__ == "__main__":
     print(kv(sys.argv[1:]))

@@ -45,6 +45,7 @@ from attar.runtime.speculate.profile.settings import ProfileSettings
 __all__ = ["kv", "serving", "speculation", "speed"]
 
 MODEL = "attar:smollm2"
+NO_REPACK = "llama.cpp's, where its AMX code crashes"
 PACKAGED = "Q4_1"  # the type of the package's file
 DATA = Path(__file__).parents[2] / "shared" / "data"
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -57,7 +58,7 @@ def speed(rest: list[str]) -> str:
     parser.add_argument("--tasks", nargs="+", default=["decode 1", "decode 8", "prompt 512"], choices=TASKS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64, help="steps of a timing")
-    parser.add_argument("--no-repack", action="store_true", help="llama.cpp's, where its AMX code crashes")
+    parser.add_argument("--no-repack", action="store_true", help=NO_REPACK)
     args, _ = parser.parse_known_args(rest)
     lines = [
         f"SmolLM2-135M-Instruct, {args.threads} threads, median of {args.rounds} rounds in turn (range)\n"
@@ -101,6 +102,7 @@ def serving(rest: list[str]) -> str:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--kv-tokens", type=int, default=8192)
+    parser.add_argument("--no-repack", action="store_true", help=NO_REPACK)
     args, _ = parser.parse_known_args(rest)
     args.servers, args.unified = ["attar", "llama.cpp"], False
     lines = [

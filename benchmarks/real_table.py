@@ -106,8 +106,7 @@ def exact_settings(args: argparse.Namespace) -> EvaluateSettings:
 def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, dict[str, Any]]:
     """The measurements of each result by name, from the cache or, with ``fill``, made now."""
     cache = args.work / "tasks.jsonl"
-    lines = [json.loads(line) for line in cache.read_text().splitlines()] if cache.is_file() else []
-    kept = {line["key"]: line["found"] for line in lines}
+    kept = {row["key"]: row["found"] for row in packed.read_rows(cache)}
     reference, found = None, {}
     for result in RESULTS:
         if wanted and result.name not in wanted:
@@ -119,8 +118,7 @@ def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, d
             model = make(result, args)
             reference = reference or make_reference(dense(args), exact_settings(args), memory_limit=2**31)
             kept[key] = {**served(model, args), **exact(model, args, reference)}
-            with cache.open("a") as file:
-                file.write(json.dumps({"key": key, "result": result.name, "found": kept[key]}) + "\n")
+            packed.append_row(cache, {"key": key, "result": result.name, "found": kept[key]})
         if key in kept:
             found[result.name] = kept[key]
     return found
@@ -172,7 +170,9 @@ def best_packed(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
     best: dict[str, tuple[str, float]] = {}
     for text, found in packed.read_cache(quality_options(args).cache).items():
         key = json.loads(text)
-        if key["tool"] == packed.OURS or (key["samples"], key["length"]) != (args.samples, args.length):
+        if "failed" in found or key["tool"] == packed.OURS:
+            continue
+        if any(key[name] != getattr(args, name) for name in ("samples", "length", "tokens")):
             continue
         if key["scheme"] not in best or found["kl"] < best[key["scheme"]][1]:
             best[key["scheme"]] = (f"{key['tool']} {key['method']}", found["kl"])
@@ -183,7 +183,9 @@ def best_gguf(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
     """The same by type: llama.cpp's."""
     best: dict[str, tuple[str, float]] = {}
     for text, found in gguf_files.read_cache(gguf_options(args).cache).items():
-        _, kind, tool, method, *_ = json.loads(text)
-        if tool == gguf_files.PEER and (kind not in best or found["kl"] < best[kind][1]):
+        _, kind, tool, method, *measured = json.loads(text)
+        if tool != gguf_files.PEER or measured[:3] != [args.samples, args.length, args.tokens]:
+            continue
+        if kind not in best or found["kl"] < best[kind][1]:
             best[kind] = (f"llama.cpp {method}", found["kl"])
     return best

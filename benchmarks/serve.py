@@ -44,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-tokens", type=int, default=8192, help="of the pool")
     parser.add_argument("--slots", type=int, default=16, help="sequences that run together, in both servers")
     parser.add_argument("--unified", action="store_true", help="one pool for llama.cpp's slots, too: slower")
+    parser.add_argument("--no-repack", action="store_true", help="llama.cpp's, where its AMX code crashes")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--servers", nargs="+", default=["attar", "llama.cpp"], choices=["attar", "llama.cpp"]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -93,20 +94,21 @@ def _random_model(folder: Path, shape: dict[str, int]) -> None:
 def servers(arguments: argparse.Namespace, file: Path) -> Iterator[list[Server]]:
     """Both, ready."""
     made, processes = [], []
-    try:
-        for name in arguments.servers:
-            port = free_port()
-            command = ours(arguments, file, port) if name == "attar" else theirs(arguments, file, port)
-            environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
-            log = (file.parent / f"{name}.log").open("w")
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-            wait(port, processes[-1], Path(log.name))
-            made.append(Server(name, port))
-        yield made
-    finally:
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+    environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            for name in arguments.servers:
+                port = free_port()
+                command = ours(arguments, file, port) if name == "attar" else theirs(arguments, file, port)
+                with Path(logs, name).open("w") as log:
+                    processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+                wait(port, processes[-1], Path(log.name))
+                made.append(Server(name, port))
+            yield made
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
 
 
 def ours(arguments: argparse.Namespace, file: Path, port: int) -> list[Any]:
@@ -121,6 +123,7 @@ def theirs(arguments: argparse.Namespace, file: Path, port: int) -> list[Any]:
     pool = ["--kv-unified"] if arguments.unified else ["--no-kv-unified"]
     cells = arguments.kv_tokens if arguments.unified else arguments.slots * SLOT_TOKENS
     given = ["-t", threads, "-tb", threads, "-c", str(cells), "-np", str(arguments.slots), *pool]
+    given += ["--no-repack"] if arguments.no_repack else []
     return [environments.server(), "-m", file, "--port", str(port), *given]
 
 

@@ -13,6 +13,7 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
 
+import export as gguf_files  # noqa: E402
 import quality  # noqa: E402
 import quantize as timing  # noqa: E402
 import real  # noqa: E402
@@ -78,6 +79,19 @@ def test_the_cache_forgets_a_line_that_was_cut_short(tmp_path):
     file.write_text(json.dumps({"key": {"b": 1, "a": 2}, "found": {"kl": 0.5}}) + '\n{"key": {"a"')
     assert quality.read_cache(file) == {'{"a": 2, "b": 1}': {"kl": 0.5}}
     assert quality.read_cache(tmp_path / "none") == {}
+    assert gguf_files.read_cache(tmp_path / "none") == gguf_files.read_cache(None) == {}
+    file.write_text('{"key": "a", "found": 1}\n{"key": "b", "fou')
+    assert gguf_files.read_cache(file) == {"a": 1}
+
+
+def test_the_next_row_after_a_cut_line_is_kept(tmp_path):
+    file = tmp_path / "cache.jsonl"
+    for text in ("", '{"key": "a", "found": 1}\n', '{"key": "a", "found": 1}\n{"key": "b", "fou'):
+        file.write_text(text)
+        quality.append_row(file, {"key": "c", "found": 2})
+        quality.append_row(file, {"key": "d", "found": 3})
+        assert [row["key"] for row in quality.read_rows(file)][-2:] == ["c", "d"]
+    assert gguf_files.read_cache(file) == {"a": 1, "c": 2, "d": 3}
 
 
 def cell(kl):
@@ -94,6 +108,13 @@ def test_quality_table_gives_mean_spread_and_the_ratio_to_the_best_peer():
     assert first.startswith("| attar | gptq | 1.000e-01 |") and "| 0.50 |" in first
     assert second.startswith("| llmcompressor | gptq | 2.000e-01 ± 1.4e-01 |") and "| 1.00 |" in second
     assert third.startswith("| gptqmodel |") and "| 2.00 |" in third
+
+
+def test_a_method_that_failed_has_a_row_with_its_reason():
+    rows = {("auto-round", "autoround"): [{"failed": "longer than 9 s"}], ("attar", "gptq"): [cell(0.1)]}
+    ours, theirs = quality.table("W4:128", rows).splitlines()[2:]
+    assert ours.startswith("| attar | gptq | 1.000e-01 |") and "| – |" in ours
+    assert theirs == "| auto-round | autoround | failed: longer than 9 s | | | | | |"
 
 
 def test_timing_goes_forth_and_back_and_takes_smallest_time_and_largest_peak():
@@ -198,7 +219,7 @@ def test_measuring_on_another_text_is_another_cell():
     assert other.key == {**plain.key, "test": "test.txt"}
 
 
-@pytest.mark.parametrize("name", ["quality", "gguf", "tasks", "pipeline", "table"])
+@pytest.mark.parametrize("name", real.PARTS)
 def test_every_part_of_the_real_model_is_a_function(name):
     assert callable(real.part(name))
 
@@ -234,12 +255,17 @@ def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, mon
     dense.mkdir()
     monkeypatch.setattr(real_table, "open_checkpoint", lambda _: Namespace(nbytes=200e6))
     key = {"scheme": "W4:64", "tool": "auto-round", "method": "autoround", "samples": 2, "length": 256}
+    key["tokens"] = 8192
     theirs = [(key, 0.5), ({**key, "tool": "gptqmodel"}, 0.7), ({**key, "tool": "attar"}, 0.1)]
-    theirs += [({**key, "samples": 9}, 0.2)]
+    theirs += [({**key, "samples": 9}, 0.2), ({**key, "tokens": 64}, 0.3)]
     lines = [json.dumps({"key": key, "found": {"kl": kl}}) for key, kl in theirs]
+    lines.append(json.dumps({"key": {**key, "tool": "llmcompressor"}, "found": {"failed": "why"}}))
     (tmp_path / "quality.jsonl").write_text("\n".join(lines))
-    file = json.dumps(["digest", "Q2_K", "llama-cpp", "imatrix", 2, 256, 8192, "d"])
-    (tmp_path / "gguf.jsonl").write_text(json.dumps({"key": file, "found": {"kl": 0.25}}))
+    files = [
+        (["digest", "Q2_K", "llama-cpp", "imatrix", 2, 256, tokens, "d"], tokens) for tokens in (8192, 64)
+    ]
+    lines = [json.dumps({"key": json.dumps(key), "found": {"kl": tokens / 2**15}}) for key, tokens in files]
+    (tmp_path / "gguf.jsonl").write_text("\n".join(lines))
     found = {"kl": 0.4, "perplexity": 20.0, "kept": 0.95, "bytes": 50e6, "decode": 321.4}
     found["tasks"] = {name: [0.5, 0.01] for name in real_table.SETS}
     monkeypatch.setattr(real_table, "rows", lambda *_, **__: dict.fromkeys(wanted, found))
