@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from attar.errors import AttarError
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 PARTS = {
@@ -45,7 +47,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["quality", "gguf", "tasks"])
     args, rest = parser.parse_known_args()
     for name in args.parts:
-        print(part(name)(rest), end="\n\n", flush=True)
+        try:
+            print(part(name)(rest), end="\n\n", flush=True)
+        except AttarError as error:
+            raise SystemExit(f"{name}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ def speculation(rest: list[str]) -> str:
     chosen = ProfileSettings(speculate=tuple(args.methods), draft=tuple(args.drafts))
     methods = make_methods(MODEL, loaded, chosen, {"device": "cpu", "block_size": 16})
     llm = LLM.of(loaded)
-    texts = categories(read_questions(DATA / "spec-bench" / "question.jsonl"), args.prompts, args.categories)
+    questions = read_questions(args.data / "spec-bench" / "question.jsonl")
+    texts = categories(questions, args.prompts, args.categories)
     sets = {name: [_chat(llm, text) for text in turns] for name, turns in texts.items()}
     found = profile(llm.engine, llm.name, methods, sets, tokens=args.tokens, rounds=args.rounds)
     lines = [
@@ -210,6 +211,7 @@ def gguf_file(kind: str, folder: Path) -> Path:
 
 def _parser(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"real.py --parts {name}", allow_abbrev=False)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with spec-bench")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=environments.folder() / "files", help="of GGUF files")
     return parser
