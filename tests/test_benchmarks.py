@@ -17,8 +17,10 @@ import export as gguf_files  # noqa: E402
 import quality  # noqa: E402
 import quantize as timing  # noqa: E402
 import real  # noqa: E402
+import real_kv  # noqa: E402
 import real_quality  # noqa: E402
 import real_table  # noqa: E402
+import serve_pair  # noqa: E402
 from peers import activations, environments, job, launch  # noqa: E402
 
 JOB = job.Job(model="m", tokens="t", out="o", method="gptq", bits=3, symmetric=False)
@@ -274,3 +276,73 @@ def test_the_readme_s_table_joins_our_results_with_the_best_peer_s(tmp_path, mon
     assert table[3] == "| original | 50.0 | 4.0x | 20.00 | 95.0 % | 0.400 | – | 50.0 |"
     assert "| 0.400 | 0.500 (auto-round autoround) |" in table[4]
     assert "| 0.400 | 0.250 (llama.cpp imatrix) |" in table[5]
+
+
+@pytest.fixture
+def tiny_kv(tmp_path, monkeypatch):
+    """The tables of the real model's cache, on the embedded one and on a text of numbers; their options."""
+    monkeypatch.setattr(real_kv, "MODEL", "attar:tiny")
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2" / "test.txt").write_text(" ".join(map(str, range(2000))))
+    return ["--data", str(tmp_path), "--lengths", "320", "--tail", "16"]
+
+
+def test_keys_in_few_bits_cost_more_than_in_eight(tiny_kv):
+    table = real_kv.kv([*tiny_kv, "--tables", "formats", "--formats", "int8", "kivi2"]).splitlines()[4:]
+    cells = [[cell.strip() for cell in row.split("|")[3:-1]] for row in table]
+    assert [row[:2] for row in cells] == [["float32", "32.0"], ["int8", "9.0"], ["kivi2", "3.0"]]
+    first, eight, two = (float(row[5]) for row in cells)
+    assert abs(first) < 1e-5 <= eight < two
+
+
+def test_what_keeps_everything_changes_nothing_and_a_fifth_does(tiny_kv):
+    (text,) = real_kv.passages("wikitext", 320, 1, Path(tiny_kv[1]))
+    found = real_kv.tails(text[:-8], text[-8:], ["SnapKV", "Reread", "H2O"], [1.0, 0.5])
+    full = found["everything", 1.0]
+    for name in ("SnapKV", "Reread", "H2O"):
+        torch.testing.assert_close(found[name, 1.0], full, atol=1e-4, rtol=1e-4)
+        assert (found[name, 0.5] - full).abs().max() > 1e-2
+    with pytest.raises(SystemExit, match="tokens are not 1000 texts of 4,096"):
+        real_kv.passages("wikitext", 4096, 1000, Path(tiny_kv[1]))
+
+
+def test_a_needle_is_right_where_its_word_is_the_likeliest_of_ten(tiny_kv, monkeypatch):
+    def logits(prompt, given, methods, shares):
+        rows = torch.zeros(2, 100_000)
+        rows[-1, [case.words[0] for case in cases]] = 1.0
+        return {("everything", 1.0): rows, ("SnapKV", 0.5): -rows}
+
+    cases, hidden = [], real_kv.hidden
+    monkeypatch.setattr(real_kv, "hidden", lambda *given: cases.append(hidden(*given)) or cases[-1])
+    monkeypatch.setattr(real_kv, "tails", logits)
+    asked = [
+        "--tables",
+        "needle",
+        "--cases",
+        "2",
+        "--prompt",
+        "400",
+        "--methods",
+        "SnapKV",
+        "--shares",
+        "0.5",
+    ]
+    table = real_kv.kv([*tiny_kv, *asked])
+    assert "per cent; 100 with everything kept" in table
+    assert table.splitlines()[-1] == "| SnapKV | 0 |"
+
+
+def test_llama_cpp_serves_without_repacked_weights_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(environments, "server", lambda: Path("llama-server"))
+    asked = Namespace(threads=2, unified=False, slots=4, kv_tokens=64, no_repack=False)
+    plain = serve_pair.theirs(asked, Path("m.gguf"), 1)
+    asked.no_repack = True
+    assert serve_pair.theirs(asked, Path("m.gguf"), 1) == [*plain, "--no-repack"]
+
+
+def test_a_part_that_cannot_read_its_data_says_so_in_one_line(tmp_path, monkeypatch):
+    asked = ["real.py", "--parts", "kv", "--tables", "eviction", "--data", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*asked, "--methods", "Reread", "--shares", "0.01"])
+    monkeypatch.setattr(real_kv, "MODEL", str(tmp_path / "none"))
+    with pytest.raises(SystemExit, match=r"^kv: .*none"):
+        real.main()
