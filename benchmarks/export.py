@@ -34,12 +34,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from peers import environments
-from quality import append_row, read_rows
+from quality import append_row, digest_of, read_rows
 from quantize import make_model
 
 import attar
 from attar.checkpoint import open_checkpoint
-from attar.checkpoint.hashing import sha256_file
 from attar.measure.evaluate import measure_quality
 from attar.measure.reference import Reference, make_reference
 from attar.measure.settings import EvaluateSettings
@@ -92,7 +91,7 @@ def measured(file: Path, settings: EvaluateSettings, reference: Reference) -> di
 def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Path) -> str:
     """The table of one model."""
     checkpoint = open_checkpoint(name)
-    digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
+    digest = digest_of(checkpoint)
     settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference = None
     common = {"samples": args.samples, "sequence_length": args.length, "data": args.data}

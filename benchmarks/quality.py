@@ -199,6 +199,11 @@ def run_cell(
     }
 
 
+def digest_of(checkpoint: Checkpoint) -> str:
+    """Of the weights: what the cache knows a model by."""
+    return ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
+
+
 def given_model(checkpoint: Checkpoint, dtype: str, copy: Path) -> Path:
     """The folder that every tool is given: the checkpoint itself, or a copy of it in another type."""
     if dtype == "auto":
@@ -209,13 +214,13 @@ def given_model(checkpoint: Checkpoint, dtype: str, copy: Path) -> Path:
 def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, Any]], work: Path) -> str:
     """Fill the cells of one model; its tables."""
     checkpoint = open_checkpoint(name)
-    digest = ",".join(sha256_file(file)[:16] for file in checkpoint.weight_files)
+    digest = digest_of(checkpoint)
     settings = EvaluateSettings(data=args.test or args.data, tokens=args.tokens, speed=False, sample="")
     reference: Reference | None = None
     source: Path | None = None
     wanted = list(cells(args, digest))
     for number, cell in enumerate(wanted, 1):
-        if cell.text in cache and not forgotten(cell, args.again):
+        if args.cached or (cell.text in cache and not forgotten(cell, args.again)):
             continue
         reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
         source = source or given_model(checkpoint, args.dtype, work / digest[:16])
@@ -312,6 +317,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", help="float32, or auto: the checkpoint's")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds that one cell may take")
     parser.add_argument("--cache", type=Path, help="JSON lines of finished cells")
+    parser.add_argument("--cached", action="store_true", help="print what the cache has, and run nothing")
     parser.add_argument("--again", nargs="*", default=[], metavar="TOOL[/METHOD]")
     parser.add_argument("--work", type=Path, help="folder for what is written meanwhile")
     return parser

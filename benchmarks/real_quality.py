@@ -74,6 +74,7 @@ def options(rest: list[str]) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=400, help="of each set of questions; 0: all")
     parser.add_argument("--ratio", type=float, default=0.2, help="of neurons that the pipeline prunes")
     parser.add_argument("--steps", type=int, default=60, help="of the pipeline's trainings")
+    parser.add_argument("--cached", action="store_true", help="of quality: print what is there, run nothing")
     parser.add_argument("--limit", type=float, default=7200.0, help="seconds that a cell may take")
     args, _ = parser.parse_known_args(rest)
     args.work.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ def quality_options(args: argparse.Namespace) -> argparse.Namespace:
     """The options of ``benchmarks/quality.py`` for this model."""
     command = [*common(args), "--dtype", "auto", "--cache", str(args.work / "quality.jsonl")]
     command += ["--limit", str(args.limit), "--schemes", *args.schemes, "--skip", *args.skip]
-    command += ["--iterations", str(args.iterations)]
+    command += ["--iterations", str(args.iterations), *(["--cached"] if args.cached else [])]
     return packed.arguments().parse_args([*command, "--methods", *args.methods, "--peers", *args.peers])
 
 

@@ -112,6 +112,16 @@ def test_quality_table_gives_mean_spread_and_the_ratio_to_the_best_peer():
     assert third.startswith("| gptqmodel |") and "| 2.00 |" in third
 
 
+def test_tables_of_what_is_cached_run_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(quality, "make_reference", lambda *_, **__: pytest.fail("it measures"))
+    args = arguments(schemes=["W4:128"], methods=["rtn", "gptq"], cached=True)
+    (known, _) = quality.cells(args, quality.digest_of(quality.open_checkpoint("attar:tiny")))
+    text = quality.run_model("attar:tiny", args, {known.text: cell(0.25)}, tmp_path)
+    assert [row for row in text.splitlines() if row.startswith("| attar")] == [
+        "| attar | rtn | 2.500e-01 | 5.00e-01 | 0.9000 | 7.000 | – | 1.0 |"
+    ]
+
+
 def test_a_method_that_failed_has_a_row_with_its_reason():
     rows = {("auto-round", "autoround"): [{"failed": "longer than 9 s"}], ("attar", "gptq"): [cell(0.1)]}
     ours, theirs = quality.table("W4:128", rows).splitlines()[2:]
@@ -245,7 +255,8 @@ def test_the_real_model_s_options_pass_others_over_and_give_every_tool_the_same(
     for one in (packed, files):
         assert (one.data, one.test) == ("d/wikitext-2/valid.txt", "d/wikitext-2/test.txt")
         assert (one.samples, one.length, one.tokens) == (128, 256, 64)
-    assert packed.peers == ["auto-round"]
+    assert packed.peers == ["auto-round"] and not packed.cached
+    assert real_quality.quality_options(real_quality.options([*rest, "--cached"])).cached
     assert files.mixes == []
 
 
