@@ -48,7 +48,8 @@ data: {train}
 evaluate: {{data: {test}, tokens: {tokens}, runner: transformers, speed: false, sample: ""}}
 stages:
   - {{stage: prune, method: neurons, ratio: {ratio}, samples: {samples}, sequence_length: {length}}}
-  - {{stage: recover, teacher: original, steps: {steps}, sequence_length: {length}, batch_size: 8}}
+  - {{stage: recover, teacher: original, steps: {steps}, sequence_length: {length}, batch_size: 8,
+      checkpoint_every: 10}}
   - {{stage: quantize, scheme: W4A16, group_size: 64, embedding_bits: 8, samples: {samples},
       sequence_length: {length}, check_tokens: 0}}
   - {{stage: export, from: recover, format: gguf, type: Q4_K_M, imatrix: compute, samples: {samples},
