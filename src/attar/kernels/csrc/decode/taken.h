@@ -19,12 +19,18 @@ struct Taken {
     int group;     // 0: not quantized
     int planes;    // of codes: 1 (int8) or 2 (int16)
     bool rounded;  // to bfloat16
-    int zero;      // the weights' zero point, where all have the same; else 1
+    int zeros;     // how the weights' zero points are stored
+    int zero;      // the weights' zero point, where all have the same
     float* values;
     std::uint16_t* halves;
-    std::int8_t* codes;  // (tokens, planes, columns), the high plane first
-    float* scales;
-    std::int32_t* sums;  // of codes, times -zero
+    std::int8_t* codes;  // (tokens, planes, columns) `line()` bytes apart, the high plane first
+    float* scales;       // (tokens, groups), as the next two
+    std::int32_t* sums;  // of codes, times -zero; of weights without zero points
+    float* offsets;      // what zero points are multiplied by: -sum, or -sum times the scale for products s z
+
+    // Bytes from a token's codes to the next one's: one line of the cache more than they take, so that the same
+    // column of many tokens does not fall on one set of the cache.
+    std::int64_t line() const { return planes * columns + 64; }
 
     // Inputs [first, last) of a token; `first` a multiple of the group, and of 16.
     void put(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
@@ -46,7 +52,7 @@ private:
     template <int PLANES>
     void quantize(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
         constexpr float TOP = PLANES == 2 ? 127 * 257 : 127;
-        std::int8_t* high = codes + token * PLANES * columns;
+        std::int8_t* high = codes + token * line();
         for (std::int64_t start = first; start < last; start += group, from += group) {
             F peak{};
             for (int i = 0; i < group; i += WIDTH) peak = larger(peak, magnitude(load(from + i)));
@@ -63,7 +69,10 @@ private:
             scales[place] = top / TOP;
             std::int32_t whole = 0;
             for (int i = 0; i < WIDTH; i++) whole += total[i];
-            sums[place] = -zero * whole;
+            if (zeros == MIDDLE)
+                sums[place] = -zero * whole;
+            else
+                offsets[place] = zeros == POINTS ? float(-whole) : float(-whole) * scales[place];
         }
     }
 };
@@ -71,12 +80,15 @@ private:
 // The room for them.
 class Input {
 public:
+    // Of quantized tokens a whole block of the matrix unit (product_tiles.h), which reads more than there are.
     void reserve(const Linear& linear, std::int64_t tokens, int bits) {
         const std::int64_t whole = tokens * linear.columns + 64;
         if (linear.kind != BF16) {
-            grow(codes_, bits / 8 * whole);
-            grow(scales_, tokens * linear.groups());
-            grow(sums_, tokens * linear.groups());
+            const std::int64_t blocks = (tokens + 15) / 16 * 16, constants = blocks * linear.groups();
+            grow(codes_, blocks * taken(linear, bits).line() + LINE);
+            grow(scales_, constants);
+            if (linear.zeros == MIDDLE) grow(sums_, constants);
+            if (linear.zeros != MIDDLE) grow(offsets_, constants);
         } else if (bits == 16) {
             grow(values_, whole);
         } else {
@@ -86,17 +98,23 @@ public:
 
     Taken taken(const Linear& linear, int bits) {
         const bool bf16 = linear.kind == BF16;
-        return {linear.columns, linear.groups(), bf16 ? 0 : linear.group, bits / 8,       bf16 && bits < 16, linear.zero(),
-                values_.data(), halves_.data(),  codes_.data(),           scales_.data(), sums_.data()};
+        return {linear.columns,     linear.groups(), bf16 ? 0 : linear.group, bits / 8,
+                bf16 && bits < 16,  linear.zeros,    linear.zero(),           values_.data(),
+                halves_.data(),     aligned(),       scales_.data(),          sums_.data(),
+                offsets_.data()};
     }
 
 private:
+    static constexpr std::uintptr_t LINE = 64;  // bytes, of the cache
+
+    std::int8_t* aligned() { return codes_.data() + (-std::uintptr_t(codes_.data())) % LINE; }
+
     template <class T>
     static void grow(std::vector<T>& room, std::int64_t size) {
         if (std::int64_t(room.size()) < size) room.resize(size);
     }
 
-    std::vector<float> values_, scales_;
+    std::vector<float> values_, scales_, offsets_;
     std::vector<std::uint16_t> halves_;
     std::vector<std::int8_t> codes_;
     std::vector<std::int32_t> sums_;
