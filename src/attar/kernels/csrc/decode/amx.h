@@ -99,7 +99,7 @@ public:
                 start<1>(now, x);
                 keep<0>();
                 if (last.head) add<1>(last);
-                last = {panel, (token + t) * groups_ + g, out + t};
+                last = {panel, g * in_.tokens + token + t, out + t};
             }
         }
         keep<1>();
@@ -163,10 +163,10 @@ private:
         for (int m = 0; m < ROWS; m++) {
             I total = load_ints(sums_[HALF][0] + 16 * m);
             if (PLANES == 2) total = (total << 8) + load_ints(sums_[HALF][PLANES - 1] + 16 * m);
-            if (ZEROS == MIDDLE) total += all_ints(sums[m * groups_]);
+            if (ZEROS == MIDDLE) total += all_ints(sums[m]);
             float* to = part.out[m] + WIDTH * HALF;
-            const float offset = ZEROS == MIDDLE ? 0.0f : offsets[m * groups_];
-            store(to, with_group(ZEROS, load(to), total, scale, zero, scales[m * groups_], offset));
+            const float offset = ZEROS == MIDDLE ? 0.0f : offsets[m];
+            store(to, with_group(ZEROS, load(to), total, scale, zero, scales[m], offset));
         }
     }
 

@@ -23,10 +23,8 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
     const std::int64_t groups = linear.groups(), columns = in.columns, line = in.line();
     const int group = linear.group;
     const std::int8_t* codes = in.codes + token * line;
-    const float* scales = in.scales + token * groups;
-    const std::int32_t* sums = in.sums + token * groups;
-    const float* offsets = in.offsets + token * groups;
     for (std::int64_t g = 0; g < groups; g++, codes += group) {
+        const std::int64_t constants = g * in.tokens + token;
         const F low_scale = from_half(panel), high_scale = from_half(panel + 32);
         prefetch(panel + AHEAD);
         panel += 64;
@@ -39,7 +37,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             ATTAR_UNROLL
             for (int m = 0; m < M; m++) {
                 const int last = m * PLANES + PLANES - 1;
-                total[last][0] = total[last][1] = all_ints(sums[m * groups + g]);
+                total[last][0] = total[last][1] = all_ints(in.sums[constants + m]);
             }
         }
         for (int k = 0; k < group; k += STEP, panel += 128) {
@@ -67,7 +65,8 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
         }
         ATTAR_UNROLL
         for (int m = 0; m < M; m++) {
-            const float t = scales[m * groups + g], offset = linear.zeros == MIDDLE ? 0.0f : offsets[m * groups + g];
+            const float t = in.scales[constants + m];
+            const float offset = linear.zeros == MIDDLE ? 0.0f : in.offsets[constants + m];
             const I low = joined_planes<PLANES>(total, m, 0), high = joined_planes<PLANES>(total, m, 1);
             out[m][0] = with_group(linear.zeros, out[m][0], low, low_scale, low_zero, t, offset);
             out[m][1] = with_group(linear.zeros, out[m][1], high, high_scale, high_zero, t, offset);

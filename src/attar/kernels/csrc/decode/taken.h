@@ -23,10 +23,11 @@ struct Taken {
     int zero;      // the weights' zero point, where all have the same
     float* values;
     std::uint16_t* halves;
-    std::int8_t* codes;  // (tokens, planes, columns) `line()` bytes apart, the high plane first
-    float* scales;       // (tokens, groups), as the next two
-    std::int32_t* sums;  // of codes, times -zero; of weights without zero points
-    float* offsets;      // what zero points are multiplied by: -sum, or -sum times the scale for products s z
+    std::int8_t* codes;   // (tokens, planes, columns) `line()` bytes apart, the high plane first
+    std::int64_t tokens;  // that there is room for
+    float* scales;        // (groups, tokens), as the next two
+    std::int32_t* sums;   // of codes, times -zero; of weights without zero points
+    float* offsets;       // what zero points are multiplied by: -sum, or -sum times the scale for products s z
 
     // Bytes from a token's codes to the next one's: one line of the cache more than they take, so that the same
     // column of many tokens does not fall on one set of the cache.
@@ -65,7 +66,7 @@ private:
                 store_bytes(high + start + i, upper);
                 if (PLANES == 2) store_bytes(high + columns + start + i, code - (upper << 8));
             }
-            const std::int64_t place = token * groups + start / group;
+            const std::int64_t place = start / group * tokens + token;
             scales[place] = top / TOP;
             std::int32_t whole = 0;
             for (int i = 0; i < WIDTH; i++) whole += total[i];
@@ -84,8 +85,9 @@ public:
     void reserve(const Linear& linear, std::int64_t tokens, int bits) {
         const std::int64_t whole = tokens * linear.columns + 64;
         if (linear.kind != BF16) {
-            const std::int64_t blocks = (tokens + 15) / 16 * 16, constants = blocks * linear.groups();
-            grow(codes_, blocks * taken(linear, bits).line() + LINE);
+            tokens_ = tokens == 1 ? 1 : (tokens + 15) / 16 * 16;
+            const std::int64_t constants = tokens_ * linear.groups();
+            grow(codes_, tokens_ * taken(linear, bits).line() + LINE);
             grow(scales_, constants);
             if (linear.zeros == MIDDLE) grow(sums_, constants);
             if (linear.zeros != MIDDLE) grow(offsets_, constants);
@@ -98,10 +100,10 @@ public:
 
     Taken taken(const Linear& linear, int bits) {
         const bool bf16 = linear.kind == BF16;
-        return {linear.columns,     linear.groups(), bf16 ? 0 : linear.group, bits / 8,
-                bf16 && bits < 16,  linear.zeros,    linear.zero(),           values_.data(),
-                halves_.data(),     aligned(),       scales_.data(),          sums_.data(),
-                offsets_.data()};
+        return {linear.columns,    linear.groups(), bf16 ? 0 : linear.group, bits / 8,
+                bf16 && bits < 16, linear.zeros,    linear.zero(),           values_.data(),
+                halves_.data(),    aligned(),       tokens_,                 scales_.data(),
+                sums_.data(),      offsets_.data()};
     }
 
 private:
@@ -114,6 +116,7 @@ private:
         if (std::int64_t(room.size()) < size) room.resize(size);
     }
 
+    std::int64_t tokens_ = 0;
     std::vector<float> values_, scales_, offsets_;
     std::vector<std::uint16_t> halves_;
     std::vector<std::int8_t> codes_;
