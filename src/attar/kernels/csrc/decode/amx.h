@@ -93,7 +93,7 @@ public:
             if (g + 1 < groups_) codes = byte_codes(linear_, panel + bytes + head, room[(g + 1) % 2]);
             asm volatile("" ::: "memory");  // tiles are loaded from what has been written
             for (std::int64_t t = 0; t < count; t += ROWS) {
-                const std::int8_t* x = in_.codes + (token + t) * in_.line() + g * linear_.group;
+                const std::int8_t* x = in_.at(g, token + t);
                 start<0>(now, x);
                 if (last.head) keep<1>(), add<0>(last);
                 start<1>(now, x);
@@ -119,16 +119,16 @@ private:
     template <int HALF>
     void start(const std::uint8_t* codes, const std::int8_t* x) {
         if constexpr (HALF == 0) {
-            _tile_loadd(0, NOTHING, 0);
-            if constexpr (PLANES == 2) _tile_loadd(1, NOTHING, 0);
+            _tile_zero(0);
+            if constexpr (PLANES == 2) _tile_zero(1);
         } else {
-            _tile_loadd(2, NOTHING, 0);
-            if constexpr (PLANES == 2) _tile_loadd(3, NOTHING, 0);
+            _tile_zero(2);
+            if constexpr (PLANES == 2) _tile_zero(3);
         }
         for (int k = 0; k < linear_.group; k += 64) {
             const bool there = HALF == 1 && linear_.group <= 64;  // the tokens' tiles
-            if (!there) _tile_loadd(6, x + k, in_.line());
-            if (PLANES == 2 && !there) _tile_loadd(7, x + in_.columns + k, in_.line());
+            if (!there) _tile_loadd(6, x + k, linear_.group);
+            if (PLANES == 2 && !there) _tile_loadd(7, x + in_.plane() + k, linear_.group);
             if constexpr (HALF == 0) {
                 _tile_loadd(4, codes + k * PANEL, 128);
                 _tile_dpbsud(0, 6, 4);
@@ -170,7 +170,6 @@ private:
         }
     }
 
-    alignas(64) static constexpr std::int32_t NOTHING[16] = {};
     alignas(64) std::int32_t sums_[2][PLANES][ROWS * 16];
     const Linear& linear_;
     const Taken& in_;

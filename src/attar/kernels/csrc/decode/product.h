@@ -20,10 +20,10 @@ template <int M, int BITS, int PLANES>
 static inline void product_codes(const Linear& linear, const std::uint8_t* panel, const Taken& in,
                                  std::int64_t token, F (*out)[2]) {
     constexpr int STEP = 32 / BITS;  // inputs in 128 bytes
-    const std::int64_t groups = linear.groups(), columns = in.columns, line = in.line();
+    const std::int64_t groups = linear.groups(), plane = in.plane();
     const int group = linear.group;
-    const std::int8_t* codes = in.codes + token * line;
-    for (std::int64_t g = 0; g < groups; g++, codes += group) {
+    const std::int8_t* codes = in.at(0, token);
+    for (std::int64_t g = 0; g < groups; g++, codes += in.step()) {
         const std::int64_t constants = g * in.tokens + token;
         const F low_scale = from_half(panel), high_scale = from_half(panel + 32);
         prefetch(panel + AHEAD);
@@ -47,7 +47,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             if (BITS == 8) {
                 ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
-                    const std::int32_t x = word(codes + m / PLANES * line + m % PLANES * columns + k);
+                    const std::int32_t x = word(codes + m / PLANES * group + m % PLANES * plane + k);
                     total[m][0] = dot4<false>(total[m][0], low, x);
                     total[m][1] = dot4<false>(total[m][1], high, x);
                 }
@@ -56,7 +56,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
                 const I high_a = high & 0x0f0f0f0f, high_b = (high >> 4) & 0x0f0f0f0f;
                 ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
-                    const std::int8_t* x = codes + m / PLANES * line + m % PLANES * columns + k;
+                    const std::int8_t* x = codes + m / PLANES * group + m % PLANES * plane + k;
                     const std::int32_t a = word(x), b = word(x + 4);
                     total[m][0] = dot4<true>(dot4<true>(total[m][0], low_a, a), low_b, b);
                     total[m][1] = dot4<true>(dot4<true>(total[m][1], high_a, a), high_b, b);

@@ -32,10 +32,17 @@ static inline void put_out(const Linear& linear, const F& low, const F& high, st
                            std::int64_t token, const Output& output) {
     const std::int64_t row = panel * PANEL;
     const int rows = int(std::min<std::int64_t>(PANEL, linear.rows - row));
-    float sums[PANEL];
-    store(sums, low * linear.unit);
-    store(sums + WIDTH, high * linear.unit);
     float* to = output.to + token * output.stride + row;
+    const F halves[2] = {low * linear.unit, high * linear.unit};
+    if (rows == PANEL) {
+        for (int i = 0; i < PANEL; i += WIDTH) {
+            const F sum = halves[i / WIDTH] + (linear.bias ? load(linear.bias + row + i) : F{});
+            store(to + i, sum + (output.add ? load(to + i) : F{}));
+        }
+        return;
+    }
+    float sums[PANEL];
+    for (int i = 0; i < PANEL; i += WIDTH) store(sums + i, halves[i / WIDTH]);
     for (int i = 0; i < rows; i++)
         to[i] = sums[i] + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
 }

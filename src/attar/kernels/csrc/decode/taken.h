@@ -23,15 +23,16 @@ struct Taken {
     int zero;      // the weights' zero point, where all have the same
     float* values;
     std::uint16_t* halves;
-    std::int8_t* codes;   // (tokens, planes, columns) `line()` bytes apart, the high plane first
     std::int64_t tokens;  // that there is room for
+    std::int8_t* codes;   // (groups, planes, tokens, group), the high plane first
     float* scales;        // (groups, tokens), as the next two
     std::int32_t* sums;   // of codes, times -zero; of weights without zero points
     float* offsets;       // what zero points are multiplied by: -sum, or -sum times the scale for products s z
 
-    // Bytes from a token's codes to the next one's: one line of the cache more than they take, so that the same
-    // column of many tokens does not fall on one set of the cache.
-    std::int64_t line() const { return planes * columns + 64; }
+    // From a token's codes of one plane to the other, and of one group to the next.
+    std::int64_t plane() const { return tokens * group; }
+    std::int64_t step() const { return planes * plane(); }
+    const std::int8_t* at(std::int64_t g, std::int64_t token) const { return codes + g * step() + token * group; }
 
     // Inputs [first, last) of a token; `first` a multiple of the group, and of 16.
     void put(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
@@ -53,18 +54,18 @@ private:
     template <int PLANES>
     void quantize(std::int64_t token, std::int64_t first, std::int64_t last, const float* from) const {
         constexpr float TOP = PLANES == 2 ? 127 * 257 : 127;
-        std::int8_t* high = codes + token * line();
         for (std::int64_t start = first; start < last; start += group, from += group) {
             F peak{};
             for (int i = 0; i < group; i += WIDTH) peak = larger(peak, magnitude(load(from + i)));
             const float top = largest(peak), inverse = top > TINY ? TOP / top : 0.0f;
+            std::int8_t* high = codes + start / group * step() + token * group;
             I total{};
             for (int i = 0; i < group; i += WIDTH) {
                 const I code = ints(round_even(load(from + i) * inverse));
                 const I upper = PLANES == 2 ? (code + 128) >> 8 : code;
                 total += code;
-                store_bytes(high + start + i, upper);
-                if (PLANES == 2) store_bytes(high + columns + start + i, code - (upper << 8));
+                store_bytes(high + i, upper);
+                if (PLANES == 2) store_bytes(high + plane() + i, code - (upper << 8));
             }
             const std::int64_t place = start / group * tokens + token;
             scales[place] = top / TOP;
@@ -87,7 +88,7 @@ public:
         if (linear.kind != BF16) {
             tokens_ = tokens == 1 ? 1 : (tokens + 15) / 16 * 16;
             const std::int64_t constants = tokens_ * linear.groups();
-            grow(codes_, tokens_ * taken(linear, bits).line() + LINE);
+            grow(codes_, tokens_ * bits / 8 * linear.columns + LINE);
             grow(scales_, constants);
             if (linear.zeros == MIDDLE) grow(sums_, constants);
             if (linear.zeros != MIDDLE) grow(offsets_, constants);
@@ -102,7 +103,7 @@ public:
         const bool bf16 = linear.kind == BF16;
         return {linear.columns,    linear.groups(), bf16 ? 0 : linear.group, bits / 8,
                 bf16 && bits < 16, linear.zeros,    linear.zero(),           values_.data(),
-                halves_.data(),    aligned(),       tokens_,                 scales_.data(),
+                halves_.data(),    tokens_,         aligned(),               scales_.data(),
                 sums_.data(),      offsets_.data()};
     }
 
