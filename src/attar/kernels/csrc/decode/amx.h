@@ -20,8 +20,8 @@
 
 namespace attar {
 
-// Tokens that are multiplied by tiles: of fewer a block is not worth its tiles, and what is left over of a block.
-constexpr std::int64_t FEWEST = 6;
+// Rows of codes (planes of tokens) that a block is worth its tiles for: of fewer they spend as long on their way.
+constexpr int FEWEST = 16;
 constexpr std::int64_t SOME = 64;  // tokens for which codes are spread once: their sums stay in the first cache
 
 #if defined(ATTAR_AMX)
@@ -178,7 +178,7 @@ private:
 
 // Tokens of a block: 0 where the loops of product.h are to be taken.
 static inline int tile_rows(const Taken& in, std::int64_t tokens) {
-    if (!in.group || tokens < FEWEST || !tiles_permitted()) return 0;
+    if (!in.group || tokens * in.planes < FEWEST || !tiles_permitted()) return 0;
     return tokens > 8 ? 16 : 8;
 }
 
@@ -193,7 +193,7 @@ static inline void panel_by_tiles(const Linear& linear, const Taken& in, const s
 // A panel times tokens [first, last), at most SOME, in blocks of 8 or 16; returns the first that is left over.
 static inline std::int64_t product_tiles(const Linear& linear, const Taken& in, int rows, std::int64_t panel,
                                          std::int64_t first, std::int64_t last, const Output& output) {
-    const std::int64_t tokens = last - first, blocks = (tokens + rows - FEWEST) / rows;
+    const std::int64_t tokens = last - first, blocks = (tokens + rows - FEWEST / in.planes) / rows;
     if (!blocks) return first;
     alignas(64) float out[SOME][PANEL];
     std::memset(out, 0, blocks * rows * sizeof *out);
