@@ -102,7 +102,6 @@ def library() -> Any | None:
     found.attar_multiply.argtypes = [POINTER, POINTER, POINTER, LONG, WHOLE, POINTER]
     found.attar_multiply.restype = WHOLE
     found.attar_dot_products.argtypes, found.attar_dot_products.restype = [], WHOLE
-    found.attar_tiles.argtypes, found.attar_tiles.restype = [], WHOLE
     found.attar_runner.argtypes, found.attar_runner.restype = [POINTER, WHOLE], POINTER
     found.attar_runner_free.argtypes, found.attar_runner_free.restype = [POINTER], None
     found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], WHOLE

@@ -82,11 +82,11 @@ private:
 // The room for them.
 class Input {
 public:
-    // Of quantized tokens a whole block of the matrix unit (product_tiles.h), which reads more than there are.
+    // Of quantized tokens a whole block of the matrix unit (amx.h), which reads more than there are.
     void reserve(const Linear& linear, std::int64_t tokens, int bits) {
         const std::int64_t whole = tokens * linear.columns + 64;
         if (linear.kind != BF16) {
-            tokens_ = tokens == 1 ? 1 : (tokens + 15) / 16 * 16;
+            tokens_ = tokens < 8 ? tokens : (tokens + 15) / 16 * 16;
             const std::int64_t constants = tokens_ * linear.groups();
             grow(codes_, tokens_ * bits / 8 * linear.columns + LINE);
             grow(scales_, constants);
