@@ -35,7 +35,7 @@ def packed_weights(kind: str) -> Iterator[Packed]:
 
 
 def products(kind: str, bits: int = 8) -> Recording:
-    """One to forty tokens of every packed weight: blocks of eight and of sixteen, and what is left of them."""
+    """One to forty tokens of every packed weight: blocks of eight and sixteen, and what is left."""
     recording = Recording()
     team = recording.call("attar_team", 2, checked=False)
     for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15, 40)):

@@ -275,7 +275,9 @@ def test_more_panels_than_are_held(kind, team):
     """Panels and tokens go by in blocks; nothing is left out and the sums are the same."""
     packed, x = pack(weight(480, 2048), kind), torch.randn(87, 2048)
     whole = team.multiply(x, packed)
-    assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 63, 64, 80, 86))
+    assert all(
+        torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 63, 64, 80, 86)
+    )
 
 
 @compiled
@@ -332,7 +334,8 @@ random.seed(0)
 data = b"".join(bytes.fromhex("003c") * 32 + random.randbytes(32 * 32) for _ in range(2))
 held = ctypes.create_string_buffer(data)
 linear = Linear(ctypes.addressof(held), None, 32, 64, 8, 32, 0, 1.0)
-x, y = (ctypes.c_float * (20 * 64))(*(random.gauss(0, 1) for _ in range(20 * 64))), (ctypes.c_float * (20 * 32))()
+x = (ctypes.c_float * (20 * 64))(*(random.gauss(0, 1) for _ in range(20 * 64)))
+y = (ctypes.c_float * (20 * 32))()
 assert library.attar_multiply(library.attar_team(2), ctypes.byref(linear), x, 20, 16, y) == 0
 print(library.attar_tiles(), bytes(y).hex())
 """

@@ -4,8 +4,8 @@ A level is what many machines have in common; what the compiler is told of one m
 (``-march=native``) is not among them. The better of two that a processor has comes first.
 
     x86-64     v3: AVX2 (Haswell 2013, Zen 2017) · v4: AVX-512 (Skylake server 2017, Zen 4 2022); with VNNI
-               since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020, with AMX since Sapphire Rapids 2023;
-               AVX2 with VNNI: Alder Lake 2021
+               since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020, with AMX since Sapphire Rapids
+               2023; AVX2 with VNNI: Alder Lake 2021
     aarch64    armv8: all · dotprod: Cortex-A76, Neoverse N1, Apple M1 · i8mm and bf16: Neoverse V1 and N2,
                Apple M2
 """
