@@ -8,7 +8,7 @@ not matter when.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
 from attar.formats.gguf.imatrix import ImportanceEntry
+from attar.formats.gguf.reader import Reader as GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.progress import Progress
@@ -134,7 +135,7 @@ class HeadImportance:
         mine = {
             one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
         }
-        return Importance({**importance.entries, **mine}, importance.origin)
+        return replace(importance, entries={**importance.entries, **mine})
 
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
@@ -197,16 +198,21 @@ class _Maker:
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> Quantized:
-        found = reader(self.source).codes(self.view.tensors[one.stored].stored)
-        assert found is not None, "what is carried has codes"
-        codes, stored = carry(kind, *found)
+        packed, name = reader(self.source), self.view.tensors[one.stored].stored
+        rows = one.rows
+        if isinstance(packed, GGUFReader):  # its rows stand as they will
+            rows, (codes, stored) = None, packed.blocks(name)
+        else:
+            found = packed.codes(name)
+            assert found is not None, "what is carried has codes"
+            codes, stored = carry(kind, *found)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
             parameters = Parameters(torch.exp2(stored["exponent"].float() - 127.0))
         else:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
         made = Quantized(grid, codes, parameters)
-        return made if one.rows is None else reordered(made, one.rows)
+        return made if rows is None else reordered(made, rows)
 
 
 def reordered(quantized: Quantized, rows: Tensor) -> Quantized:
