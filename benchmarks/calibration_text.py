@@ -7,11 +7,11 @@ A row a source: the model is quantized with GPTQ, calibrated on that source; ``n
 column an evaluated text: mean KL to the original in nats a token, and top-1 agreement, on the same tokens for
 all rows. A text that a calibration has read is marked. MODEL must be dense (attar export --format dense).
 
-    python benchmarks/calibration_text.py MODEL --types Q4_K_M [--samples 8 32 128] [--text ...] [--sources ...]
-        [--roundings nearest gptq qronos]
+    python benchmarks/calibration_text.py MODEL --types Q4_K_M [--samples 8 32 128] [--text ...]
+        [--sources nearest python-docs-chat ...] [--roundings nearest gptq qronos]
 
-The same for types of GGUF, by the number of sequences read: nearest rounding with an importance matrix of them
-(``nearest`` as a source: with none), or rounding with data. ``s`` is the whole export.
+The same for types of GGUF, by the number of sequences read: nearest rounding with an importance matrix of
+them (``nearest`` as a source: with none), or rounding with data. ``s`` is the whole export.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ NEAREST = "nearest"
 
 
 def main() -> None:
-    """Print the table, a row as soon as it is measured."""
+    """Print the table."""
     options = _options()
-    if options.types:
-        return ggufs(options)
+    (ggufs if options.types else integers)(options)
+
+
+def integers(options: argparse.Namespace) -> None:
+    """A row for each text, as soon as it is measured."""
     references = [make_reference(options.model, _evaluation(options, text)) for text in options.text]
     print(f"{options.model}: auto is {' because '.join(fitting(references[0].subject.checkpoint))}")
     titles = "".join(f" {Path(text).name[:24]:>26s}" for text in options.text)
@@ -118,9 +121,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--text", nargs="+", default=["python-docs-chat"])
     parser.add_argument("--sources", nargs="*", default=list(SOURCES), help="nearest too with --types")
-    parser.add_argument(
-        "--samples", type=int, nargs="+", default=[32], help="sequences; several with --types"
-    )
+    parser.add_argument("--samples", type=int, nargs="+", default=[32], help="several with --types")
     parser.add_argument("--roundings", nargs="+", default=[NEAREST], help="with --types")
     parser.add_argument("--types", nargs="*", default=[], help="of GGUF, such as Q4_K_M")
     parser.add_argument("--length", type=int, default=256)

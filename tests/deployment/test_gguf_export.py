@@ -272,9 +272,8 @@ def test_few_bits_are_rounded_with_an_importance_matrix_unasked(wide, tmp_path, 
     made = export(wide, tmp_path / "auto", settings(type="Q4_K_S", imatrix="auto", **CALIBRATION))
     assert sweeps == [4 * 32] and made.card.details["importance"] == "128 tokens of python-docs"
     assert [text["tokens"] for text in made.card.details["text"]] == [128]
-    assert (
-        "| importance matrix | 128 tokens of python-docs |" in (tmp_path / "auto" / "README.md").read_text()
-    )
+    readme = (tmp_path / "auto" / "README.md").read_text()
+    assert "| importance matrix | 128 tokens of python-docs |" in readme
     few = CALIBRATION | {"samples": 4}
     asked = export(wide, tmp_path / "asked", settings(type="Q4_K_S", imatrix="compute", **few))
     plain = export(wide, tmp_path / "plain", settings(type="Q4_K_S", imatrix="none", **CALIBRATION))
@@ -308,6 +307,6 @@ def test_without_text_an_export_is_plain_and_says_so(wide, tmp_path, monkeypatch
 
 def test_a_quantized_checkpoint_has_an_importance_matrix_too(tmp_path, sweeps):
     """Its decoded weights run over the text."""
-    dense, packed = pack(save(tmp_path / "dense", hidden_size=256), tmp_path / "packed", scheme="W8A16")
+    packed = pack(save(tmp_path / "dense", hidden_size=256), tmp_path / "packed", scheme="W8A16")[1]
     made = export(packed, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto", **CALIBRATION))
     assert sweeps == [8 * 32] and made.card.details["importance"]

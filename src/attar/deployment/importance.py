@@ -55,8 +55,8 @@ def importance_of(
     work: Path,
     progress: Progress,
 ) -> Importance:
-    """What the settings ask for; nothing with ``auto`` and a rounding with data, which sees the inputs of what
-    it rounds itself (codes.py).
+    """What the settings ask for; nothing with ``auto`` and a rounding with data, which sees the inputs of
+    what it rounds itself (codes.py).
 
     Args:
         view: the source with its weights decoded.

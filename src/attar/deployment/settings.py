@@ -76,9 +76,9 @@ class ExportSettings:
     imatrix: str = field(
         default="auto",
         metadata={
-            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's; compute: "
-            "from the calibration text; none; auto: compute, from the first of its sequences, with rounding "
-            "nearest where a type has under 8 bits (the other roundings see the inputs themselves)"
+            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's; "
+            "compute: from the calibration text; none; auto: from its first sequences, with rounding nearest "
+            "and types below 8 bits (the other roundings see the inputs themselves)"
         },
     )
     overrides: tuple[str, ...] = field(

@@ -18,8 +18,8 @@ from attar.formats.gguf.sentencepiece import read_model
 from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
 from attar.formats.gguf.tokenizer_bpe import ALPHABET
 from attar.formats.gguf.tokenizer_limits import tokenizer_limits
-from attar.formats.gguf.tokenizer_source import read_source
 from attar.formats.gguf.tokenizer_pipeline import PIPELINE
+from attar.formats.gguf.tokenizer_source import read_source
 from tests.formats.gguf import making
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 
