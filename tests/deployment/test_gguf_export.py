@@ -310,3 +310,25 @@ def test_a_quantized_checkpoint_has_an_importance_matrix_too(tmp_path, sweeps):
     packed = pack(save(tmp_path / "dense", hidden_size=256), tmp_path / "packed", scheme="W8A16")[1]
     made = export(packed, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto", **CALIBRATION))
     assert sweeps == [8 * 32] and made.card.details["importance"]
+
+
+def test_blocks_that_the_gguf_library_decodes_otherwise_are_noticed(wide, tmp_path, monkeypatch):
+    monkeypatch.setattr("gguf.quants.dequantize", lambda data, kind: dequantize(data, kind) * 1.0001)
+    with pytest.raises(NumericsError, match="decodes Q8_0 differently"):
+        export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch):
+    """They are most of what a small file's export takes beside its weights."""
+    from attar.deployment import gguf
+    from attar.formats.gguf import writer
+
+    calls = []
+    for module, name in ((gguf, "read_source"), (writer, "_head")):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, f=function, name=name: (calls.append(name), f(*given))[1]
+        )
+    export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert sorted(calls) == ["_head", "read_source"]

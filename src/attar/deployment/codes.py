@@ -24,6 +24,7 @@ from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.reader import Reader as GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
+from attar.kernels.ggml_search import unthreaded
 from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite
@@ -190,9 +191,10 @@ class _Maker:
             made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return made if one.rows is None else reordered(made, one.rows)
         grid, importance = grid_of(kind), self.importance.vector(one.gguf)
-        weight = one.apply(self.view.load(one.stored))
-        if not all_finite(weight):
-            raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        with unthreaded():
+            weight = one.apply(self.view.load(one.stored))
+            if not all_finite(weight):
+                raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
         if isinstance(grid, GGMLGrid):
             return grid.search(weight, importance)
         return grid.quantize(weight, grid.choose(weight, importance=importance))

@@ -41,12 +41,13 @@ from attar.formats.gguf.tokenizer_source import read_source
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import Slot, Writer
 from attar.formats.readers import method
+from attar.kernels.ggml_search import unthreaded
 from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-CHUNK = 1 << 18  # weights decoded at a time: what comes of them stays in the cache
+CHUNK = 1 << 20  # weights decoded at a time
 WAITING = 2  # tensors whose digests are still computed while the next are rounded
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IMATRIX = "imatrix.gguf"
@@ -159,7 +160,8 @@ def _floats(one: Any, kind: str, view: Any) -> Tensor:
 def _blocks(one: Any, kind: str, codes: Codes) -> Tensor:
     """A tensor of blocks."""
     rounded = codes(one, kind)
-    return blocks.pack(kind, rounded.codes, rounded.stored)
+    with unthreaded():
+        return blocks.pack(kind, rounded.codes, rounded.stored)
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
@@ -175,9 +177,11 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     opened = container.read(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
+    threads = torch.get_num_threads()
     with (
         progress.task("verify", total=len(digests)) as task,
-        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+        unthreaded(),
+        ThreadPoolExecutor(threads) as pool,
     ):
         for _ in pool.map(lambda item: _check(opened, *item), digests.items()):
             task.advance()
