@@ -32,12 +32,12 @@ from attar.recipe.run import run_recipe
 from attar.recipe.schema import Recipe, parse_recipe
 from attar.recipe.table import table
 
+LEARNING = "optimizer: muon, learning_rate: 0.0025, final: 0.02, rows: 768, teacher_top: 64"
 STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps
-    "distill": "stage: distill, steps: {steps}, optimizer: muon, learning_rate: 0.002",
+    "distill": f"stage: distill, keep_layers: 0.625, steps: {{steps}}, {LEARNING}",
     "heads": "stage: prune, method: heads, ratio: 0.25, rigid: zero, from: distill",
     "neurons": "stage: prune, method: neurons, ratio: 0.33, from: heads",
-    "recover": "stage: recover, teacher: original, steps: {steps}, optimizer: muon, learning_rate: 0.002, "
-    "from: neurons",
+    "recover": f"stage: recover, teacher: original, steps: {{steps}}, {LEARNING}, from: neurons",
     "rtn": "stage: quantize, method: rtn, group_size: -1, embedding_bits: 8, from: original",
     "gptq": "stage: quantize, method: gptq, group_size: -1, embedding_bits: 8, from: original",
     "gptq-few": "stage: quantize, method: gptq, group_size: -1, samples: 8, from: original",

@@ -36,6 +36,7 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_a_table_of_all_that_ran(run, tmp_path):
     text = run("--methods", "plain", "kl", "longer")
     rows = {line.split()[0]: line.split() for line in text.splitlines()[-3:]}

@@ -170,6 +170,7 @@ def test_exact_texts_have_the_target_s_law(count: int) -> None:
     assert fits([spoken(seed) for seed in range(count)], law())
 
 
+@pytest.mark.slow
 def test_the_likeliest_said_to_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def likeliest(p: torch.Tensor, key: int, count: int) -> list[int]:
         return p.argsort(descending=True, stable=True)[: min(count, int(p.count_nonzero()))].tolist()

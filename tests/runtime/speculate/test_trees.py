@@ -166,7 +166,7 @@ def test_keys_and_values_behind_an_accepted_sibling_are_a_plain_run_s() -> None:
             assert torch.allclose(mine, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_small_draft_of_attar_tiny_brings_more_with_siblings(batch: int) -> None:
     """Part of its own layers; texts are the same with any number of branches, passes fewer."""
     asked = [f"{CODE[n % 4]}{n}" for n in range(batch)]
