@@ -186,7 +186,8 @@ class _Maker:
 
     def __call__(self, one: Any, kind: str) -> Quantized:
         if one.gguf in self.kinds.carried:
-            return self._carried(one, kind)
+            with unthreaded():
+                return self._carried(one, kind)
         if self.rounded and self.plan and one.stored in self.plan.sites:
             made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return made if one.rows is None else reordered(made, one.rows)

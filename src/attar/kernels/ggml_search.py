@@ -159,8 +159,8 @@ def _float32(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 @contextmanager
 def unthreaded() -> Iterator[None]:
-    """torch works in the calling thread alone: its own threads spin for a while after each operation, and take
-    from those of a kernel that runs next. Threads that are begun inside have none of torch's either."""
+    """torch works in the calling thread alone: its own threads spin for a while after each operation, and
+    take from those of a kernel that runs next. Threads that are begun inside have none of torch's either."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
