@@ -35,10 +35,10 @@ def packed_weights(kind: str) -> Iterator[Packed]:
 
 
 def products(kind: str, bits: int = 8) -> Recording:
-    """One to fifteen tokens of every packed weight."""
+    """One to forty tokens of every packed weight: blocks of eight and sixteen, and what is left."""
     recording = Recording()
     team = recording.call("attar_team", 2, checked=False)
-    for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15)):
+    for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15, 40)):
         x, y, weight = normal(tokens, 256, seed=tokens), torch.zeros(tokens, 70), structures.linear(packed)
         recording.keep([packed, x, y, weight])
         recording.call("attar_multiply", team, weight, x, tokens, bits, y)

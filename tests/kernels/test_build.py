@@ -140,6 +140,11 @@ def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch
     [
         ("x86_64", "flags\t\t: " + " ".join(levels._V3) + " sse", "v3"),
         ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_vnni avx512_bf16", "v4-vnni-bf16"),
+        (
+            "x86_64",
+            "flags: " + " ".join(levels._V4) + " avx512_vnni avx512_bf16 amx_bf16 amx_int8 amx_tile",
+            "v4-vnni-bf16-amx",
+        ),
         ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_bf16", "v4"),
         ("aarch64", "Features\t: fp asimd asimddp i8mm bf16", "i8mm-bf16"),
         ("aarch64", "Features\t: fp asimd asimddp i8mm", "dotprod"),

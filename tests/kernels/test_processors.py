@@ -121,5 +121,5 @@ def test_what_is_replayed_is_what_python_calls(made, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS_TARGET", "x86-64-v3")
     packed, recording = next(cases.packed_weights("int4")), cases.products("int4")
     with Team(2) as team:
-        ours = team.multiply(cases.normal(1, 256, seed=1), packed)
+        ours = team.multiply(cases.normal(1, 256, seed=1), packed, bits=8)
     assert torch.equal(ours, base(recording, "decode", made, tmp_path)[0])

@@ -1,6 +1,8 @@
 """Packed weights come back as they were, and products are those of torch."""
 
 import ctypes
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from attar.errors import NumericsError, UsageError
 from attar.kernels.build import load
+from attar.kernels.levels import features
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
 from attar.kernels.product import ACTIVATION_BITS, Team, reference
@@ -16,7 +19,7 @@ from attar.kernels.structures import ZEROS, linear, raise_for
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
 SHAPES = [(32, 128), (1, 128), (40, 256), (97, 384)]
-TOKENS = (1, 2, 3, 5, 8, 15, 16, 21)
+TOKENS = (1, 2, 3, 5, 8, 15, 16, 21, 43)
 TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 
@@ -270,9 +273,11 @@ def test_more_threads_than_processors():
 @pytest.mark.parametrize("kind", ["int4", "int8", "bf16"])
 def test_more_panels_than_are_held(kind, team):
     """Panels and tokens go by in blocks; nothing is left out and the sums are the same."""
-    packed, x = pack(weight(480, 2048), kind), torch.randn(21, 2048)
+    packed, x = pack(weight(480, 2048), kind), torch.randn(87, 2048)
     whole = team.multiply(x, packed)
-    assert all(torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 20))
+    assert all(
+        torch.equal(team.multiply(x[i : i + 1], packed)[0], whole[i]) for i in (0, 7, 8, 63, 64, 80, 86)
+    )
 
 
 @compiled
@@ -300,3 +305,50 @@ def test_a_product_that_cannot_be_allocated_is_an_error(team):
     with pytest.raises(RuntimeError, match="a product failed"):
         raise_for(2, "a product")
     raise_for(0, "a product")
+
+
+CHILD = """
+import ctypes, random, sys
+
+class Stack(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+class Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("data", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_int32) for name in ("kind", "group", "zeros")),
+        ("unit", ctypes.c_float),
+    ]
+
+path, small = sys.argv[1], int(sys.argv[2])
+room = ctypes.create_string_buffer(4096)
+if small:
+    assert not ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(room), 0, 4096)), None)
+library = ctypes.CDLL(path)
+library.attar_team.restype = ctypes.c_void_p
+library.attar_multiply.argtypes = [
+    *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+]
+random.seed(0)
+data = b"".join(bytes.fromhex("003c") * 32 + random.randbytes(32 * 32) for _ in range(2))
+held = ctypes.create_string_buffer(data)
+linear = Linear(ctypes.addressof(held), None, 32, 64, 8, 32, 0, 1.0)
+x = (ctypes.c_float * (20 * 64))(*(random.gauss(0, 1) for _ in range(20 * 64)))
+y = (ctypes.c_float * (20 * 32))()
+assert library.attar_multiply(library.attar_team(2), ctypes.byref(linear), x, 20, 16, y) == 0
+print(library.attar_tiles(), bytes(y).hex())
+"""
+
+
+@compiled
+@pytest.mark.skipif(not {"amx_tile", "amx_int8"} <= features(), reason="a processor without AMX")
+def test_tiles_are_taken_and_where_the_system_refuses_them_done_without():
+    """Linux permits none where a signal's stack has no room for them; numbers are the same."""
+
+    def child(small):
+        command = [sys.executable, "-S", "-c", CHILD, load("decode")._name, str(small)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    (with_tiles, expected), (without, found) = child(0), child(1)
+    assert (with_tiles, without) == ("1", "0") and found == expected

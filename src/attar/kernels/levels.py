@@ -4,7 +4,8 @@ A level is what many machines have in common; what the compiler is told of one m
 (``-march=native``) is not among them. The better of two that a processor has comes first.
 
     x86-64     v3: AVX2 (Haswell 2013, Zen 2017) · v4: AVX-512 (Skylake server 2017, Zen 4 2022); with VNNI
-               since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020; AVX2 with VNNI: Alder Lake 2021
+               since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020, with AMX since Sapphire Rapids
+               2023; AVX2 with VNNI: Alder Lake 2021
     aarch64    armv8: all · dotprod: Cortex-A76, Neoverse N1, Apple M1 · i8mm and bf16: Neoverse V1 and N2,
                Apple M2
 """
@@ -38,8 +39,15 @@ class Level:
 _V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _VNNI, _BF16 = "-mavx512vnni", "-mavx512bf16"
+_AMX = ("-mamx-tile", "-mamx-int8")
 
 LEVELS = (
+    Level(
+        "v4-vnni-bf16-amx",
+        "x86_64",
+        ("-march=x86-64-v4", _VNNI, _BF16, *_AMX),
+        (*_V4, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"),
+    ),
     Level("v4-vnni-bf16", "x86_64", ("-march=x86-64-v4", _VNNI, _BF16), (*_V4, "avx512_vnni", "avx512_bf16")),
     Level("v4-vnni", "x86_64", ("-march=x86-64-v4", _VNNI), (*_V4, "avx512_vnni")),
     Level("v4", "x86_64", ("-march=x86-64-v4",), _V4),

@@ -29,6 +29,9 @@ extern "C" {
 // Whether this processor sums products of bytes in one instruction.
 std::int32_t attar_dot_products() { return one::DOT_PRODUCTS; }
 
+// Whether enough tokens are multiplied by the matrix unit: the library was compiled for one, and the system permits.
+std::int32_t attar_tiles() { return tiles_permitted(); }
+
 // Threads for `attar_multiply`; null: no memory.
 Team* attar_team(std::int32_t size) {
     Team* made = nullptr;

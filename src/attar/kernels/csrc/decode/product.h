@@ -4,12 +4,7 @@
 
 #pragma once
 
-#include <algorithm>
-
-#include "taken.h"
-
-// Sums stay in registers only where the loops over tokens are gone.
-#define ATTAR_UNROLL _Pragma("GCC unroll 16")
+#include "amx.h"
 
 namespace attar {
 
@@ -25,12 +20,11 @@ template <int M, int BITS, int PLANES>
 static inline void product_codes(const Linear& linear, const std::uint8_t* panel, const Taken& in,
                                  std::int64_t token, F (*out)[2]) {
     constexpr int STEP = 32 / BITS;  // inputs in 128 bytes
-    const std::int64_t groups = linear.groups(), columns = in.columns;
+    const std::int64_t groups = linear.groups(), plane = in.plane();
     const int group = linear.group;
-    const std::int8_t* codes = in.codes + token * PLANES * columns;
-    const float* scales = in.scales + token * groups;
-    const std::int32_t* sums = in.sums + token * groups;
-    for (std::int64_t g = 0; g < groups; g++, codes += group, scales++, sums++) {
+    const std::int8_t* codes = in.at(0, token);
+    for (std::int64_t g = 0; g < groups; g++, codes += in.step()) {
+        const std::int64_t constants = g * in.tokens + token;
         const F low_scale = from_half(panel), high_scale = from_half(panel + 32);
         prefetch(panel + AHEAD);
         panel += 64;
@@ -43,7 +37,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             ATTAR_UNROLL
             for (int m = 0; m < M; m++) {
                 const int last = m * PLANES + PLANES - 1;
-                total[last][0] = total[last][1] = all_ints(sums[m * groups]);
+                total[last][0] = total[last][1] = all_ints(in.sums[constants + m]);
             }
         }
         for (int k = 0; k < group; k += STEP, panel += 128) {
@@ -53,7 +47,7 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
             if (BITS == 8) {
                 ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
-                    const std::int32_t x = word(codes + m * columns + k);
+                    const std::int32_t x = word(codes + m / PLANES * group + m % PLANES * plane + k);
                     total[m][0] = dot4<false>(total[m][0], low, x);
                     total[m][1] = dot4<false>(total[m][1], high, x);
                 }
@@ -62,7 +56,8 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
                 const I high_a = high & 0x0f0f0f0f, high_b = (high >> 4) & 0x0f0f0f0f;
                 ATTAR_UNROLL
                 for (int m = 0; m < M * PLANES; m++) {
-                    const std::int32_t a = word(codes + m * columns + k), b = word(codes + m * columns + k + 4);
+                    const std::int8_t* x = codes + m / PLANES * group + m % PLANES * plane + k;
+                    const std::int32_t a = word(x), b = word(x + 4);
                     total[m][0] = dot4<true>(dot4<true>(total[m][0], low_a, a), low_b, b);
                     total[m][1] = dot4<true>(dot4<true>(total[m][1], high_a, a), high_b, b);
                 }
@@ -70,20 +65,11 @@ static inline void product_codes(const Linear& linear, const std::uint8_t* panel
         }
         ATTAR_UNROLL
         for (int m = 0; m < M; m++) {
-            const F t = all(scales[m * groups]);
-            F low = floats(joined_planes<PLANES>(total, m, 0)), high = floats(joined_planes<PLANES>(total, m, 1));
-            if (linear.zeros == POINTS) {
-                const F less = all(float(sums[m * groups]));
-                low = fma(low_zero, less, low);
-                high = fma(high_zero, less, high);
-            }
-            out[m][0] = fma(low, low_scale * t, out[m][0]);
-            out[m][1] = fma(high, high_scale * t, out[m][1]);
-            if (linear.zeros == PRODUCTS) {
-                const F less = all(float(sums[m * groups])) * t;
-                out[m][0] = fma(low_zero, less, out[m][0]);
-                out[m][1] = fma(high_zero, less, out[m][1]);
-            }
+            const float t = in.scales[constants + m];
+            const float offset = linear.zeros == MIDDLE ? 0.0f : in.offsets[constants + m];
+            const I low = joined_planes<PLANES>(total, m, 0), high = joined_planes<PLANES>(total, m, 1);
+            out[m][0] = with_group(linear.zeros, out[m][0], low, low_scale, low_zero, t, offset);
+            out[m][1] = with_group(linear.zeros, out[m][1], high, high_scale, high_zero, t, offset);
         }
     }
 }
@@ -112,13 +98,6 @@ static inline void product_bf16(const std::uint8_t* panel, const Taken& in, std:
     }
 }
 
-// Where products go: to[token * stride + row], added to what is there if ADD.
-struct Output {
-    float* to;
-    std::int64_t stride;
-    bool add;
-};
-
 template <int M>
 static inline void product(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t token,
                            const Output& output) {
@@ -130,21 +109,13 @@ static inline void product(const Linear& linear, const Taken& in, std::int64_t p
     if (linear.kind == INT8 && in.planes == 2) product_codes<M, 8, 2>(linear, data, in, token, out);
     if (linear.kind == BF16 && in.rounded) product_bf16<M, true>(data, in, token, out);
     if (linear.kind == BF16 && !in.rounded) product_bf16<M, false>(data, in, token, out);
-    const std::int64_t row = panel * PANEL;
-    const int rows = int(std::min<std::int64_t>(PANEL, linear.rows - row));
-    for (int m = 0; m < M; m++) {
-        float found[PANEL];
-        store(found, out[m][0] * linear.unit);
-        store(found + WIDTH, out[m][1] * linear.unit);
-        float* to = output.to + (token + m) * output.stride + row;
-        for (int i = 0; i < rows; i++)
-            to[i] = found[i] + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
-    }
+    for (int m = 0; m < M; m++) put_out(linear, out[m][0], out[m][1], panel, token + m, output);
 }
 
-// A panel times tokens [first, last).
-static inline void product_all(const Linear& linear, const Taken& in, std::int64_t panel, std::int64_t first,
-                               std::int64_t last, const Output& output) {
+// A panel times tokens [first, last); `rows` of tile_rows.
+static inline void product_all(const Linear& linear, const Taken& in, int rows, std::int64_t panel,
+                               std::int64_t first, std::int64_t last, const Output& output) {
+    if (rows) first = product_tiles(linear, in, rows, panel, first, last, output);
     const bool wide = linear.kind == BF16 || in.planes == 1;  // two planes of six tokens fill the registers
     for (; wide && first + 8 <= last; first += 8) product<8>(linear, in, panel, first, output);
     for (; !wide && first + 6 <= last; first += 6) product<6>(linear, in, panel, first, output);
@@ -158,11 +129,13 @@ static inline void product_all(const Linear& linear, const Taken& in, std::int64
 static inline void multiply(const Linear& linear, const Taken& in, std::int64_t first, std::int64_t last,
                             std::int64_t tokens, const Output& output) {
     const std::int64_t held = std::max<std::int64_t>(1, HELD / linear.panel_bytes());
-    const std::int64_t some = tokens <= 16 ? tokens : in.planes == 2 ? 12 : 8;
+    const int rows = tile_rows(in, tokens);
+    const Tiles tiles(linear.group, rows);
+    const std::int64_t some = rows ? SOME : tokens <= 16 ? tokens : in.planes == 2 ? 12 : 8;
     for (std::int64_t start = first; start < last; start += held)
         for (std::int64_t token = 0; token < tokens; token += some)
             for (std::int64_t panel = start; panel < std::min(start + held, last); panel++)
-                product_all(linear, in, panel, token, std::min(token + some, tokens), output);
+                product_all(linear, in, rows, panel, token, std::min(token + some, tokens), output);
 }
 
 }  // namespace attar

@@ -38,7 +38,7 @@ struct Wide {
 
     Wide() : part{} {}
     Wide(Number value) {
-        for (Register& one : part) one = Register{} + value;
+        for (Register& one : part) one = value - Register{};
     }
     // Part by part, so that compilers keep arrays of these in registers.
     Wide(const Wide& other) { *this = other; }
@@ -115,7 +115,8 @@ static inline void store_bytes(void* to, const I& value) {
     put_each(one::store_bytes, to, one::REGISTER / 4, value);
 }
 
-static inline F all(float value) { return F{} + value; }
+// (a - 0 is a, so nothing is computed.)
+static inline F all(float value) { return value - F{}; }
 static inline I all_ints(std::int32_t value) { return I{} + value; }
 static inline F floats(const F& value) { return value; }
 static inline F floats(const I& value) {

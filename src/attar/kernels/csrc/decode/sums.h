@@ -1,0 +1,50 @@
+// What becomes of a product's integers, whatever made them: product.h's loops or the tiles of amx.h.
+
+#pragma once
+
+#include <algorithm>
+
+#include "taken.h"
+
+// Sums stay in registers only where the loops over tokens are gone.
+#define ATTAR_UNROLL _Pragma("GCC unroll 16")
+
+namespace attar {
+
+// out + s t (sum q c - z sum c): a token's part of one group, of sixteen rows. `offset` is Taken's.
+static inline F with_group(int zeros, const F& out, const I& total, const F& scale, const F& zero, float t,
+                           float offset) {
+    F part = floats(total);
+    if (zeros == POINTS) part = fma(zero, all(offset), part);
+    const F sum = fma(part, scale * all(t), out);
+    return zeros == PRODUCTS ? fma(zero, all(offset), sum) : sum;
+}
+
+// Where products go: to[token * stride + row], added to what is there if ADD.
+struct Output {
+    float* to;
+    std::int64_t stride;
+    bool add;
+};
+
+// A token's sums of a panel, to where they go.
+static inline void put_out(const Linear& linear, const F& low, const F& high, std::int64_t panel,
+                           std::int64_t token, const Output& output) {
+    const std::int64_t row = panel * PANEL;
+    const int rows = int(std::min<std::int64_t>(PANEL, linear.rows - row));
+    float* to = output.to + token * output.stride + row;
+    const F halves[2] = {low * linear.unit, high * linear.unit};
+    if (rows == PANEL) {
+        for (int i = 0; i < PANEL; i += WIDTH) {
+            const F sum = halves[i / WIDTH] + (linear.bias ? load(linear.bias + row + i) : F{});
+            store(to + i, sum + (output.add ? load(to + i) : F{}));
+        }
+        return;
+    }
+    float sums[PANEL];
+    for (int i = 0; i < PANEL; i += WIDTH) store(sums + i, halves[i / WIDTH]);
+    for (int i = 0; i < rows; i++)
+        to[i] = sums[i] + (linear.bias ? linear.bias[row + i] : 0.0f) + (output.add ? to[i] : 0.0f);
+}
+
+}  // namespace attar
