@@ -241,6 +241,15 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
             export(folder, tmp_path / "out.gguf", settings(type=name))
 
 
+def test_few_bits_rounded_to_nearest_name_the_better_rounding(wide, tmp_path):
+    def notes(**changes):
+        made = export(wide, tmp_path / "a.gguf", settings(imatrix="none", **changes), force=True)
+        return [note for note in made.card.details["notes"] if "--rounding gptq" in note]
+
+    assert notes(type="Q2_K") == ["Q2_K is rounded to nearest; --rounding gptq takes longer and loses less"]
+    assert not notes(type="Q4_K_M") and not notes(type="Q2_K", rounding="qronos", samples=2)
+
+
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q4_1", "IQ4_XS", "MXFP4"])
 def test_auto_keeps_the_blocks_of_a_gguf_file(wide, tmp_path, name):
     """Also of types that no layout of integers holds, and of rows that rotary embedding reorders."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 FLOATS = ("F32", "F16", "BF16")
+FEW_BITS = 4.0  # of a weight, scales included: below, what rounding with data wins back is large (docs/export.md)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,11 @@ def _mix(settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[A
         imatrix=weighted,
         overrides=settings.overrides,
     )
-    return Kinds(found.kinds, settings.type, found.file_type, notes=found.notes)
+    notes = [*found.notes]
+    smallest = min(TYPES[found.kinds[one.gguf]].bits for one in placed if one.matrix)
+    if settings.rounding == "nearest" and smallest < FEW_BITS:
+        notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
+    return Kinds(found.kinds, settings.type, found.file_type, notes=tuple(notes))
 
 
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
