@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 FLOATS = ("F32", "F16", "BF16")
-FEW_BITS = 4.0  # of a weight, scales included: below, what rounding with data wins back is large (docs/export.md)
+FEW_BITS = 4.0  # of a weight: below, rounding with data wins much back (docs/export.md)
 
 
 @dataclass(frozen=True)
