@@ -3,7 +3,7 @@
     python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
         [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--tokens 65536] [--cache FILE]
     python benchmarks/export.py --speed [--shape 1.1b | --models DIR] [--types Q4_K_M] [--rounds 2]
-        [--timed nearest nearest+imatrix gptq rtn] [--work DIR]
+        [--timed nearest nearest+imatrix default gptq rtn] [--work DIR]
 
 Quality: every cell is a file of one type mix. llama.cpp quantizes our F16 file, plain and with an importance
 matrix of the same calibration rows (ours, in its own format); attar rounds to nearest, plain and with
@@ -12,7 +12,8 @@ opened by attar's reader and measured on the same held-out text against the orig
 top-1 agreement, perplexity. ``MB`` counts all tensors; a line says so where files differ.
 
 Speed: seconds and largest resident set of a process that quantizes: attar from safetensors, llama.cpp from
-the F16 file; ``rtn`` is ``attar quantize --method rtn --group-size 64`` with its check, its peak the largest
+the F16 file; ``default`` is what the command does unasked: nearest with an importance matrix that it makes
+itself; ``rtn`` is ``attar quantize --method rtn --group-size 64`` with its check, its peak the largest
 of all processes before. Threads are what OMP_NUM_THREADS says, for both.
 """
 
@@ -134,10 +135,11 @@ def make(
     if method.startswith("mix+"):
         count = sum(math.prod(info.shape) for info in open_checkpoint(name).tensors.values())
         bits = math.floor(8e4 * near / count) / 1e4
-        return our_export(name, file, bits=bits, rounding=method.removeprefix("mix+"), **common)
+        rounding = method.removeprefix("mix+")
+        return our_export(name, file, bits=bits, rounding=rounding, imatrix="none", **common)
     if tool == "attar":
         rounding, _, weighted = method.partition("+")
-        more = {"imatrix": str(importance(name, common, work))} if weighted else {}
+        more = {"imatrix": str(importance(name, common, work)) if weighted else "none"}
         return our_export(name, file, type=kind, rounding=rounding, **common, **more)
     plain = work / f"{Path(name).name.replace(':', '-')}-F16.gguf"
     if not plain.exists():
@@ -223,8 +225,10 @@ def timed(
         return our_quantize(model, work / "rtn")
     if tool == PEER:
         run = peer_quantize(plain, file, kind, imatrix if weighted else None)
+    elif name == "default":
+        run = our_export(model, file, type=kind, data=common["data"])
     elif name.startswith("nearest"):
-        run = our_export(model, file, type=kind, **({"imatrix": str(imatrix)} if weighted else {}))
+        run = our_export(model, file, type=kind, imatrix=str(imatrix) if weighted else "none")
     else:
         run = our_export(model, file, type=kind, rounding=name, **common)
     file.unlink()
@@ -268,7 +272,7 @@ def arguments() -> argparse.ArgumentParser:
         "--timed",
         nargs="+",
         default=["nearest"],
-        help="of --speed: nearest, nearest+imatrix, a rounding, rtn",
+        help="of --speed: nearest, nearest+imatrix, default, a rounding, rtn",
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--work", type=Path, help="folder for what is written meanwhile; kept")

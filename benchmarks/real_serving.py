@@ -205,7 +205,7 @@ def gguf_file(kind: str, folder: Path) -> Path:
     file = folder / f"smollm2-{kind}.gguf"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        export(MODEL, file, ExportSettings(format="gguf", type=kind))
+        export(MODEL, file, ExportSettings(format="gguf", type=kind, imatrix="none"))
     return file
 
 

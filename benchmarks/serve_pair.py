@@ -63,7 +63,7 @@ def make_file(room: Path, model: str, kind: str) -> tuple[Path, int]:
     if model in SHAPES:
         _random_model(room / "model", SHAPES[model])
     file = room / "model.gguf"
-    export(source, file, ExportSettings(format="gguf", type=kind))
+    export(source, file, ExportSettings(format="gguf", type=kind, imatrix="none"))
     return file, int(open_checkpoint(str(source)).config["vocab_size"])
 
 

@@ -264,7 +264,8 @@ def test_the_compiled_step_serves_without_transformers(code, model):
 EXPORT = """
 import sys
 from attar.cli.main import main
-sys.argv = ["attar", "export", "attar:tiny", "-o", {out!r}, "--format", "gguf", "--type", "{type}"]
+sys.argv = ["attar", "export", "attar:tiny", "-o", {out!r}, "--format", "gguf", "--type", "{type}",
+            "--imatrix", "none"]
 try:
     main()
 except SystemExit as end:

@@ -10,10 +10,11 @@ from gguf.quants import dequantize
 from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
-from attar.errors import CheckpointError, ModelError, NumericsError, OutputError, SettingsError
+from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf import container
 from attar.models.load import load_model
+from attar.progress import SILENT
 from attar.quantization.hessian import Hessian, output_error
 from tests import tiny_models
 from tests.quantization.packing import pack, save
@@ -28,7 +29,7 @@ def wide(tmp_path):
 
 
 def settings(**changes):
-    return ExportSettings(format="gguf", **changes)
+    return ExportSettings(**{"format": "gguf", "imatrix": "none", **changes})
 
 
 def kinds(file):
@@ -46,7 +47,7 @@ def matrices(file):
 
 @pytest.mark.parametrize("name", ["Q4_K_M", "Q3_K_S", "Q6_K", "Q8_0", "IQ4_XS", "Q5_1", "MXFP4", "BF16"])
 def test_every_type_stays_near_the_model_and_loads(wide, tmp_path, name):
-    made = export(wide, tmp_path / f"{name}.gguf", settings(type=name))
+    made = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
     assert made.path.is_dir() and open_checkpoint(tmp_path / f"{name}.gguf").card.stage == "export"
     rows = tiny_models.tokens(load_model(wide))
     wanted = tiny_models.logits(load_model(wide, dtype=torch.float32), rows)
@@ -238,3 +239,105 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     for name in ("Q4_0", "F16", "MXFP4"):
         with pytest.raises(NumericsError, match="up_proj"):
             export(folder, tmp_path / "out.gguf", settings(type=name))
+
+
+def test_few_bits_rounded_to_nearest_name_the_better_rounding(wide, tmp_path):
+    def notes(**changes):
+        made = export(wide, tmp_path / "a.gguf", settings(imatrix="none", **changes), force=True)
+        return [note for note in made.card.details["notes"] if "--rounding gptq" in note]
+
+    assert notes(type="Q2_K") == ["Q2_K is rounded to nearest; --rounding gptq takes longer and loses less"]
+    assert not notes(type="Q4_K_M") and not notes(type="Q2_K", rounding="qronos", samples=2)
+
+
+@pytest.mark.parametrize("name", ["Q4_K_M", "Q4_1", "IQ4_XS", "MXFP4"])
+def test_auto_keeps_the_blocks_of_a_gguf_file(wide, tmp_path, name):
+    """Also of types that no layout of integers holds, and of rows that rotary embedding reorders."""
+    first = export(wide, tmp_path / "a.gguf", settings(type=name, imatrix="none"))
+    again = export(first, tmp_path / "b.gguf", settings())
+    old, new = container.read(tmp_path / "a.gguf"), container.read(tmp_path / "b.gguf")
+    assert {each.kind for each in old.tensors.values()} == {each.kind for each in new.tensors.values()}
+    assert all(torch.equal(new.load(each), old.load(each)) for each in old.tensors)
+    assert again.card.details["carried"] == 23 and not again.card.details["notes"]
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """How many tokens each computed importance matrix was made of."""
+    from attar.deployment import imatrix
+
+    compute, tokens = imatrix.compute, []
+
+    def counted(checkpoint, batches, **more):
+        tokens.append(sum(batch.numel() for batch in batches))
+        return compute(checkpoint, batches, **more)
+
+    monkeypatch.setattr(imatrix, "compute", counted)
+    return tokens
+
+
+def test_few_bits_are_rounded_with_an_importance_matrix_unasked(wide, tmp_path, sweeps, monkeypatch):
+    monkeypatch.setattr("attar.deployment.settings.AUTO_ROWS", 4)
+    made = export(wide, tmp_path / "auto", settings(type="Q4_K_S", imatrix="auto", **CALIBRATION))
+    assert sweeps == [4 * 32] and made.card.details["importance"] == "128 tokens of python-docs"
+    assert [text["tokens"] for text in made.card.details["text"]] == [128]
+    readme = (tmp_path / "auto" / "README.md").read_text()
+    assert "| importance matrix | 128 tokens of python-docs |" in readme
+    few = CALIBRATION | {"samples": 4}
+    asked = export(wide, tmp_path / "asked", settings(type="Q4_K_S", imatrix="compute", **few))
+    plain = export(wide, tmp_path / "plain", settings(type="Q4_K_S", imatrix="none", **CALIBRATION))
+    assert all(torch.equal(made.load(name), asked.load(name)) for name in made.tensors)
+    assert any(not torch.equal(made.load(name), plain.load(name)) for name in made.tensors)
+    assert plain.card.details["importance"] == "" and "text" not in plain.card.details
+
+
+def test_no_text_is_read_where_it_would_not_help(wide, tmp_path, sweeps):
+    for name in ("Q8_0", "BF16", "auto"):
+        made = export(wide, tmp_path / f"{name}.gguf", settings(type=name, imatrix="auto"))
+        assert not made.card.details["importance"]
+    assert not sweeps
+
+
+def test_without_text_an_export_is_plain_and_says_so(wide, tmp_path, monkeypatch):
+    def nothing(*_, **__):
+        raise DataError("no text on this machine")
+
+    monkeypatch.setattr("attar.deployment.stage.record", nothing)
+    told = []
+    progress = type("Told", (type(SILENT),), {"log": lambda self, line: told.append(line)})()
+    made = export(wide, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto"), progress=progress)
+    assert not made.card.details["importance"]
+    assert any("no text on this machine" in line for line in told)
+    with pytest.raises(DataError, match="no text"):
+        export(wide, tmp_path / "b.gguf", settings(type="Q4_0", imatrix="compute"))
+    with pytest.raises(DataError, match="no text"):
+        export(wide, tmp_path / "b.gguf", settings(type="Q4_0", rounding="gptq"))
+
+
+def test_a_quantized_checkpoint_has_an_importance_matrix_too(tmp_path, sweeps):
+    """Its decoded weights run over the text."""
+    packed = pack(save(tmp_path / "dense", hidden_size=256), tmp_path / "packed", scheme="W8A16")[1]
+    made = export(packed, tmp_path / "a.gguf", settings(type="Q4_0", imatrix="auto", **CALIBRATION))
+    assert sweeps == [8 * 32] and made.card.details["importance"]
+
+
+def test_blocks_that_the_gguf_library_decodes_otherwise_are_noticed(wide, tmp_path, monkeypatch):
+    monkeypatch.setattr("gguf.quants.dequantize", lambda data, kind: dequantize(data, kind) * 1.0001)
+    with pytest.raises(NumericsError, match="decodes Q8_0 differently"):
+        export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch):
+    """They are most of what a small file's export takes beside its weights."""
+    from attar.deployment import gguf
+    from attar.formats.gguf import writer
+
+    calls = []
+    for module, name in ((gguf, "read_source"), (writer, "_head")):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *given, f=function, name=name: (calls.append(name), f(*given))[1]
+        )
+    export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
+    assert sorted(calls) == ["_head", "read_source"]

@@ -1,5 +1,7 @@
 """The compiled search against the one in torch, against exhaustive search, and on weights that are hard."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -215,3 +217,18 @@ def test_no_kernel_leaves_it_to_the_fallback(monkeypatch):
 def test_no_rows():
     found = plain_search("Q4_K", torch.zeros(0, 512))
     assert found.codes.shape == (0, 512) and found.stored["d"].shape == (0, 2)
+
+
+def test_torch_has_its_threads_again_behind_the_search():
+    """Inside, threads that begin have none of torch's either; also behind an error."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with kernel.unthreaded(), ThreadPoolExecutor(1) as pool:
+            assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ValueError), kernel.unthreaded():
+            raise ValueError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

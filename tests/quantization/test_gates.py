@@ -300,3 +300,20 @@ def test_token_kl_resolves_what_eight_bits_cost():
     assert wanted.mean() < 1e-6
     forbidden = torch.tensor([[0.0, -math.inf]])
     assert token_kl(forbidden, torch.zeros(1, 2)).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("kind", ["both signs", "positive", "negative", "one value", "dense"])
+def test_the_numbers_of_codes_leave_zero_weights_out(kind):
+    """As copies without the zeros give them."""
+    W, generator = weight(seed=5), torch.Generator().manual_seed(6)
+    values = {"positive": W.abs(), "negative": -W.abs(), "one value": torch.full_like(W, 0.5)}.get(kind, W)
+    if kind != "dense":
+        values = values * (torch.rand(W.shape, generator=generator) > 0.3)
+    made = rtn(values, IntGrid(4, 64))
+    inside = values != 0
+    codes, rest = made.codes[inside], values[inside]
+    numbers = code_numbers(made, values)
+    assert numbers["codes"] == len(codes.unique())
+    assert numbers["varied"] == (len(rest.unique()) > 1)
+    share = codes.unique(return_counts=True)[1] / len(codes)
+    assert numbers["used"] == pytest.approx(float(-(share * share.log2()).sum()) / 4, rel=1e-5)

@@ -131,6 +131,8 @@ def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
     """Rows of the table: settings that shape the model, then sizes."""
     settings = {name: card.settings.get(name) for name in ("scheme", "format", "type", "method", "ratio")}
     rows = [(name, f"`{value}`") for name, value in settings.items() if value not in (None, "", "auto")]
+    if importance := card.details.get("importance"):
+        rows.append(("importance matrix", str(importance)))
     if bits := card.details.get("bits_per_weight"):
         rows.append(("bits a weight", f"{bits:.2f}"))
     weights = [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".gguf")]

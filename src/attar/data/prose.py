@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterator
+from functools import lru_cache
 
 from attar.data import stdlib
 from attar.data.splits import LONG, Document, by_position
@@ -61,12 +62,14 @@ def _portions(text: str) -> list[str]:
     return [portion.strip() for portion in portions if portion.strip()]
 
 
-def _texts(split: str) -> list[tuple[str, str]]:
-    """(question, text) of one split: topics, then docstrings by file."""
+@lru_cache(maxsize=3)
+def _texts(split: str) -> tuple[tuple[str, str], ...]:
+    """(question, text) of one split: topics, then docstrings by file. A stage reads them twice: it records
+    what it reads before it does."""
     titles = {text: title for title, text in _topics()}
     parts = _split_topics([text for _, text in _topics()])
     asked = [(f"What does the Python reference say about {titles[text]}?", text) for text in parts[split]]
-    return asked + list(_docstrings(split))
+    return (*asked, *_docstrings(split))
 
 
 def _split_topics(texts: list[str]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ not matter when.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
 from attar.formats.gguf.imatrix import ImportanceEntry
+from attar.formats.gguf.reader import Reader as GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
+from attar.kernels.ggml_search import unthreaded
 from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite
@@ -134,7 +136,7 @@ class HeadImportance:
         mine = {
             one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
         }
-        return Importance({**importance.entries, **mine}, importance.origin)
+        return replace(importance, entries={**importance.entries, **mine})
 
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
@@ -184,29 +186,36 @@ class _Maker:
 
     def __call__(self, one: Any, kind: str) -> Quantized:
         if one.gguf in self.kinds.carried:
-            return self._carried(one, kind)
+            with unthreaded():
+                return self._carried(one, kind)
         if self.rounded and self.plan and one.stored in self.plan.sites:
             made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return made if one.rows is None else reordered(made, one.rows)
         grid, importance = grid_of(kind), self.importance.vector(one.gguf)
-        weight = one.apply(self.view.load(one.stored))
-        if not all_finite(weight):
-            raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        with unthreaded():
+            weight = one.apply(self.view.load(one.stored))
+            if not all_finite(weight):
+                raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
         if isinstance(grid, GGMLGrid):
             return grid.search(weight, importance)
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
     def _carried(self, one: Any, kind: str) -> Quantized:
-        found = reader(self.source).codes(self.view.tensors[one.stored].stored)
-        assert found is not None, "what is carried has codes"
-        codes, stored = carry(kind, *found)
+        packed, name = reader(self.source), self.view.tensors[one.stored].stored
+        rows = one.rows
+        if isinstance(packed, GGUFReader):  # its rows stand as they will
+            rows, (codes, stored) = None, packed.blocks(name)
+        else:
+            found = packed.codes(name)
+            assert found is not None, "what is carried has codes"
+            codes, stored = carry(kind, *found)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
             parameters = Parameters(torch.exp2(stored["exponent"].float() - 127.0))
         else:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
         made = Quantized(grid, codes, parameters)
-        return made if one.rows is None else reordered(made, one.rows)
+        return made if rows is None else reordered(made, rows)
 
 
 def reordered(quantized: Quantized, rows: Tensor) -> Quantized:

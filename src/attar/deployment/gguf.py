@@ -4,17 +4,17 @@ place    which tensors the architecture has, and how each is turned           (f
 type     a mix of llama.cpp's, our own under a budget, or what the codes say  (kinds.py)
 round    nearest with importance, or any rounding of attar.quantization       (codes.py)
 write    tensor by tensor, its place known beforehand                         (formats/gguf/writer.py)
-verify   the file read back with the gguf library's decoder, value by value
+verify   the file's bytes against those in memory, and decoded by the gguf library, value by value
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,19 +32,22 @@ from attar.errors import ModelError, NumericsError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf import blocks, container, imatrix
 from attar.formats.gguf.architectures import placements
+from attar.formats.gguf.container import GGUF
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.tokenizer import tokenizer_metadata
+from attar.formats.gguf.tokenizer import source_metadata
 from attar.formats.gguf.tokenizer_limits import tokenizer_limits
+from attar.formats.gguf.tokenizer_source import read_source
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import Slot, Writer
 from attar.formats.readers import method
+from attar.kernels.ggml_search import unthreaded
 from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-CHUNK = 1 << 22  # weights at a time
+CHUNK = 1 << 20  # weights decoded at a time
 WAITING = 2  # tensors whose digests are still computed while the next are rounded
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IMATRIX = "imatrix.gguf"
@@ -77,26 +80,28 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     """Write the file (or its parts) into the output folder; what was checked, in words."""
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
-    importance = importance_of(source, placed, settings, output.work, progress)
+    importance = importance_of(source, view, placed, settings, output.work, progress)
+    tokenizer = read_source(source.path, view.config)
     metadata = {
         **described(view.config, file_stem(source)),
-        **tokenizer_metadata(source.path, view.config, pre=settings.pretokenizer or None),
+        **source_metadata(tokenizer, settings.pretokenizer or None),
     }
     weighted = bool(importance.entries) or settings.rounding != "nearest"
     kinds = choose_kinds(source, view, placed, settings, metadata, weighted, progress)
     codes = quantized_codes(source, view, placed, kinds, settings, importance, output.work, progress)
     file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
     metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}
-    if importance.entries and settings.imatrix == "compute":
+    if importance.origin:
         imatrix.write(output.folder / IMATRIX, importance.entries, **importance.origin)
     digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
     if file.exists():  # Ollama takes no file in several parts
         write_modelfile(file, metadata, source)
     output.details.update(kinds.details(placed))
-    output.details["notes"] = [*kinds.notes, *codes.notes]
+    output.details["importance"] = importance.source
+    output.details["notes"] = [*kinds.notes, *importance.notes, *codes.notes]
     output.details["limits"] = [
         *architecture_notes(view.config),
-        *tokenizer_limits(source.path, view.config, metadata),
+        *tokenizer_limits(tokenizer, metadata),
     ]
     output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
@@ -126,17 +131,15 @@ def _write(
     view: Any,
     progress: Progress,
 ) -> dict[str, str]:
-    """Fill the file; the digest of each tensor's values, as they are in memory."""
+    """Fill the file; the digest of each tensor's bytes, as they are in memory."""
     slots = [Slot(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
     writer = Writer(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
     digests: dict[str, Future[str]] = {}
     with progress.task("write gguf", total=len(placed)) as task, ThreadPoolExecutor(1) as pool:
         for one in placed:
             kind = kinds.of[one.gguf]
-            if kind in FLOATS:
-                data, digests[one.gguf] = _floats(one, kind, view, pool)
-            else:
-                data, digests[one.gguf] = _blocks(one, kind, codes, pool)
+            data = _floats(one, kind, view) if kind in FLOATS else _blocks(one, kind, codes)
+            digests[one.gguf] = pool.submit(_digest, data)
             writer.add(one.gguf, data)
             task.advance()
             if len(digests) > WAITING:  # what waits for its digest is in memory
@@ -145,27 +148,25 @@ def _write(
     return {name: digest.result() for name, digest in digests.items()}
 
 
-def _floats(one: Any, kind: str, view: Any, pool: Executor) -> tuple[Tensor, Future[str]]:
-    """A tensor of numbers, cast, and the digest of its values."""
+def _floats(one: Any, kind: str, view: Any) -> Tensor:
+    """A tensor of numbers, cast."""
     value = one.value if one.stored is None else one.apply(view.load(one.stored))
     data = value.to(FLOATS[kind]).contiguous()
     if not torch.isfinite(data).all():
         raise NumericsError(f"{one.gguf} ({one.stored}) does not fit {kind}", hint="--type BF16 or F32")
-    return data, pool.submit(_digest, [memoryview(data.float().numpy()).cast("B")])
+    return data
 
 
-def _blocks(one: Any, kind: str, codes: Codes, pool: Executor) -> tuple[Tensor, Future[str]]:
-    """A tensor of blocks, and the digest of what attar decodes them to."""
-    made = codes(one, kind)
-    data = blocks.pack(kind, made.codes, made.stored)
-    rows = max(1, CHUNK // one.shape[1])
-    decoded = (blocks.dequantize(kind, part, one.shape[1]) for part in data.split(rows))
-    return data, pool.submit(_digest, (memoryview(part.numpy()).cast("B") for part in decoded))
+def _blocks(one: Any, kind: str, codes: Codes) -> Tensor:
+    """A tensor of blocks."""
+    rounded = codes(one, kind)
+    with unthreaded():
+        return blocks.pack(kind, rounded.codes, rounded.stored)
 
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
-    """Open the written file and decode every tensor with the gguf library; compare with attar's own decoder
-    on what was in memory.
+    """Open the written file: every tensor must have the bytes that it had in memory, and the gguf library
+    must decode its blocks to what attar does.
 
     Returns:
         what was checked, in words.
@@ -176,38 +177,44 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     opened = container.read(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
+    threads = torch.get_num_threads()
     with (
         progress.task("verify", total=len(digests)) as task,
-        ThreadPoolExecutor(torch.get_num_threads()) as pool,
+        unthreaded(),
+        ThreadPoolExecutor(threads) as pool,
     ):
-        again = pool.map(lambda name: _digest(_read_back(opened, name)), digests)
-        for (name, wanted), found in zip(digests.items(), again, strict=True):
-            if found != wanted:
-                raise NumericsError(
-                    f"{name} reads back differently from what was written",
-                    hint="the disk may be failing; run it again",
-                )
+        for _ in pool.map(lambda item: _check(opened, *item), digests.items()):
             task.advance()
     return [f"{len(digests)} tensors read back equal, decoded by the gguf library"]
 
 
-def _digest(parts: Iterable[Any]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def _digest(data: Tensor) -> str:
+    """SHA-256 of a contiguous tensor's bytes."""
+    return hashlib.sha256(memoryview(data.view(torch.uint8).numpy()).cast("B")).hexdigest()
 
 
-def _read_back(opened: Any, name: str) -> Any:
-    """float32 bytes of a tensor, some rows at a time."""
+def _check(opened: GGUF, name: str, digest: str) -> None:
+    """Raise where a tensor's bytes are not those of the digest, or the gguf library decodes its blocks to
+    other numbers than attar, bit for bit."""
+    info, data = opened.tensors[name], opened.load(name)
+    if _digest(data) != digest:
+        raise NumericsError(
+            f"{name} reads back differently from what was written",
+            hint="the disk may be failing; run it again",
+        )
+    if info.kind not in FLOATS and not _decodes_alike(info.kind, data, info.shape[1]):
+        raise NumericsError(
+            f"{name}: the gguf library decodes {info.kind} differently from attar",
+            hint="another version of the package gguf, or another --type",
+        )
+
+
+def _decodes_alike(kind: str, data: Tensor, columns: int) -> bool:
+    """Whether attar and the gguf library decode blocks (N, row bytes) to the same float32 numbers (N, K)."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    info, data = opened.tensors[name], opened.load(name)
-    if info.kind in FLOATS:
-        yield memoryview(data.float().numpy()).cast("B")
-        return
-    kind = GGMLQuantizationType(TYPES[info.kind].id)
-    step = max(1, CHUNK // info.shape[1])
-    for start in range(0, info.shape[0], step):
-        yield memoryview(dequantize(data[start : start + step].numpy(), kind)).cast("B")
+    number = GGMLQuantizationType(TYPES[kind].id)
+    parts = data.split(max(1, CHUNK // columns))
+    pairs = ((blocks.dequantize(kind, part, columns), dequantize(part.numpy(), number)) for part in parts)
+    return all(np.array_equal(ours.numpy().view(np.int32), theirs.view(np.int32)) for ours, theirs in pairs)

@@ -4,8 +4,8 @@
 
 Letters: x (K,) the input of a Linear for one token. The sums are those of llama.cpp's ``imatrix`` with its
 ``--process-output``: the head is a weight like any other. Differs from llama.cpp: a head that is the
-embedding too has its sums, under the name of the stored embedding (there: none), and sums are kept in
-float64.
+embedding too has its sums, under the name of the stored embedding (there: none), and sums of batches are
+kept in float64.
 
 Nothing is solved, so a block runs once for each batch and no weight is copied. The head is run last, on the
 hidden states behind the last block, up to its product.
@@ -13,6 +13,7 @@ hidden states behind the last block, up to its product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,9 +127,9 @@ class _Watch:
         if x.is_meta:
             return
         if self.last is None or self.last[0] is not x:
-            self.last = x, x.flatten(0, -2).float().square().sum(0, dtype=torch.float64).cpu()
+            self.last = x, x.flatten(0, -2).float().square().sum(0).double().cpu()
         squares = self.last[1]
-        if not torch.isfinite(squares).all():
+        if not math.isfinite(float(squares.sum())):
             raise NumericsError(f"an input of {name} is not finite", hint="the model overflows; try fp32")
         self.sums[name] = squares + self.sums[name] if name in self.sums else squares.clone()
         self.counts[name] = self.counts.get(name, 0) + x.shape[:-1].numel()

@@ -15,7 +15,6 @@ from attar.data.packing import row_length
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix
-from attar.formats.readers import method
 from attar.models.device import pick_device
 from attar.progress import Progress
 
@@ -29,11 +28,18 @@ class Importance:
 
     Attributes:
         entries: by llama.cpp's name of the weight.
-        origin: what an imatrix file says of where they come from.
+        origin: of a computed one, what its file says of where it comes from.
+        source: in words; "" where there is none.
     """
 
     entries: Mapping[str, imatrix.ImportanceEntry] = field(default_factory=dict)
     origin: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """A sentence for people."""
+        return [f"scales are searched with the importance of inputs: {self.source}"] if self.source else []
 
     def vector(self, name: str) -> Tensor | None:
         """Importance (K,) of the inputs of a weight; None where nothing is known."""
@@ -42,19 +48,27 @@ class Importance:
 
 
 def importance_of(
-    source: Checkpoint, placed: Sequence[Any], settings: ExportSettings, work: Path, progress: Progress
+    source: Checkpoint,
+    view: Any,
+    placed: Sequence[Any],
+    settings: ExportSettings,
+    work: Path,
+    progress: Progress,
 ) -> Importance:
-    """What the settings ask for; nothing where it is left open: a rounding with data sees the inputs of what
-    it rounds itself (codes.py).
+    """What the settings ask for; nothing with ``auto`` and a rounding with data, which sees the inputs of
+    what it rounds itself (codes.py).
+
+    Args:
+        view: the source with its weights decoded.
 
     Raises:
         SettingsError: the file does not fit the model.
     """
-    if not settings.imatrix:
+    if settings.importance_rows:
+        return _compute(source, view, placed, settings, work, progress)
+    if settings.imatrix in ("auto", "none", ""):
         return Importance()
-    if settings.imatrix != "compute":
-        return _read(Path(settings.imatrix), placed)
-    return _compute(source, placed, settings, work, progress)
+    return _read(Path(settings.imatrix), placed)
 
 
 def _read(file: Path, placed: Sequence[Any]) -> Importance:
@@ -69,29 +83,32 @@ def _read(file: Path, placed: Sequence[Any]) -> Importance:
             )
     if not any(one.gguf in entries for one in placed):
         raise SettingsError("imatrix", str(file), "one of this model: no tensor of it is in there")
-    return Importance(entries)
+    return Importance(entries, source=file.name)
 
 
 def _compute(
-    source: Checkpoint, placed: Sequence[Any], settings: ExportSettings, work: Path, progress: Progress
+    source: Checkpoint,
+    view: Any,
+    placed: Sequence[Any],
+    settings: ExportSettings,
+    work: Path,
+    progress: Progress,
 ) -> Importance:
     from attar.deployment.imatrix import compute
     from attar.models.load import load_tokenizer
 
-    if method(source):
-        raise SettingsError("imatrix", "compute", "a file, or none: the checkpoint is quantized already")
     length = row_length(settings.sequence_length, source.config)
     batches = calibration_batches(
         load_tokenizer(source),
         settings.data,
-        samples=settings.samples,
+        samples=settings.importance_rows,
         sequence_length=length,
         batch_size=settings.batch_size,
         seed=settings.seed,
         bos=settings.bos,
     )
     found = compute(
-        source,
+        view,
         batches,
         work=work / "imatrix",
         precision=settings.precision,
@@ -104,4 +121,5 @@ def _compute(
         "chunks": sum(len(batch) for batch in batches),
         "chunk_size": length,
     }
-    return Importance(entries, origin)
+    tokens = sum(batch.numel() for batch in batches)
+    return Importance(entries, origin, f"{tokens:,} tokens of {settings.data}")

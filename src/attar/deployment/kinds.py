@@ -13,15 +13,17 @@ from attar.errors import SettingsError
 from attar.formats.gguf.architectures import architecture
 from attar.formats.gguf.carry import carried_kind
 from attar.formats.gguf.mixes import canonical, mix, overridden
+from attar.formats.gguf.reader import Reader as GGUFReader
 from attar.formats.gguf.sizes import sizes
 from attar.formats.gguf.types import FILE_TYPES, TYPES
-from attar.formats.readers import method, reader
+from attar.formats.readers import Reader, method, reader
 from attar.progress import Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 FLOATS = ("F32", "F16", "BF16")
+FEW_BITS = 4.0  # of a weight: below, rounding with data wins much back (docs/export.md)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def refuse_type(settings: ExportSettings, placed: Sequence[Any]) -> None:
         SettingsError: names the setting.
     """
     if settings.type != "auto":
-        canonical(settings.type, bool(settings.imatrix))
+        canonical(settings.type, settings.imatrix not in ("none", ""))
     overridden([one.gguf for one in placed if one.matrix], settings.overrides)
 
 
@@ -112,7 +114,11 @@ def _mix(settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[A
         imatrix=weighted,
         overrides=settings.overrides,
     )
-    return Kinds(found.kinds, settings.type, found.file_type, notes=found.notes)
+    notes = [*found.notes]
+    smallest = min(TYPES[found.kinds[one.gguf]].bits for one in placed if one.matrix)
+    if settings.rounding == "nearest" and smallest < FEW_BITS:
+        notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
+    return Kinds(found.kinds, settings.type, found.file_type, notes=tuple(notes))
 
 
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
@@ -121,16 +127,13 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
     of, reasons, carried = {}, Counter[str](), set()
     for one in placed:
         of[one.gguf] = _float_kind(view, one)
-        found = None
-        if packed is not None and one.stored is not None and one.matrix:
-            found = packed.codes(view.tensors[one.stored].stored)  # type: ignore[attr-defined]
-        if found is None or one.transposed:
+        if packed is None or one.stored is None or not one.matrix:
             continue
-        kind, why = carried_kind(*found)
+        kind, why = _stored_kind(packed, view.tensors[one.stored].stored, one)  # type: ignore[attr-defined]
         if kind:
             of[one.gguf] = kind
             carried.add(one.gguf)
-        else:
+        elif why:
             reasons[why] += 1
     label = Counter(of[one.gguf] for one in placed if one.matrix).most_common(1)[0][0]
     notes = [
@@ -138,6 +141,15 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
         for why, count in reasons.items()
     ]
     return Kinds(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
+
+
+def _stored_kind(packed: Reader, name: str, one: Any) -> tuple[str | None, str]:
+    """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
+    has no codes). Blocks of a GGUF file stay the blocks that they are."""
+    if isinstance(packed, GGUFReader) and packed.same_place(name, one):
+        return packed.checkpoint.tensors[name].block, ""
+    found = packed.codes(name)
+    return (None, "") if found is None or one.transposed else carried_kind(*found)
 
 
 def _float_kind(view: Any, one: Any) -> str:

@@ -10,7 +10,7 @@ from attar.data.settings import bos_field, check_text, data_field
 from attar.errors import SettingsError
 from attar.walks.settings import check_range
 
-VERSION = 3
+VERSION = 4
 
 FORMATS = (
     "dense",
@@ -23,6 +23,8 @@ FORMATS = (
     "exl2",
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+AUTO_ROWS = 8  # sequences of an importance matrix that nobody asked for: more bring nothing (docs/export.md)
+WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types that no importance matrix is made for unasked
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 
 
@@ -72,10 +74,11 @@ class ExportSettings:
         },
     )
     imatrix: str = field(
-        default="",
+        default="auto",
         metadata={
-            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's, "
-            "or compute; empty: none with rounding nearest; the others see the inputs themselves"
+            "help": "gguf: importance of each input for the search of scales: a file of llama.cpp's; "
+            "compute: from the calibration text; none; auto: from its first sequences, with rounding nearest "
+            "and types below 8 bits (the other roundings see the inputs themselves)"
         },
     )
     overrides: tuple[str, ...] = field(
@@ -129,11 +132,29 @@ class ExportSettings:
         for text in self.overrides:
             _check_override(text)
 
+    @property
+    def importance_rows(self) -> int:
+        """Calibration sequences that an importance matrix is computed from; 0: none is computed."""
+        if self.format != "gguf" or self.imatrix not in ("auto", "compute"):
+            return 0
+        if self.imatrix == "compute":
+            return self.samples
+        rounds = self.rounding == "nearest" and (self.bits or self.size or self.type.upper() not in WIDE)
+        return min(self.samples, AUTO_ROWS) if rounds else 0
+
+    @property
+    def text_rows(self) -> int:
+        """Calibration sequences that are run through the model; 0: none."""
+        reads = self.format == "exl2" or self.rounding != "nearest" or self.bits or self.size
+        return self.samples if reads else self.importance_rows
+
     def _check_format(self) -> None:
         """Refuse a setting that the format would ignore."""
-        gguf = {"type": "auto", "size": "", "rounding": "nearest", "imatrix": "", "overrides": ()}
+        gguf = {"type": "auto", "size": "", "rounding": "nearest", "overrides": ()}
         gguf |= {"pretokenizer": "", "max_file": ""}
         if self.format != "gguf":
+            if self.imatrix not in ("auto", "none", ""):
+                raise SettingsError("imatrix", self.imatrix, f"auto with format {self.format}: it is gguf's")
             for name, default in gguf.items():
                 if getattr(self, name) != default:
                     raise SettingsError(

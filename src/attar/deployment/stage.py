@@ -28,7 +28,7 @@ from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_beside
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import produce
+from attar.checkpoint.output import Output, produce
 from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
@@ -37,7 +37,7 @@ from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
 from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import VERSION, ExportSettings
-from attar.errors import SettingsError
+from attar.errors import DataError, SettingsError
 from attar.models.fit import check_fit
 from attar.progress import SILENT, Progress
 
@@ -84,7 +84,7 @@ def export(
     writer = _writer(settings.format)
     check_fit(source)
     writer.refuse(source, settings)
-    if _reads_text(settings):
+    if settings.text_rows:
         settings = fit(settings, source, progress)
     if Path(out).suffix != GGUF:
         _write(source, Path(out), settings, writer, progress, force, key)
@@ -92,12 +92,6 @@ def export(
     if settings.format != "gguf":
         raise SettingsError("format", settings.format, f"gguf for a file {Path(out).name}, or a folder as -o")
     return _write_file(source, Path(out), settings, writer, progress, force, key)
-
-
-def _reads_text(settings: ExportSettings) -> bool:
-    """Whether calibration text is run through the model."""
-    computed = settings.rounding != "nearest" or settings.imatrix == "compute"
-    return settings.format == "exl2" or computed or bool(settings.bits or settings.size)
 
 
 def _writer(name: str) -> ModuleType:
@@ -124,16 +118,33 @@ def _write(
         key=key,
         text=fingerprint(settings.data),
     ) as output:
-        if _reads_text(settings):
-            from attar.models.load import load_tokenizer
-
-            tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
-            read = record("export", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-            remember(output, [read], progress)
+        if settings.text_rows:
+            settings = _recorded(source, settings, output, progress)
         details: dict[str, Any] = output.details
         details["checks"] = writer.write(source, settings, output, progress)
         for note in (*details.get("notes", ()), *details.get("limits", ())):
             progress.log(note)
+
+
+def _recorded(
+    source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress
+) -> ExportSettings:
+    """Note the text that will be read. Settings without an importance matrix where nobody asked for one, and
+    there is no text for it."""
+    from attar.models.load import load_tokenizer
+
+    length = row_length(settings.sequence_length, source.config)
+    try:
+        tokenizer, rows = load_tokenizer(source), settings.text_rows
+        read = record("export", tokenizer, settings, "calibration", length=length, rows=rows)
+    except DataError as error:
+        plain = replace(settings, imatrix="none")
+        if settings.imatrix != "auto" or plain.text_rows:
+            raise
+        progress.log(f"no importance matrix, so the file loses more than it need: {error.message}")
+        return plain
+    remember(output, [read], progress)
+    return settings
 
 
 def _write_file(

@@ -100,13 +100,12 @@ def code_numbers(quantized: Quantized, weight: Tensor, decoded: Tensor | None = 
     for codes, part in zip(quantized.codes.split(rows), weight.split(rows), strict=True):
         number = int(torch.count_nonzero(part))
         kept += number
-        if number < part.numel():  # copies: only where there are zeros
-            inside = part != 0
-            codes, part = codes[inside], part[inside]
         counts += _histogram(codes)
+        if number < part.numel():
+            counts -= _histogram(codes[part == 0])
         if number:
-            bottom, top = torch.aminmax(part)
-            low, high = min(low, float(bottom)), max(high, float(top))
+            bottom, top = _ends(part)
+            low, high = min(low, bottom), max(high, top)
     if silent is None:
         decoded = quantized.dequantize() if decoded is None else decoded
         zeros = int(((decoded == 0) & (weight != 0)).sum())
@@ -121,6 +120,14 @@ def code_numbers(quantized: Quantized, weight: Tensor, decoded: Tensor | None = 
         "codes": int((counts > 0).sum()),
         "varied": low < high,
     }
+
+
+def _ends(weight: Tensor) -> tuple[float, float]:
+    """The smallest and the largest weight that is not 0; one is not."""
+    low, high = (float(end) for end in torch.aminmax(weight))
+    if low == 0 or high == 0:  # 0 is an end only where all others are on one side of it
+        low, high = (float(end) for end in torch.aminmax(weight[weight != 0]))
+    return low, high
 
 
 def _silent_codes(grid: Grid) -> list[int] | None:

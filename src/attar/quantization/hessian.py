@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 
-STEP = 512  # inputs whose rows of H are summed at a time
+STEP = 256  # inputs whose rows of H are summed at a time
 CHUNK = 1 << 21  # weights whose energy is computed at a time
 
 

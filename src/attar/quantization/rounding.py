@@ -316,6 +316,11 @@ def weight_numbers(weight: Tensor, made: Quantized) -> dict[str, Any]:
     rows = max(CHUNK // max(weight.shape[1], 1), 1)
     for part, decoded in zip(weight.split(rows), made.dequantize().split(rows), strict=True):
         part = part.float()
-        lost += float((part - decoded).square_().sum(dtype=torch.float64))
-        whole += float(part.square().sum(dtype=torch.float64))
+        lost += _energy(part - decoded)
+        whole += _energy(part)
     return {"weight_error": lost / max(whole, 1e-30), **code_numbers(made, weight)}
+
+
+def _energy(weight: Tensor) -> float:
+    """The sum of squares of a weight (N, K)."""
+    return float(torch.linalg.vector_norm(weight, dim=1).double().square().sum())

@@ -191,8 +191,8 @@ def _exporting(settings: Any, source: Shape) -> Work:
     rounding = getattr(settings, "rounding", "nearest")
     if getattr(settings, "format", "") == "exl2" or rounding != "nearest":
         return _solving(settings, source, rounding) + _text(settings, _calibration(settings))
-    if getattr(settings, "imatrix", "") == "compute":
-        tokens = _calibration(settings)
+    if rows := getattr(settings, "importance_rows", 0):
+        tokens = float(rows * settings.sequence_length)
         return Work(2 * source.blocks * tokens) + _text(settings, tokens)
     return Work()
 

@@ -106,6 +106,23 @@ class Reader:
         zero = None if weight.zero is None else weight.zero[order]
         return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero=zero), rule
 
+    def blocks(self, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+        """Codes (N, K) of a stored matrix in blocks and what is stored beside them, in the order of the file:
+        see :func:`attar.formats.gguf.blocks.unpack`.
+
+        Raises:
+            CheckpointError: the file has changed since it was opened.
+        """
+        info = self._info(name)
+        return blocks.unpack(info.block, self.checkpoint.load(name), info.weight_shape[1])
+
+    def same_place(self, name: str, placement: Placement) -> bool:
+        """Whether another file would have the rows of a stored matrix in blocks as this one has them."""
+        mine, _ = self._matrix(name)
+        if mine is None or placement.transposed or (mine.rows is None) != (placement.rows is None):
+            return False
+        return mine.rows is None or torch.equal(mine.rows, placement.rows)
+
     def uniform(self, name: str) -> Uniform | None:
         """A stored matrix in blocks on its even grid, rows in transformers' order; None for any other tensor.
 

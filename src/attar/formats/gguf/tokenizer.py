@@ -31,7 +31,7 @@ from attar.formats.gguf.tokenizer_spm import spm_metadata
 from attar.formats.gguf.tokenizer_unigram import unigram_metadata
 from attar.formats.gguf.values import Value
 
-__all__ = ["tokenizer_metadata", "write_tokenizer"]
+__all__ = ["source_metadata", "tokenizer_metadata", "write_tokenizer"]
 
 
 def tokenizer_metadata(
@@ -52,7 +52,11 @@ def tokenizer_metadata(
         ModelError: llama.cpp cannot do what this tokenizer does; says which part.
         SettingsError: ``pre`` is no name of llama.cpp's.
     """
-    source = read_source(Path(folder), config)
+    return source_metadata(read_source(Path(folder), config), pre)
+
+
+def source_metadata(source: Source, pre: str | None = None) -> dict[str, Value]:
+    """:func:`tokenizer_metadata` of files that are read already."""
     kind = _kind(source)
     if kind == "gpt2":
         found = bpe_metadata(source, pre)

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from attar.formats.gguf.pretokenizers import by_name, steps
 from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import Source, read_source
+from attar.formats.gguf.tokenizer_source import Source
 from attar.formats.gguf.tokenizer_special import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
 from attar.formats.gguf.tokenizer_spm import metaspace
 
 
-def tokenizer_limits(folder: str | Path, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[str]:
+def tokenizer_limits(source: Source, metadata: Mapping[str, Any]) -> list[str]:
     """Where llama.cpp's tokens will differ from transformers', one line each; empty where they will not.
 
     Args:
-        folder: the tokenizer's.
-        config: the content of config.json.
-        metadata: what ``tokenizer_metadata`` made of them.
+        source: the tokenizer's files.
+        metadata: what ``source_metadata`` made of them.
     """
-    source = read_source(Path(folder), config)
     kind = metadata[f"{PREFIX}model"]
     found = [*_normalizer(source), *_spaces(source), *_added(source), *_ends(source)]
     if kind == "gpt2" and by_name(metadata[f"{PREFIX}pre"]).approximate:

@@ -39,6 +39,7 @@ BY_ID = {number: (name, letter) for name, (number, letter) in NUMBERS.items()}
 """Name and letter by id."""
 
 LONGEST_KEY = 65535
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def encode(key: str, value: Value) -> bytes:
 def string(text: str) -> bytes:
     """A string as it stands in a file."""
     raw = text.encode()
-    return struct.pack("<Q", len(raw)) + raw
+    return _LENGTH.pack(len(raw)) + raw
 
 
 def _payload(kind: str, value: Any) -> bytes:
@@ -115,6 +116,9 @@ def _payload(kind: str, value: Any) -> bytes:
     head = struct.pack("<IQ", _type_id(inner), len(value))
     if isinstance(value, bytes) and inner == "u8":
         return head + value
+    if inner == "str":  # a vocabulary is 150,000 of them
+        raws = [text.encode() for text in value]
+        return head + b"".join(part for raw in raws for part in (_LENGTH.pack(len(raw)), raw))
     if inner in NUMBERS:
         return head + struct.pack(f"<{len(value)}{NUMBERS[inner][1]}", *value)
     return head + b"".join(_payload(inner, item) for item in value)

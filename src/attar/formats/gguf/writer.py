@@ -229,9 +229,11 @@ def _groups(
     max_bytes: int | None,
 ) -> list[list[Slot]]:
     """The tensors of each file."""
+    if not max_bytes:
+        return [slots]
     head, data = len(_head(whole, 0)), sum(_padded(slot.nbytes, alignment) for slot in slots)
     infos = sum(len(_info(slot, 0)) for slot in slots)
-    if not max_bytes or _padded(head + infos, alignment) + data <= max_bytes:
+    if _padded(head + infos, alignment) + data <= max_bytes:
         return [slots]
     keys = _split_keys(0, 0, 0)
     head, next_head = len(_head({**whole, **keys}, 0)), len(_head({**rest, **keys}, 0))
