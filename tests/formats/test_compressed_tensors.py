@@ -1,6 +1,7 @@
 """The config of a packed checkpoint, and reading it tensor by tensor."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -158,6 +159,18 @@ def test_scales_that_cannot_be_right(leaf, value, tmp_path):
     save_file(tensors, checkpoint.path / "model.safetensors")
     with pytest.raises(NumericsError, match="zero, negative or infinite"):
         Reader(open_checkpoint(checkpoint.path)).check("a.x.weight")
+
+
+@pytest.mark.parametrize(("value", "allowed"), [(-0.5, True), (0.0, False), (float("nan"), False)])
+def test_scales_of_packed_codes_may_be_negative(value, allowed, tmp_path):
+    checkpoint = packed(tmp_path / "a", [Group(("Linear",), W4, None, PACK)], {"a.x": (W4, PACK)})
+    from safetensors.torch import load_file
+
+    tensors = load_file(checkpoint.path / "model.safetensors")
+    tensors["a.x.weight_scale"].fill_(value)
+    save_file(tensors, checkpoint.path / "model.safetensors")
+    with nullcontext() if allowed else pytest.raises(NumericsError, match="zero, negative or infinite"):
+        Reader(open_checkpoint(checkpoint.path)).check("a.x.weight_packed")
 
 
 @pytest.mark.parametrize(("rule", "form"), [(W4, PACK), (W8, INT), (FP8, FLOAT)])

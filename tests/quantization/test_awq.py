@@ -116,14 +116,14 @@ def test_clip_of_each_tile_is_the_best_of_the_candidates():
             columns = slice(8 * g, 8 * g + 8)
             w, h = W[p : p + 1, columns], H[columns, columns].double()
             losses = {}
-            for step in range(20):
-                shrink = 1.0 - 0.5 * step / 20
+            for shrink in (sign * (1.0 - 0.5 * step / 20) for step in range(20) for sign in (1, -1)):
                 e = (w - rounded(w, GRID, shrink)).double()
                 losses[shrink] = float(e @ h @ e.T)
             assert losses[float(f"{float(result.shrink[p, g]):.3f}")] == pytest.approx(
                 min(losses.values()), rel=1e-4
             )
     assert result.error < result.rtn_error
+    assert (result.shrink < 0).any() and (result.shrink > 0).any()
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,9 @@ class Reader:
             return
         base = name.rpartition(".")[0]
         scales = [self.checkpoint.load(f"{base}.{SCALE}").float()]
-        if self._group(name).form == MXFP4:
+        if self._group(name).form == PACK:  # symmetric codes of few bits may have negative ones
+            scales = [scales[0].abs()]
+        elif self._group(name).form == MXFP4:
             scales = [torch.where(scales[0] == 255, torch.nan, torch.exp2(scales[0] - 127))]
         for leaf in (GLOBAL, INPUT_SCALE):
             if f"{base}.{leaf}" in self.checkpoint.tensors:

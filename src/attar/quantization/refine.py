@@ -198,7 +198,8 @@ def refit_scales(descent: Descent) -> None:
     rows = max(1, BYTES // (4 * G * G))
     parts = zip(unit.split(rows), descent.gradient.T.split(rows), strict=True)
     scale = old + torch.cat([_least_squares(part, gradient, descent.H, G) for part, gradient in parts])
-    scale = torch.where(torch.isfinite(scale) & (scale > 0.1 * old) & (scale < 10.0 * old), scale, old)
+    ratio = scale / old
+    scale = torch.where(torch.isfinite(ratio) & (ratio > 0.1) & (ratio < 10.0), scale, old)
     parameters = grid.rescaled(descent.parameters, scale)
     assert parameters is not None
     change = (parameters.scale - old).repeat_interleave(K // G, 1).mul_(unit).T.contiguous()

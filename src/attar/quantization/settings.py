@@ -9,7 +9,7 @@ from attar.errors import SettingsError
 from attar.quantization.schemes import SCHEMES
 from attar.walks.settings import check_range
 
-VERSION = 2
+VERSION = 3
 
 METHODS = (
     "rtn",

@@ -67,7 +67,8 @@ def test_squared_error_of_each_tile(grid, weight, importance, monkeypatch):
 @pytest.mark.parametrize("grid", INDEPENDENT, ids=str)
 def test_mse_takes_the_best_factor_of_each_tile(grid, weight, importance):
     found = choose_scales(weight, grid, "mse", importance, low=0.6, high=1.0, steps=5)
-    trials = [grid.choose(weight, factor) for factor in (0.6, 0.7, 0.8, 0.9, 1.0)]
+    factors = (0.6, 0.7, 0.8, 0.9, 1.0, *((-0.6, -0.7, -0.8, -0.9, -1.0) if grid.signed else ()))
+    trials = [grid.choose(weight, factor) for factor in factors]
     errors = torch.stack([by_tile(grid, lost(weight, grid, one, importance)) for one in trials])
     reached = by_tile(grid, lost(weight, grid, found, importance))
     assert torch.allclose(reached, errors.amin(0), rtol=1e-4)
@@ -82,6 +83,21 @@ def test_mse_is_never_worse_than_absmax(grid, weight, importance, weighted):
     assert ratio <= 1.0 + 1e-6
     if not grid.searches or weighted:
         assert ratio < 0.99
+
+
+@pytest.mark.parametrize(("bits", "gain"), [(2, 0.85), (3, 0.85), (4, 0.92)])
+def test_negative_scales_use_the_longer_side_of_symmetric_codes(bits, gain):
+    """Against the same search over positive scales alone."""
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    grid = IntGrid(bits, 32)
+    found = choose_scales(weight, grid, "mse")
+    assert (found.scale < 0).any() and (found.scale > 0).any()
+    mirrored = squared_error(-weight, grid, choose_scales(-weight, grid, "mse"))
+    assert torch.allclose(mirrored, squared_error(weight, grid, found)), "no side is preferred"
+    trials = [grid.choose(weight, factor) for factor in torch.linspace(0.5, 1.1, 31).tolist()]
+    positive = torch.stack([squared_error(weight, grid, one) for one in trials]).amin(0)
+    assert squared_error(weight, grid, found).sum() < gain * positive.sum()
+    assert not IntGrid(8, 32).signed and not IntGrid(4, 32, symmetric=False).signed
 
 
 def test_on_a_long_row_of_few_bits_mse_gains_much():

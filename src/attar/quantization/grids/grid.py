@@ -70,6 +70,11 @@ class Grid(ABC):
 
     searches: ClassVar[bool] = False
 
+    @property
+    def signed(self) -> bool:
+        """Whether a search tries negative scales: codes reach farther on one side of 0."""
+        return False
+
     storage: torch.dtype
     group_size: int
     rows: int
@@ -258,7 +263,8 @@ class Quantized:
 
 def stored_scale(scale: Tensor, storage: torch.dtype) -> Tensor:
     """The scale as it will be read back, float32; a tile of zeros gets scale 1, and tiny scales the smallest
-    positive number of the storage type, but never one that is subnormal in float32."""
-    kept = torch.where(scale > 0, scale, torch.ones_like(scale))
+    number of the storage type, but never one that is subnormal in float32. The sign stays."""
+    magnitude = torch.where(scale.abs() > 0, scale.abs(), torch.ones_like(scale))
     number = torch.finfo(storage)
-    return kept.clamp(min=max(number.tiny * number.eps, torch.finfo(torch.float32).tiny)).to(storage).float()
+    least = max(number.tiny * number.eps, torch.finfo(torch.float32).tiny)
+    return magnitude.clamp(min=least).to(storage).float().copysign(scale)

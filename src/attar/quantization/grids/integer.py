@@ -39,6 +39,11 @@ class IntGrid(Grid):
         """Largest code."""
         return (1 << (self.bits - 1)) - 1
 
+    @property
+    def signed(self) -> bool:
+        """Symmetric codes reach to -2^(b-1) and 2^(b-1) - 1: with few bits the side matters."""
+        return self.symmetric and self.bits < 8 and self.rows == 1
+
     def code_book(self) -> CodeBook:
         """Whole numbers; z is 0 or the tile's own."""
         return CodeBook(self.low, self.high)
@@ -67,7 +72,7 @@ class IntGrid(Grid):
         return Parameters(scale, (self.low - bottom / scale).round().clamp(self.low, self.high))
 
     def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
-        """Any positive scale, in the storage type."""
+        """Any scale but 0, in the storage type."""
         return Parameters(stored_scale(scale, self.storage), parameters.zero)
 
     def nearest(self, values: Tensor) -> Tensor:

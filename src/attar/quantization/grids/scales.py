@@ -2,7 +2,7 @@
 
     absmax:       r = 1
     percentile:   r = quantile_p(|w|) / max|w|
-    mse:          r = argmin over R of  e(r) = sum v (w - w'(r))^2
+    mse:          r = argmin over R of  e(r) = sum v (w - w'(r))^2;  R and -R where the grid is signed
 
 Letters: r factor on a tile's range, the grids' ``shrink``; w weights of a tile; w'(r) what a reader decodes
 when the range is r times that of the grid's own rule; v (K,) importance of an input; R the factors tried.
@@ -64,6 +64,7 @@ def choose_scales(
     if grid.searches:
         return grid.choose(weight, importance=importance)
     factors = torch.linspace(low, high, steps).tolist()
+    factors += [-factor for factor in factors] if grid.signed else []
     return _better(weight, grid, _searched(weight, grid, importance, factors), importance)
 
 
