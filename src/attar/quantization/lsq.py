@@ -52,7 +52,7 @@ def quantize_weight(weight: Tensor, scale: Tensor, grid: Grid, zero: Tensor | No
 
     Args:
         weight: v (N, K), float32.
-        scale: s (P, G), positive, before it is rounded to its stored form.
+        scale: s (P, G), not 0, before it is rounded to its stored form.
         grid: the number format; one without a minimum.
         zero: (P, G), before it is rounded to a code.
     """
@@ -67,7 +67,7 @@ def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None 
 
     Args:
         codes: (N, K).
-        scale: s (P, G), positive, before it is rounded to its stored form.
+        scale: s (P, G), not 0, before it is rounded to its stored form.
         zero: (P, G), before it is rounded to a code.
     """
     shape = (codes.shape[0], codes.shape[1])
@@ -83,7 +83,7 @@ def stored(
     """Parameters as a file holds them, with LSQ's gradients to ``scale`` and ``zero``.
 
     Args:
-        scale: s (P, G), positive.
+        scale: s (P, G), not 0.
         shape: (N, K) of the weight.
         zero: (P, G).
         count: n; None: the weights of a tile.

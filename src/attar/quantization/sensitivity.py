@@ -13,7 +13,7 @@ few groups at few bits dominate); :func:`interaction` measures how good it is fo
 
 The measurements live in a JSON file, one for each model, text, amount of text and seed:
 
-    {"format": "attar sensitivity", "version": 1,
+    {"format": "attar sensitivity", "version": 2,
      "key": {"model": fingerprint, "data", "tokens", "sequence_length", "seed", "precision"},
      "measurements": [{"group", "modules": [names],
                        "grid": name, "definition": the grid in full and how weights were rounded,
@@ -54,7 +54,7 @@ from attar.walks.activations import Activations
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
 
-FORMAT, VERSION = "attar sensitivity", 1
+FORMAT, VERSION = "attar sensitivity", 2
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk
 
 Candidate = Callable[[torch.dtype], Grid]
@@ -86,7 +86,7 @@ class Key:
 
     def file_name(self) -> str:
         """A name of its own for a file of these measurements."""
-        return f"sensitivity-{sha256_text(canonical_json(asdict(self)))[:16]}.json"
+        return f"sensitivity-{sha256_text(canonical_json({**asdict(self), 'version': VERSION}))[:16]}.json"
 
 
 @dataclass(frozen=True)
