@@ -71,6 +71,7 @@ SOLVERS = (
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
+    "attar.kernels.threads",
     "attar.progress",
     "attar.merging.consensus",
     "attar.merging.draws",

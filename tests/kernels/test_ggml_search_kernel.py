@@ -9,6 +9,7 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import NumericsError
 from attar.kernels import ggml_search as kernel
 from attar.kernels.build import load
+from attar.kernels.threads import one_thread
 from attar.quantization.grids import GGML
 from attar.quantization.grids.ggml_search import clipped
 
@@ -224,10 +225,10 @@ def test_torch_has_its_threads_again_behind_the_search():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        with kernel.unthreaded(), ThreadPoolExecutor(1) as pool:
+        with one_thread(), ThreadPoolExecutor(1) as pool:
             assert torch.get_num_threads() == pool.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 2
-        with pytest.raises(ValueError), kernel.unthreaded():
+        with pytest.raises(ValueError), one_thread():
             raise ValueError
         assert torch.get_num_threads() == 2
     finally:

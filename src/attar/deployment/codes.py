@@ -24,7 +24,7 @@ from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.reader import Reader as GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
-from attar.kernels.ggml_search import unthreaded
+from attar.kernels.threads import one_thread
 from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite
@@ -186,13 +186,13 @@ class _Maker:
 
     def __call__(self, one: Any, kind: str) -> Quantized:
         if one.gguf in self.kinds.carried:
-            with unthreaded():
+            with one_thread():
                 return self._carried(one, kind)
         if self.rounded and self.plan and one.stored in self.plan.sites:
             made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
             return made if one.rows is None else reordered(made, one.rows)
         grid, importance = grid_of(kind), self.importance.vector(one.gguf)
-        with unthreaded():
+        with one_thread():
             weight = one.apply(self.view.load(one.stored))
             if not all_finite(weight):
                 raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")

@@ -41,7 +41,7 @@ from attar.formats.gguf.tokenizer_source import read_source
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import Slot, Writer
 from attar.formats.readers import method
-from attar.kernels.ggml_search import unthreaded
+from attar.kernels.threads import one_thread
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _floats(one: Any, kind: str, view: Any) -> Tensor:
 def _blocks(one: Any, kind: str, codes: Codes) -> Tensor:
     """A tensor of blocks."""
     rounded = codes(one, kind)
-    with unthreaded():
+    with one_thread():
         return blocks.pack(kind, rounded.codes, rounded.stored)
 
 
@@ -180,7 +180,7 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     threads = torch.get_num_threads()
     with (
         progress.task("verify", total=len(digests)) as task,
-        unthreaded(),
+        one_thread(),
         ThreadPoolExecutor(threads) as pool,
     ):
         for _ in pool.map(lambda item: _check(opened, *item), digests.items()):

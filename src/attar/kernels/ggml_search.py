@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels.build import load, missing, slower
+from attar.kernels.threads import one_thread
 
 EFFORT = 4  # codes of scales tried to either side; benchmarks/ggml_search.py prints what each is worth
 CHUNK = 1 << 20  # weights converted to float32 at a time
@@ -152,18 +152,6 @@ def _float32(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         step = max(len(weight), 1)
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
-        with unthreaded():
+        with one_thread():
             part = weight[rows].float().contiguous()
         yield rows, part
-
-
-@contextmanager
-def unthreaded() -> Iterator[None]:
-    """torch works in the calling thread alone: its own threads spin for a while after each operation, and
-    take from those of a kernel that runs next. Threads that are begun inside have none of torch's either."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -36,11 +36,11 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
 from attar.formats.readers import method
+from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.extraction_plan import Pair, Part, pair, saved_modules
 from attar.merging.extraction_settings import VERSION, ExtractSettings
 from attar.merging.low_rank import low_rank
-from attar.merging.pieces import one_thread
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -48,17 +47,6 @@ def keep_(values: Tensor, mask: Tensor) -> Tensor:
     integer = torch.int32 if values.dtype == torch.float32 else torch.int16
     values.view(integer).bitwise_and_(mask.to(integer).neg_())
     return values
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch sums in one thread: the order, and so the last bit, depends on the number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def total(values: Tensor) -> float:

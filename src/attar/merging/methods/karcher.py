@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import norm, one_thread
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import norm
 
 
 def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import SIZE, elementwise, norm, one_thread, spans
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import SIZE, elementwise, norm, spans
 
 TINY = 1e-6
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import norm, one_thread
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import norm
 
 
 def multislerp(

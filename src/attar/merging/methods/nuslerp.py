@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import norm, one_thread
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import norm
 
 SHORT, PARALLEL, WEIGHTLESS = 1e-7, 1e-8, 1e-6
 

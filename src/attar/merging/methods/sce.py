@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import elementwise, one_thread
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import elementwise
 from attar.merging.selection import largest
 
 SMALL = 1e-6

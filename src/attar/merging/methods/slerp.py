@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.merging.pieces import FEW, elementwise, inner_product, norm, one_thread
+from attar.kernels.threads import one_thread
+from attar.merging.pieces import FEW, elementwise, inner_product, norm
 
 NEARLY_PARALLEL = 0.9995
 TINY = 1e-8
