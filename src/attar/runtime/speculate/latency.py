@@ -64,11 +64,13 @@ class Latency:
         return self._draft.over(1, np.array([width]))[0] if width and self._draft.known else 0.0
 
     def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
-        """Seconds that the drafts of a pass took: as measured, without outliers; beside prompts as expected."""
+        """Seconds that the drafts of a pass took: as measured, but for outliers; beside prompts as expected."""
         expected = self.target(batch, tokens)
         if prompt_tokens:
             return expected - self.target(batch, batch + prompt_tokens)
-        return min(seconds, OUTLIER * expected) - self.target(batch, batch)
+        if self._target.knows(batch, tokens):
+            seconds = min(seconds, OUTLIER * expected)
+        return seconds - self.target(batch, batch)
 
     def note_target(self, batch: int, tokens: int, seconds: float) -> None:
         """A pass took so long."""
@@ -100,6 +102,10 @@ class _Curve:
         """Seconds of sizes (S,) that rise."""
         seconds = self._measured(sizes) + self._table(_key(batch))[_keys(sizes)]
         return np.maximum.accumulate(np.maximum(seconds, 0.0)).tolist()  # type: ignore[no-any-return]
+
+    def knows(self, batch: int, size: int) -> bool:
+        """Whether a size was run, or lies between measured ones."""
+        return len(self._sizes) > 1 or (_key(batch), int(_keys(np.array([size]))[0])) in self._offsets
 
     def note(self, batch: int, size: int, seconds: float, lowest: bool = False) -> None:
         """A pass of a size took so long; ``lowest``: the shortest so far counts."""

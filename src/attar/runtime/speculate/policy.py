@@ -1,7 +1,7 @@
 """How many tokens to draft: as many as bring the most tokens a second, at a bounded loss.
 
-    survival    of a draft: the product of the acceptance rates on its path, the tokens that it adds to the pass
-    speed       (B + sum of survivals) / (t(B, tokens of the pass) + steps of the draft model)
+    survival   of a draft: the product of the acceptance rates on its path, the tokens that it adds to the pass
+    speed      (B + sum of survivals) / (t(B, tokens of the pass) + steps of the draft model)
 
 The drafts of the batch are sorted by survival (a parent's is never below its child's, so every front of the
 list consists of whole paths), and the front with the highest speed is run. For one sequence and one rate this
@@ -164,7 +164,7 @@ class DraftPolicy:
         """
         if not self.open:
             return self.budget.rest
-        plain = self.latency.target(batch, batch)
+        plain = self.latency.target(batch, batch) if batch else 0.0
         return self.budget.pause(asking / plain) if plain > 0 and not self._measures_plain else 0
 
     def speedup(self, sequence: int, limit: int) -> float:
@@ -319,8 +319,8 @@ class _Pass:
 
 
 def _within(candidates: Sequence[Candidate], limits: Sequence[int], room: int | None) -> list[Candidate]:
-    """The candidates, best first, as far as each sequence and the pass have room for them. A sibling needs the
-    chain's draft at its depth: the draft model computes both from one row."""
+    """The candidates, best first, as far as each sequence and the pass have room. A sibling needs the chain's
+    draft at its depth: the draft model computes both from one row."""
     counts, chosen = Counter[int](), list[Candidate]()
     depths = Counter[int]()
     for one in candidates:
