@@ -21,7 +21,7 @@ Letters: n drafts, V vocabulary of the proposer, p and q distributions of target
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -107,6 +107,23 @@ class Draft:
     def text(self, path: Iterable[int]) -> tuple[int, ...]:
         """Tokens of the drafts of a path."""
         return tuple(self.tokens[node - 1] for node in path)
+
+    def pruned(self, nodes: Sequence[int]) -> Draft | None:
+        """Some of the nodes, each with its parent among them; None where there are none.
+
+        Only what is fixed may be pruned: with q the choice must not look at the tokens.
+        """
+        nodes = sorted(nodes)
+        if len(nodes) in (0, len(self)):
+            return self if nodes else None
+        assert self.q is None, "a drawn draft is not pruned"
+        index = {0: 0, **{node: new for new, node in enumerate(nodes, 1)}}
+        return replace(
+            self,
+            tokens=tuple(self.tokens[node - 1] for node in nodes),
+            parents=tuple(index[self.parents[node - 1]] for node in nodes),
+            kinds=None if self.kinds is None else tuple(self.kinds[node - 1] for node in nodes),
+        )
 
     def cut(self, count: int) -> Draft | None:
         """The first ``count`` drafts, as the scheduler cuts them; None where that is none."""

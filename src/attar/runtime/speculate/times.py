@@ -55,6 +55,13 @@ def measure(
     return {batch: _rising(points) for batch, points in found.items()}
 
 
+def by_tokens(times: Times) -> dict[int, float]:
+    """{T: seconds}: of a size that was measured with several B, the one sequence's."""
+    return {
+        count: seconds for batch in sorted(times, reverse=True) for count, seconds in times[batch].items()
+    }
+
+
 def _rising(points: dict[int, float]) -> dict[int, float]:
     """Each no longer than any after it."""
     seconds = np.minimum.accumulate(list(points.values())[::-1])[::-1]

@@ -6,15 +6,19 @@ from itertools import pairwise
 
 import pytest
 
-from attar.runtime.speculate.acceptance import FIRST, Acceptance, kind_of
-from attar.runtime.speculate.choose import PROBE, RARELY, Chooser
-from attar.runtime.speculate.cost import Cost
+from attar.runtime.speculate.acceptance import FIRST, AcceptanceRates, kind_of
+from attar.runtime.speculate.budget import RATE, REOPENS, SIZE, LossBudget
 from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import LONGEST_GAP, PLAIN_EVERY, DraftPolicy
 from attar.runtime.speculate.proposer import News
-from attar.runtime.speculate.purse import FULL_ENOUGH, RATE, SPARE, Purse
-from attar.runtime.speculate.trim import survivals, trimmed
 
 MOST = 16
+
+
+def drafted(policy, sequences, limits=None, **others):
+    """K of each sequence."""
+    return [len(kinds) for kinds in policy.choose(sequences, limits or [MOST] * len(sequences), **others)]
 
 
 class World:
@@ -23,8 +27,8 @@ class World:
     def __init__(self, a, slope, step=0.0, batch=1, known=True, seed=0):
         self.a, self.slope, self.step, self.batch = a if callable(a) else lambda place: a, slope, step, batch
         sizes = [batch << power for power in range(7)]
-        table = {batch: {size: self.time(size) for size in sizes}} if known else None
-        self.chooser = Chooser(Cost(table, {1: step, batch: step} if known and step else None), MOST)
+        table = {size: self.time(size) for size in sizes} if known else None
+        self.policy = DraftPolicy(Latency(table, {1: step, batch: step} if known and step else None), MOST)
         self.random, self.spent, self.places, self.drafted = random.Random(seed), 0.0, [0] * batch, []
         self.lost = [0.0]  # after every pass, in plain passes
 
@@ -40,7 +44,7 @@ class World:
         return made / self.batch / ((self.spent - spent) / self.time(self.batch))
 
     def turn(self):
-        counts = self.chooser.choose(range(self.batch), [MOST] * self.batch)
+        counts = drafted(self.policy, range(self.batch))
         news, made = [], 0
         for place, count in enumerate(counts):
             accepted = 0
@@ -54,7 +58,7 @@ class World:
         self.spent += target + draft
         self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
         self.drafted.append(counts)
-        self.chooser.note(news, target, draft)
+        self.policy.note(news, target, draft)
 
     def best(self, a):
         """Tokens a plain pass's time with the best fixed K, of all sequences alike."""
@@ -77,12 +81,13 @@ def test_a_batch_is_chosen_together():
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("slope", "step"), [(0.02, 0.0), (0.1, 0.05), (0.3, 0.7), (0.8, 0.5), (1.0, 1.0)])
-def test_where_nothing_is_accepted_500_tokens_lose_less_than_three_percent(slope, step, known):
-    assert World(0.0, slope, step, known=known).run(500) > 1 / 1.03
+def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
+    """Where times were measured, as before serving they are; else they are learnt, which costs one pass more."""
+    assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
 
 
 @pytest.mark.parametrize("a", [0.0, 0.4, lambda place: 0.95 if place % 300 < 150 else 0.0])
-def test_over_any_stretch_the_loss_is_bounded_by_the_purse(a):
+def test_over_any_stretch_the_loss_is_bounded_by_the_budget(a):
     world = World(a, 0.3, 0.3)
     world.run(2000)
     worst = low = -math.inf
@@ -91,18 +96,18 @@ def test_over_any_stretch_the_loss_is_bounded_by_the_purse(a):
         low = max(low, -(before - RATE * tokens))
         tokens += world.time(1 + counts[0]) + counts[0] * 0.3 - (after - before)
         worst = max(worst, after - RATE * tokens + low)
-    assert worst <= SPARE + 1e-6
+    assert worst <= SIZE + 1e-6
 
 
-def test_probes_alone_lose_little():
+def test_trials_alone_lose_little():
     world = World(0.0, 0.5)
-    world.chooser.purse = Purse(spare=math.inf)
+    world.policy.budget = LossBudget(size=math.inf)
     world.run(3000)
     c = world.time(2) - 1
-    probes = sum(count > 0 for (count,) in world.drafted[50:])
-    assert probes >= 3, "it keeps looking"
-    drafted = sum(world.time(1 + count) - 1 for (count,) in world.drafted)
-    assert drafted < c * (math.log2(c / PROBE) + 1) + PROBE * 3000 + 4, "and 4 for what FIRST promised"
+    trials = sum(count > 0 for (count,) in world.drafted[50:])
+    assert trials >= 3, "it keeps looking"
+    lost = sum(world.time(1 + count) - 1 for (count,) in world.drafted)
+    assert lost < c * (math.log2(LONGEST_GAP) + 1 + 3000 / LONGEST_GAP) + 4, "and 4 for what FIRST promised"
 
 
 def test_it_follows_a_change_of_regime():
@@ -115,47 +120,45 @@ def test_it_follows_a_change_of_regime():
 
 
 def test_more_drafts_go_where_more_are_accepted():
-    chooser = Chooser(Cost({2: {2: 1.0, 64: 4.0}}), MOST)
+    policy = DraftPolicy(Latency({2: 1.0, 64: 4.0}), MOST)
     for _ in range(60):
-        chooser.acceptance.note(0, kind_of(0, 1), True)
-        chooser.acceptance.note(1, kind_of(0, 1), False)
-    many, few = chooser.choose([0, 1], [MOST, MOST])
+        policy.acceptance.note(0, kind_of(0, 1), True)
+        policy.acceptance.note(1, kind_of(0, 1), False)
+    many, few = drafted(policy, [0, 1])
     assert many >= 4 > few
-    assert chooser.choose([0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
+    assert drafted(policy, [0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
 
 
 def test_prompts_beside_make_drafts_dear():
-    cost = Cost({1: {1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0}})
-    chooser = Chooser(cost, MOST)
-    alone, beside = chooser.choose([0], [MOST])[0], Chooser(cost, MOST).choose([0], [MOST], beside=512)[0]
+    latency = Latency({1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0})
+    policy = DraftPolicy(latency, MOST)
+    (alone,), (beside,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
     assert alone > 2 * beside > 0
 
 
-def test_an_empty_purse_stops_everything_until_it_is_filled():
-    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
-    assert chooser.choose([0], [MOST])[0] > 0
-    chooser.purse.note(SPARE + 1.0, 0.0)
-    assert not chooser.open and chooser.choose([0], [MOST]) == [0]
+def test_an_empty_budget_stops_everything_until_it_is_filled():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    assert drafted(policy, [0])[0] > 0
+    policy.budget.note(SIZE + 1.0, 0.0)
+    assert not policy.open and drafted(policy, [0]) == [0]
     closed = 0
-    while not chooser.open:
-        chooser.note([News(0, None, (), [1])], 1.0)
+    while not policy.open:
+        policy.note([News(0, None, (), [1])], 1.0)
         closed += 1
-    assert closed == math.ceil((1.0 + FULL_ENOUGH * SPARE) / RATE), "not before it can pay for something"
+    assert closed == math.ceil((1.0 + REOPENS * SIZE) / RATE), "not before it can pay for something"
     for _ in range(400):
-        chooser.note([News(0, None, (), [1])], 1.0)
-    assert chooser.open and chooser.purse.left == SPARE
+        policy.note([News(0, None, (), [1])], 1.0)
+    assert policy.open and policy.budget.left == SIZE
 
 
 def test_nothing_is_drafted_before_plain_passes_have_set_the_times():
-    cost = Cost({1: {1: 1.0, 8: 2.0}, 8: {8: 2.0, 16: 3.0}}, settle=3)
-    chooser = Chooser(cost, MOST)
+    latency = Latency({1: 1.0, 8: 2.0, 16: 3.0}, settle=3)
+    policy = DraftPolicy(latency, MOST)
     for seconds in (1.4, 9.0, 1.5):
-        assert not chooser.open and chooser.choose([0], [MOST]) == [0]
-        chooser.note([News(0, None, (), [1])], seconds)
-    assert chooser.open and chooser.choose([0], [MOST])[0] > 0
-    assert [cost.target(1, 1), cost.target(1, 8), cost.target(8, 16)] == [1.4, 2.4, 3.4], (
-        "the quartile's excess"
-    )
+        assert not policy.open and drafted(policy, [0]) == [0]
+        policy.note([News(0, None, (), [1])], seconds)
+    assert policy.open and drafted(policy, [0])[0] > 0
+    assert [latency.target(*size) for size in ((1, 1), (1, 8), (8, 16))] == pytest.approx([1.4, 2.4, 3.4])
 
 
 def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
@@ -163,58 +166,48 @@ def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
     world.run(8000)
     plain = [number for number, counts in enumerate(world.drafted) if counts == [0]]
     gaps = [after - before for before, after in pairwise(plain)]
-    assert RARELY - 2 <= max(gaps) <= RARELY + 2
+    assert max(gaps) == PLAIN_EVERY + 1
 
 
 def test_time_spent_asking_is_charged():
-    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     for _ in range(100):
-        chooser.note([News(0, None, (), [1])], 1.0, draft=0.1)
-    assert not chooser.open
-
-
-def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_doubtful():
-    world = World(0.5, 0.35)
-    world.run(1500)
-    longest = run = 0
-    for (count,) in world.drafted:
-        run = run + 1 if count else 0
-        longest = max(longest, run)
-    assert longest <= 65
+        policy.note([News(0, None, (), [1])], 1.0, drafting=0.1)
+    assert not policy.open
 
 
 def test_trees_are_cut_to_the_nodes_that_pay():
-    chooser = Chooser(Cost({1: {1: 1.0, 32: 2.0}}), MOST)
+    policy = DraftPolicy(Latency({1: 1.0, 32: 2.0}), MOST)
     strong, weak = kind_of(1, 8), kind_of(2, 1)
     for _ in range(200):
-        chooser.acceptance.note(0, strong, True)
-        chooser.acceptance.note(0, weak, False)
+        policy.acceptance.note(0, strong, True)
+        policy.acceptance.note(0, weak, False)
     draft = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 3), kinds=(strong, weak, strong, strong, strong))
-    (kept,) = chooser.prune([0], [draft])
+    (kept,) = policy.prune([0], [draft])
     assert (kept.tokens, kept.parents, kept.kinds) == ((5, 7, 9), (0, 1, 2), (strong,) * 3)
-    assert chooser.prune([0], [None]) == [None]
+    assert policy.prune([0], [None]) == [None]
 
 
 def test_a_whole_tree_is_run_or_not():
-    chooser = Chooser(Cost({1: {1: 1.0, 32: 1.5}}), MOST)
+    policy = DraftPolicy(Latency({1: 1.0, 32: 1.5}), MOST)
     draft = Draft(tuple(range(24)), (0,) * 24)
-    assert chooser.whole([0], [draft]) == [draft]
+    assert policy.whole([0], [draft]) == [draft]
     for _ in range(300):
-        chooser.note([News(0, draft, (), [1])], 1.5)
-    assert sum(chooser.whole([0], [draft]) != [None] for _ in range(20)) <= 1
+        policy.note([News(0, draft, (), [1])], 1.5)
+    assert sum(policy.whole([0], [draft]) != [None] for _ in range(20)) <= 1
 
 
 def test_every_child_of_an_accepted_node_teaches_and_no_other():
-    chooser = Chooser(Cost({1: {1: 1.0}}), MOST)
+    policy = DraftPolicy(Latency({1: 1.0}), MOST)
     draft = Draft((1, 2, 3, 4, 5), (0, 0, 1, 2, 3), kinds=(1, 2, 3, 4, 5))
-    chooser.note([News(0, draft, (1,), [1, 9])], 1.0)
-    seen = [chooser.acceptance.seen(kind) for kind in range(1, 6)]
-    assert seen == [1, 1, 1, 0, 0]
-    assert trimmed(draft, []) is None and trimmed(draft, range(1, 6)) is draft
+    policy.note([News(0, draft, (1,), [1, 9])], 1.0)
+    seen = [policy.acceptance.seen(kind) for kind in range(1, 6)]
+    assert seen == [True, True, True, False, False]
+    assert draft.pruned([]) is None and draft.pruned(range(1, 6)) is draft
 
 
 def test_acceptance_is_learnt_by_level_and_passed_on():
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     assert acceptance.rates(0, 0, 3) == [FIRST] * 3
     rng = random.Random(0)
     for _ in range(2000):
@@ -235,14 +228,14 @@ def test_acceptance_is_learnt_by_level_and_passed_on():
 def test_forgotten_sequences_leave_nothing():
     world = World(0.5, 0.1)
     world.run(50)
-    world.chooser.fork(0, 1)
+    world.policy.fork(0, 1)
     for sequence in (0, 1, 2):
-        world.chooser.forget(sequence)
-    assert not world.chooser._watches and not world.chooser.acceptance._own
+        world.policy.forget(sequence)
+    assert not world.policy._trials and not world.policy.acceptance._own
 
 
 def test_what_was_true_long_ago_is_forgotten():
-    acceptance = Acceptance()
+    acceptance = AcceptanceRates()
     for drafts, accepted in ((400, True), (80, False)):
         for _ in range(drafts):
             acceptance.note(0, 1, accepted)
@@ -250,53 +243,46 @@ def test_what_was_true_long_ago_is_forgotten():
     assert acceptance.rates(1)[0] < 0.6, "the pool too, later"
 
 
-def test_a_closed_purse_says_how_long_it_stays_so() -> None:
-    chooser = Chooser(Cost({1: {1: 1.0, 16: 1.5}}), MOST)
-    purse = chooser.purse
-    assert (purse.rest, chooser.rest(1, 0.0), chooser.rest(0, 0.0)) == (0, 0, 0)
-    purse.note(SPARE + 1.0, 0.0)
-    purse.rested(100)
-    assert 0 < purse.left < FULL_ENOUGH * SPARE and not purse.affords(0.0), (
-        "something is in it, but it is closed"
-    )
-    passes = math.ceil((FULL_ENOUGH * SPARE - purse.left) / RATE)
-    assert purse.rest == chooser.rest(1, 0.0) == chooser.rest(0, 9.0) == passes
-    purse.rested(passes - 1)
-    assert not purse.open
-    purse.rested(1)
-    assert purse.open and chooser.rest(1, 0.0) == 0
+def test_a_closed_budget_says_how_long_it_stays_so() -> None:
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    budget = policy.budget
+    assert (budget.rest, policy.rest(1, 0.0), policy.rest(0, 0.0)) == (0, 0, 0)
+    budget.note(SIZE + 1.0, 0.0)
+    budget.note(100, 100)
+    assert 0 < budget.left < REOPENS * SIZE and not budget.open, "closed, though something is in it"
+    passes = math.ceil((REOPENS * SIZE - budget.left) / RATE)
+    assert budget.rest == policy.rest(1, 0.0) == policy.rest(0, 9.0) == passes
+    budget.note(passes - 1, passes - 1)
+    assert not budget.open
+    budget.note(1, 1)
+    assert budget.open and policy.rest(1, 0.0) == 0
 
 
-def test_beliefs_are_asked_anew_where_something_changed() -> None:
-    acceptance = Acceptance()
-    assert acceptance.rates(0, 1, 3, first=0.0) == [0.0] * 3 and acceptance.rates(0, 1, 3) == [FIRST] * 3
-    for accepted in (True, True, False):
-        acceptance.note(0, kind_of(1, 1), accepted)
-    own, pool = acceptance.rates(0, 1), acceptance.rates(7, 1)
-    assert own != pool
-    acceptance.fork(0, 7)
-    assert acceptance.rates(7, 1) == own
-
-
-def test_a_node_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
-    table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
+def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
+    policy = DraftPolicy(Latency(), MOST)
     kinds = tuple(kind_of(*each) for each in ((1, 3), (1, 1), (2, 2), (1, 2)))
-    draft = Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds)
-    found = survivals(draft, 4, lambda group, levels: table[group][:levels])
-    assert [each.survival for each in found] == pytest.approx([0.7, 0.35, 0.2, 0.21])
-    assert [tuple(each[1:]) for each in found] == [(4, 1, 1, 1), (4, 2, 2, 1), (4, 1, 3, 1), (4, 3, 4, 1)]
+    table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
+    policy.acceptance.rates = lambda sequence, group, levels: table[group][:levels]
+    candidates = policy._nodes(4, 0, Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds))
+    assert [one.survival for one in candidates] == pytest.approx([0.7, 0.35, 0.2, 0.21])
+    assert [(one.row, one.depth, one.node) for one in candidates] == [
+        (4, 1, 1),
+        (4, 2, 2),
+        (4, 1, 3),
+        (4, 3, 4),
+    ]
 
 
-def test_a_free_draft_is_probed_however_often_it_has_failed():
-    chooser = Chooser(Cost({1: {1: 1.0, 32: 4.1}}))
+def test_a_free_draft_is_tried_however_often_it_has_failed():
+    policy = DraftPolicy(Latency({1: 1.0, 32: 4.1}))
     draft = Draft.chain([7] * 8)
 
     def turn(right):
-        (kept,) = chooser.prune([0], [draft])
+        (kept,) = policy.prune([0], [draft])
         path = tuple(range(1, len(kept) + 1)) if kept and right else ()
-        chooser.note([News(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
+        policy.note([News(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
         return len(kept or ())
 
     for _ in range(1500):
         turn(False)
-    assert sum(turn(True) for _ in range(4 * math.ceil(0.1 / PROBE))) > 0
+    assert sum(turn(True) for _ in range(4 * LONGEST_GAP)) > 0
