@@ -82,7 +82,7 @@ def test_a_batch_is_chosen_together():
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("slope", "step"), [(0.02, 0.0), (0.1, 0.05), (0.3, 0.7), (0.8, 0.5), (1.0, 1.0)])
 def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
-    """Where times were measured, as before serving they are; else they are learnt, which costs one pass more."""
+    """Times are measured before serving; where they are not, learning them costs one pass more."""
     assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
 
 

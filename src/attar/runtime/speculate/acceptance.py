@@ -4,8 +4,8 @@
     a'  = a_(l-1)                           over all sequences
     a'  = a_(l-1) + the difference that level l makes over all sequences          of one sequence
 
-A kind is a group and a level l in it, from 1: for a chain of a draft model the level is the depth, for n-grams
-the number of tokens that matched before. Only drafts whose parent was accepted are counted.
+A kind is a group and a level l in it, from 1: for a chain of a draft model the level is the depth, for
+n-grams the number of tokens that matched before. Only drafts whose parent was accepted are counted.
 """
 
 from __future__ import annotations

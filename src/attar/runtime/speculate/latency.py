@@ -64,7 +64,7 @@ class Latency:
         return self._draft.over(1, np.array([width]))[0] if width and self._draft.known else 0.0
 
     def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
-        """Seconds that the drafts of a pass took: as measured, but for outliers; beside prompts as expected."""
+        """Seconds that the drafts of a pass took: as measured, but for outliers; with prompts as expected."""
         expected = self.target(batch, tokens)
         if prompt_tokens:
             return expected - self.target(batch, batch + prompt_tokens)

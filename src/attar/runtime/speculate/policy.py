@@ -1,6 +1,6 @@
 """How many tokens to draft: as many as bring the most tokens a second, at a bounded loss.
 
-    survival   of a draft: the product of the acceptance rates on its path, the tokens that it adds to the pass
+    survival   of a draft: the product of the acceptance rates on its path: the tokens that it adds to a pass
     speed      (B + sum of survivals) / (t(B, tokens of the pass) + steps of the draft model)
 
 The drafts of the batch are sorted by survival (a parent's is never below its child's, so every front of the
@@ -80,7 +80,7 @@ class DraftPolicy:
     @property
     def open(self) -> bool:
         """Whether a proposer should be asked at all, which takes time too."""
-        return self.budget.open and self.latency.settled
+        return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
 
     def choose(
         self,
@@ -165,7 +165,7 @@ class DraftPolicy:
         if not self.open:
             return self.budget.rest
         plain = self.latency.target(batch, batch) if batch else 0.0
-        return self.budget.pause(asking / plain) if plain > 0 and not self._measures_plain else 0
+        return self.budget.pause(asking / plain) if plain > 0 else 0
 
     def speedup(self, sequence: int, limit: int) -> float:
         """Tokens a second with the best chain of a draft model, of one sequence, over those without."""
@@ -186,10 +186,6 @@ class DraftPolicy:
         """A sequence ended."""
         self.acceptance.forget(sequence)
         self._trials.pop(sequence, None)
-
-    @property
-    def _measures_plain(self) -> bool:
-        return self._since_plain >= PLAIN_EVERY
 
     def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
         """The chain of a draft model, and siblings of the ranks that were ever accepted or seen."""
@@ -226,7 +222,7 @@ class DraftPolicy:
     ) -> list[list[int]]:
         """Nodes of each sequence that are run."""
         kept: list[list[int]] = [[] for _ in sequences]
-        if not (candidates and self.latency.known and self.open) or self._measures_plain:
+        if not (candidates and self.latency.known and self.open):
             return kept
         candidates.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
         chosen = _within(candidates, limits, room)
