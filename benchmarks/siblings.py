@@ -16,7 +16,7 @@ from attar.data.stdlib import texts
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.acceptance import LEVELS
+from attar.runtime.speculate.draft import LEVELS
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.self import load_self

@@ -36,14 +36,13 @@ from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import SETTLE
-from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.times import by_tokens, measure
 from attar.runtime.step import Span, Step
 
 

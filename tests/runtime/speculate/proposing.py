@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from attar.runtime.sampling.sample import draw
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import News, Wish
@@ -31,10 +30,8 @@ class Eager(DraftPolicy):
     def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
         return [{kind_of(0, depth) for depth in range(1, limit + 1)} for limit in limits]
 
-    def prune(self, sequences, drafts, prompt_tokens=0):
+    def select(self, sequences, drafts, prompt_tokens=0, whole=False):
         return list(drafts)
-
-    whole = prune
 
 
 class Oracle:

@@ -25,8 +25,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import History
 from attar.runtime.sampling.warp import Row, warp
 from attar.runtime.speculate import verify
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.proposer import Wish
 from attar.runtime.speculate.self import load_self

@@ -20,9 +20,9 @@ from attar.runtime.loading import Loaded
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import EngineSettings
+from attar.runtime.speculate.latency import measure
 from attar.runtime.speculate.lookahead import Lookahead
 from attar.runtime.speculate.ngram import Ngram
-from attar.runtime.speculate.times import measure
 from tests import tiny_models
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator

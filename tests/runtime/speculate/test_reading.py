@@ -2,10 +2,9 @@
 
 import pytest
 
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.budget import SIZE
+from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.policy import BUDGET, DraftPolicy
 from attar.runtime.speculate.reading import BEHIND, Reading
 
 
@@ -55,17 +54,17 @@ def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
 
 def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
     policy = drafting(a=1.0)
-    policy.budget.left = SIZE / 2 + 0.9
+    policy.budget.left = BUDGET / 2 + 0.9
     assert not Reading().worth(policy, 0, 4, 600, 1000)
-    policy.budget.left = SIZE / 2 + 1.0
+    policy.budget.left = BUDGET / 2 + 1.0
     assert Reading().worth(policy, 0, 4, 600, 1000)
 
 
 def test_half_a_budget_at_most_is_charged():
     reading, policy = Reading(), drafting()
     reading.charge(policy, 1, 0.5)
-    assert policy.budget.left == SIZE - 0.5
+    assert policy.budget.left == BUDGET - 0.5
     reading.charge(policy, 1, 100.0)
-    assert policy.budget.left == SIZE / 2 - 0.5 and policy.open
+    assert policy.budget.left == BUDGET / 2 - 0.5 and policy.open
     reading.charge(policy, 1, 100.0)
     assert not policy.open

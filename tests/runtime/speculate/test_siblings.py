@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attar.runtime.speculate.acceptance import LEVELS, AcceptanceRates, kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import News
 from attar.runtime.speculate.siblings import cut, learn
 from attar.runtime.speculate.speculator import WIDE_EVERY, Speculator

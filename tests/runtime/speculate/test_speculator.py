@@ -10,11 +10,10 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.budget import PAUSE, RATE, REOPENS, SIZE
 from attar.runtime.speculate.counts import Counts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import PLAIN_EVERY, DraftPolicy
+from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
 from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.speculator import Speculator
@@ -177,9 +176,9 @@ def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
 
 
 def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
-    cheap, _ = asked_in(40, RATE / 2)
+    cheap, _ = asked_in(40, LOSS / 2)
     assert all(cheap[:-1]), "the last token needs no drafts"
-    dear, _ = asked_in(40, 4.5 * RATE)
+    dear, _ = asked_in(40, 4.5 * LOSS)
     assert [place for place, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
     assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
@@ -189,8 +188,8 @@ def test_a_closed_budget_means_passes_as_without_speculation() -> None:
     asked, policy = asked_in(400, 1.0)
     last = max(place for place in range(100) if asked[place])
     again = asked.index(True, last + 1)
-    assert again - last > REOPENS * SIZE / RATE, "as long as the budget needs"
-    assert sum(asked) * 1.0 <= SIZE + 1.0 + RATE * 400, "what was lost is what the budget had"
+    assert again - last > REOPENS * BUDGET / LOSS, "as long as the budget needs"
+    assert sum(asked) * 1.0 <= BUDGET + 1.0 + LOSS * 400, "what was lost is what the budget had"
     assert policy.latency.target(1, 1) == pytest.approx(1.0)
 
 
@@ -209,7 +208,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
     running.add(*requests[0])
     running.step()
     running.step()
-    assert SIZE / 2 <= policy.budget.left < SIZE and policy.latency.draft(1) == 0.05
+    assert BUDGET / 2 <= policy.budget.left < BUDGET and policy.latency.draft(1) == 0.05
     finish(running)
     assert len(rounds) > 3 and 0.02 < policy.latency.draft(1) < 0.1
 
@@ -217,7 +216,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
 def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     """Four passes that are as without speculation: three of them nobody hears of, the last is a plain one."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(4.5 * RATE, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(4.5 * LOSS, proposer.propose)  # type: ignore[method-assign]
     proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
@@ -225,7 +224,7 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    policy.budget.pause = lambda asking: 4 if asking else 0  # type: ignore[method-assign]
+    policy.rest = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
@@ -293,7 +292,7 @@ def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
 @pytest.mark.parametrize("asking", [1.0, 1.5, 3.5])
 def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(asking * RATE, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(asking * LOSS, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
     note, credited = policy.budget.note, []

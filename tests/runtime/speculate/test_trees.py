@@ -16,11 +16,10 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.budget import LossBudget
+from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.policy import DraftPolicy, LossBudget
 from attar.runtime.speculate.self import load_self
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import Mode

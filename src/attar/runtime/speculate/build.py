@@ -6,13 +6,12 @@ from typing import Any, cast
 
 from attar.runtime.loading import Loaded, load
 from attar.runtime.speculate.grams import Grams
-from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import Lookahead
 from attar.runtime.speculate.ngram import Ngram
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.times import by_tokens, measure
 from attar.runtime.speculate.verify import Mode
 from attar.runtime.speculate.wanted import Wanted
 

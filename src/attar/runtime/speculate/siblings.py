@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attar.runtime.speculate.acceptance import LEVELS, AcceptanceRates, kinds_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
+from attar.runtime.speculate.policy import AcceptanceRates
 from attar.runtime.speculate.proposer import News
 
 

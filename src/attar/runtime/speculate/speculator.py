@@ -31,9 +31,8 @@ from attar.runtime.batch import Output, Planned
 from attar.runtime.drawing import Drawn
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.acceptance import LEVELS
 from attar.runtime.speculate.counts import Counts
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import News, Proposer
@@ -240,8 +239,7 @@ class Speculator:
         if not free:
             self._whole = {each: draft for each, draft in zip(ids, drafts, strict=True) if draft is not None}
             return [draft and cut(draft, each) for draft, each in zip(drafts, kinds, strict=True)]
-        pick = self.policy.whole if self.proposer.looks else self.policy.prune
-        return pick(ids, drafts, beside)
+        return self.policy.select(ids, drafts, beside, whole=self.proposer.looks)
 
     def _wide(self, kinds: Sequence[set[int]]) -> bool:
         """Whether siblings are drafted: where some are run, and now and then to learn of them."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.budget import LossBudget
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.policy import DraftPolicy, LossBudget
 from attar.runtime.speculate.proposer import News
 
 
@@ -22,7 +20,7 @@ class Fixed(DraftPolicy):
     """
 
     def __init__(self, most: int, latency: Latency | None = None) -> None:
-        super().__init__(latency or Latency(), most, LossBudget(size=math.inf))
+        super().__init__(latency or Latency(), most, LossBudget(math.inf))
 
     @property
     def open(self) -> bool:
@@ -41,15 +39,14 @@ class Fixed(DraftPolicy):
     ) -> list[set[int]]:
         return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
-    def prune(
-        self, sequences: Sequence[int], drafts: Sequence[Draft | None], prompt_tokens: int = 0
+    def select(
+        self,
+        sequences: Sequence[int],
+        drafts: Sequence[Draft | None],
+        prompt_tokens: int = 0,
+        whole: bool = False,
     ) -> list[Draft | None]:
-        return [draft and draft.cut(self.most) for draft in drafts]
-
-    def whole(
-        self, sequences: Sequence[int], drafts: Sequence[Draft | None], prompt_tokens: int = 0
-    ) -> list[Draft | None]:
-        return list(drafts)
+        return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
 
     def note(
         self, news: Sequence[News], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
