@@ -21,7 +21,7 @@ SHAPE = (16, 64)
 def write(path, target, weight, made, form=PACK):
     """A checkpoint of one weight in a target, opened with its reader."""
     if target == "compressed-tensors":
-        group = compressed_tensors.Group((MODULE,), made, None, form)
+        group = compressed_tensors.ConfigGroup((MODULE,), made, None, form)
         tensors = layouts.encode(weight, made, form, torch.float16)
         said, module = compressed_tensors.quantization_config([group], ignore=[]), compressed_tensors
     else:
