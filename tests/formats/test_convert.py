@@ -11,6 +11,7 @@ from attar.errors import NumericsError
 from attar.formats import awq, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
 from attar.formats.convert import WIDTHS, carried_rule, carry, fits
+from attar.formats.readers import READERS
 from attar.formats.rules import INT, PACK, WeightRule
 from tests.formats.integer_weights import equal, folder, random_coded, rule
 
@@ -28,7 +29,7 @@ def write(path, target, weight, made, form=PACK):
         module = {"gptq": gptq, "awq": awq}[target]
         tensors, said = module.encode(weight, made), module.quantization_config({MODULE: made})
     named = {f"{MODULE}.{leaf}": tensor for leaf, tensor in tensors.items()}
-    return module.Reader(folder(path, named, said))
+    return READERS[module.METHOD](folder(path, named, said))
 
 
 def read(reader):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGUFWriter as PeerWriter
 
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf import container
