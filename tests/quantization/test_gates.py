@@ -23,7 +23,7 @@ from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGML
 from attar.quantization.grids.nf4 import NF4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import model_kl, token_kl
 from tests import tiny_models
 

@@ -6,7 +6,7 @@ import torch
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.layerwise import LayerSolver
-from attar.quantization.scheme import Site
+from attar.quantization.plan import Site
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import ORDERED, QuantizeSettings
 

@@ -13,8 +13,8 @@ from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
 from attar.models.load import load_model
 from attar.quantization.grids import Quantized
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import plan
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.plan import plan
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.write import write
 from tests import tiny_models

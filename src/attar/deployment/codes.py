@@ -34,8 +34,8 @@ from attar.quantization.settings import QuantizeSettings
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.deployment.imatrix import Sums
+    from attar.quantization.plan import Plan
     from attar.quantization.rounding import RoundedModel
-    from attar.quantization.scheme import Plan
     from attar.walks.activations import Activations
     from attar.walks.skeleton import Skeleton
 
@@ -144,7 +144,7 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
     from attar.models.anatomy import discover
     from attar.models.load import empty_model
     from attar.models.names import stored_names
-    from attar.quantization.scheme import Plan, Site
+    from attar.quantization.plan import Plan, Site
 
     model = empty_model(view.config)
     names = stored_names(model, view)

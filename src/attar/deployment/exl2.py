@@ -37,7 +37,8 @@ from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
 from attar.models.names import stored_names
 from attar.progress import Progress
-from attar.quantization.exl2 import (
+from attar.quantization.hessian import Hessian
+from attar.quantization.methods.exl2 import (
     HEADS,
     Inputs,
     Measured,
@@ -48,7 +49,6 @@ from attar.quantization.exl2 import (
     patterns,
     quantize_layer,
 )
-from attar.quantization.hessian import Hessian
 from attar.walks.stream import stream
 from attar.walks.sweep import Solution, Swept, sweep
 

@@ -4,10 +4,10 @@
 
 Letters: g a group of tensors that share a type (q, k and v; gate and up; the embedding, with the head where
 they are one; the head); c a type; KL[g, c] of the model with g alone in type c, measured once and cached
-(attar.quantization.sensitivity); K inputs of a tensor.
+(attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
 
 The budget is an average of bits or the size of the file (budget.py); the choice is exact
-(attar.quantization.allocate).
+(attar.quantization.mixed_precision.allocate).
 
 What llama.cpp never quantizes is F32, and so counts. A group some tensor of which has K that 32 does not
 divide stays F16. Types given by hand count first and are measured no more.
@@ -32,11 +32,11 @@ from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.readers import method
 from attar.models.names import stored_names
 from attar.progress import SILENT, Progress
-from attar.quantization.allocate import Allocation, Option, allocate, frontier
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
-from attar.quantization.mixture import Calibration, Ground, ground
-from attar.quantization.sensitivity import (
+from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
+from attar.quantization.mixed_precision.mixture import Calibration, Ground, ground
+from attar.quantization.mixed_precision.sensitivity import (
     Candidate,
     Interaction,
     Measurement,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, Quantized
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
 from attar.walks.train import History, Loss, train

@@ -19,7 +19,7 @@ from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
 from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
-from attar.quantization.scheme import Plan
+from attar.quantization.plan import Plan
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.compare import Compared, compare
 

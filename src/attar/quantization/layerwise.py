@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.quantization.awq import search_clip
 from attar.quantization.gates import code_numbers
-from attar.quantization.gptaq import gptaq
-from attar.quantization.gptq import Inputs, factorize, gptq_shared
 from attar.quantization.grids import Grid, NVFP4Grid, Parameters, Quantized, choose_scales
 from attar.quantization.hessian import CrossHessian, Hessian, energy
-from attar.quantization.qronos import least_squares_weight, qronos
-from attar.quantization.refine import refine
+from attar.quantization.methods.gptaq import gptaq
+from attar.quantization.methods.gptq import Inputs, factorize, gptq_shared
+from attar.quantization.methods.qronos import least_squares_weight, qronos
+from attar.quantization.methods.refine import refine
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.methods.yaqa import yaqa
+from attar.quantization.plan import Site
 from attar.quantization.rounded import Rounded
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import Site
 from attar.quantization.settings import QuantizeSettings
-from attar.quantization.yaqa import yaqa
+from attar.quantization.transforms.awq import search_clip
 from attar.walks.sweep import Solution
 
 ASYMMETRIC = ("gptaq", "qronos", "yaqa")

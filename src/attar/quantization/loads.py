@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attar.formats.limits import kernels
 from attar.formats.rules import PACK
-from attar.quantization.scheme import Plan
+from attar.quantization.plan import Plan
 
 YES = "yes"
 UNTRIED = "nothing known against it; attar is not tested with vLLM"

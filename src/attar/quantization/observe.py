@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from attar.models.fake_quant import on_keys_and_values
 from attar.progress import Progress
+from attar.quantization.plan import Plan, static_inputs
 from attar.quantization.ranges import ActivationRange
-from attar.quantization.scheme import Plan, static_inputs
 from attar.walks.sweep import Nothing, sweep
 
 if TYPE_CHECKING:

@@ -23,18 +23,18 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
-from attar.quantization import qat
-from attar.quantization.autoround_solver import AutoRoundSolver, gptq_start
-from attar.quantization.curvature import Curvature
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, Quantized, choose_scales
 from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
+from attar.quantization.methods import qat
+from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
+from attar.quantization.methods.output_hessian import Curvature
+from attar.quantization.mixed_precision.sensitivity import shared_groups
 from attar.quantization.observe import StaticScales, observe
-from attar.quantization.preparation import calibration
-from attar.quantization.scheme import Plan, Site
-from attar.quantization.sensitivity import shared_groups
+from attar.quantization.plan import Plan, Site
 from attar.quantization.settings import QuantizeSettings
+from attar.quantization.transforms.preparation import calibration
 from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
 from attar.walks.precision import resolve

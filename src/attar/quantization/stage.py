@@ -30,11 +30,11 @@ from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
 from attar.quantization.loads import loads_in, warnings
-from attar.quantization.mixture import mixture
-from attar.quantization.preparation import prepare
+from attar.quantization.mixed_precision.mixture import mixture
+from attar.quantization.plan import Plan, group_sizes, plan
 from attar.quantization.rounding import round_all
-from attar.quantization.scheme import Plan, group_sizes, plan
 from attar.quantization.settings import VERSION, QuantizeSettings
+from attar.quantization.transforms.preparation import prepare
 from attar.quantization.write import write
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from attar.formats import bitsandbytes, compressed_tensors, layouts
 from attar.formats.coded import Coded
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, Quantized
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import Plan, Site
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.plan import Plan, Site
 from attar.walks.stream import stream
 
 if TYPE_CHECKING:

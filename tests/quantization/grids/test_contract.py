@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from attar.quantization.gptq import gptq
 from attar.quantization.grids import (
     GGML,
     Float8Grid,
@@ -14,7 +13,8 @@ from attar.quantization.grids import (
     Quantized,
 )
 from attar.quantization.hessian import output_error
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.gptq import gptq
+from attar.quantization.methods.rtn import rtn
 
 GRIDS = [
     IntGrid(4, 64),

@@ -5,12 +5,12 @@ import torch
 
 from attar.errors import SettingsError
 from attar.formats import exl2_tensors
-from attar.quantization.gptq import gptq
 from attar.quantization.grids import Quantized
 from attar.quantization.grids.exl2 import EXL2Grid, bounded, fit, scales
 from attar.quantization.hessian import output_error
-from attar.quantization.refine import refine
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.gptq import gptq
+from attar.quantization.methods.refine import refine
+from attar.quantization.methods.rtn import rtn
 
 MIXED = EXL2Grid(((6, 32), (4, 64), (3, 96), (2, 64)))
 GRIDS = [MIXED, *(EXL2Grid(((bits, 128), (bits, 128))) for bits in (2, 3, 4, 5, 6, 8))]

@@ -5,7 +5,7 @@ import torch
 
 from attar.quantization.grids import IntGrid, Quantized
 from attar.quantization.grids.grid import stored_scale
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 GRIDS = [
     IntGrid(bits, group, symmetric, storage)
