@@ -34,7 +34,7 @@ from attar.quantization.settings import QuantizeSettings
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.deployment.imatrix import Sums
-    from attar.quantization.plan import Plan
+    from attar.quantization.plan import QuantizationPlan
     from attar.quantization.rounding import RoundedModel
     from attar.walks.activations import Activations
     from attar.walks.skeleton import Skeleton
@@ -139,12 +139,12 @@ class HeadImportance:
         return replace(importance, entries={**importance.entries, **mine})
 
 
-def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
+def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> QuantizationPlan:
     """The Linears of the blocks as sites on the grids of their types."""
     from attar.models.anatomy import discover
     from attar.models.load import empty_model
     from attar.models.names import stored_names
-    from attar.quantization.plan import Plan, Site
+    from attar.quantization.plan import LayerPlan, QuantizationPlan
 
     model = empty_model(view.config)
     names = stored_names(model, view)
@@ -157,8 +157,8 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)
             scheme = Scheme(kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32))
-            sites[one.stored] = Site(module, one.shape, turned, grid, scheme, torch.float32)
-    return Plan(sites, None, None, (), {})
+            sites[one.stored] = LayerPlan(module, one.shape, turned, grid, scheme, torch.float32)
+    return QuantizationPlan(sites, None, None, (), {})
 
 
 def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
@@ -182,7 +182,7 @@ class _Maker:
     kinds: Kinds
     importance: Importance
     rounded: RoundedModel | None
-    plan: Plan | None
+    plan: QuantizationPlan | None
 
     def __call__(self, one: Any, kind: str) -> Quantized:
         if one.gguf in self.kinds.carried:

@@ -21,8 +21,8 @@ from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
-from attar.quantization.plan import Site
-from attar.quantization.rounded import Rounded
+from attar.quantization.plan import LayerPlan
+from attar.quantization.rounded import RoundingResult
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.transforms.awq import search_clip
 from attar.walks.sweep import Solution
@@ -42,7 +42,7 @@ class LayerSolver:
         curvature: gives H_O (N, N) of a module, for yaqa.
     """
 
-    sites: Mapping[str, Site]
+    sites: Mapping[str, LayerPlan]
     settings: QuantizeSettings
     curvature: Callable[[str], Tensor] | None = None
 
@@ -85,7 +85,7 @@ class LayerSolver:
 
     def _round(
         self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian, inputs: Inputs | None
-    ) -> dict[str, Rounded]:
+    ) -> dict[str, RoundingResult]:
         """Round weights with one input; for act-order "group" their columns stand sorted by H_ii, so that
         every method forms its groups of columns that matter alike."""
         settings = self.settings
@@ -111,7 +111,7 @@ class LayerSolver:
 
     def _round_one(
         self, name: str, weight: Tensor, grid: Grid, H: Tensor, seen: Hessian, mask: Tensor | None
-    ) -> Rounded:
+    ) -> RoundingResult:
         settings, ordered = self.settings, self.settings.act_order != "off"
         parameters = self._parameters(weight, grid, H)
         if settings.rounding == "yaqa":
@@ -148,11 +148,11 @@ class LayerSolver:
                 mask=mask,
             )
         nearest = rtn(weight, grid, parameters)
-        return Rounded(nearest if mask is None else masked(nearest, mask), 0.0, 0)
+        return RoundingResult(nearest if mask is None else masked(nearest, mask), 0.0, 0)
 
     def _refined(
-        self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian, mask: Tensor | None
-    ) -> Rounded:
+        self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian, mask: Tensor | None
+    ) -> RoundingResult:
         settings = self.settings
         quantized = rounded.quantized
         if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
@@ -161,7 +161,7 @@ class LayerSolver:
         better = refine(
             quantized, H, target, sweeps=settings.refine, damp=settings.damp, weight=weight, mask=mask
         )
-        return Rounded(better, rounded.damp, rounded.dead)
+        return RoundingResult(better, rounded.damp, rounded.dead)
 
     def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> Parameters:
         how = scale_choice(self.settings, grid)
@@ -169,7 +169,7 @@ class LayerSolver:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
         return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
-    def _solution(self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian) -> Solution:
+    def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian) -> Solution:
         quantized, whole = rounded.quantized, max(energy(weight, H), 1e-30)
         dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
         report = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attar.models.fake_quant import on_keys_and_values
 from attar.progress import Progress
-from attar.quantization.plan import Plan, static_inputs
+from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.ranges import ActivationRange
 from attar.walks.sweep import Nothing, sweep
 
@@ -36,7 +36,7 @@ class StaticScales:
 
 def observe(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     batches: Sequence[Tensor],
     *,
     work: Path,

@@ -32,7 +32,7 @@ READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerPlan:
     """A Linear that will be quantized.
 
     Attributes:
@@ -58,7 +58,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Plan:
+class QuantizationPlan:
     """What schemes do to a checkpoint.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         reads_weights: the family is one of :data:`READS_WEIGHTS`.
     """
 
-    sites: dict[str, Site]
+    sites: dict[str, LayerPlan]
     embedding: str | None
     tied_head: str | None
     ignore: tuple[str, ...]
@@ -89,7 +89,7 @@ def plan(
     assigned: Mapping[str, str] | None = None,
     *,
     storage: torch.dtype | None = None,
-) -> Plan:
+) -> QuantizationPlan:
     """Decide what happens to each tensor. Reads headers only.
 
     Args:
@@ -120,7 +120,7 @@ def plan(
         stored = names[f"{module}.weight"]
         kind = storage or FLOATS.get(checkpoint.tensors[stored].dtype, torch.float32)
         transposed = not isinstance(model.get_submodule(module), nn.Linear)
-        sites[stored] = Site(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
+        sites[stored] = LayerPlan(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
     order = {name: place for place, name in enumerate(checkpoint.tensors)}
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
     cache = _kv_cache(anatomy, getattr(settings, "kv_cache", "none"))
@@ -131,7 +131,7 @@ def plan(
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     ignore = tuple(name for name in linears if name not in chosen)
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
-    found = Plan(sites, embedding, tied, ignore, {}, caches, cache, reads)
+    found = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
     return replace(found, config=_config(found, settings.scheme, anatomy.embedding))
 
 
@@ -221,7 +221,7 @@ def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
     )
 
 
-def group_sizes(chosen: Plan) -> dict[str, int]:
+def group_sizes(chosen: QuantizationPlan) -> dict[str, int]:
     """The group size of each scheme that a plan has, as it was chosen; 0: none smaller than a row."""
     return {site.scheme.name: site.scheme.weights.group_size for site in chosen.sites.values()}
 
@@ -314,7 +314,7 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
     return replace(rule, group_size=widths[0]) if rule.strategy == "group" else rule
 
 
-def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
+def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
     """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
     stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
     sites = list(found.sites.values())
@@ -347,7 +347,7 @@ def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
     )
 
 
-def _narrow(site: Site) -> bool:
+def _narrow(site: LayerPlan) -> bool:
     """Whether weights are decoded to another type than the model's: FP4 to bfloat16."""
     return site.scheme.form in (NVFP4, MXFP4) and site.stored != torch.bfloat16
 
@@ -359,6 +359,6 @@ def _shape(model: nn.Module, module: str) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def static_inputs(sites: Sequence[Site]) -> dict[str, ActivationRule]:
+def static_inputs(sites: Sequence[LayerPlan]) -> dict[str, ActivationRule]:
     """Modules whose input scale calibration must find, and how the input will be rounded."""
     return {site.module: site.scheme.activations for site in sites if site.static and site.scheme.activations}

@@ -8,7 +8,7 @@ from attar.quantization.grids import Quantized
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundingResult:
     """Codes, and what the algorithm had to do for them.
 
     Attributes:

@@ -29,10 +29,10 @@ from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
 from attar.quantization.methods import qat
 from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
-from attar.quantization.methods.output_hessian import Curvature
+from attar.quantization.methods.output_hessian import OutputHessian
 from attar.quantization.mixed_precision.sensitivity import shared_groups
 from attar.quantization.observe import StaticScales, observe
-from attar.quantization.plan import Plan, Site
+from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.transforms.preparation import calibration
 from attar.quantization.write import Codes
@@ -71,7 +71,7 @@ class RoundedModel:
 
 def round_all(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
@@ -101,7 +101,11 @@ def round_all(
 
 
 def _static_scales(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: QuantizationPlan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
 ) -> StaticScales:
     if not chosen.caches and not any(site.static for site in chosen.sites.values()):
         return StaticScales({}, {})
@@ -118,7 +122,7 @@ def _static_scales(
 
 def _sweep(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
@@ -134,7 +138,7 @@ def _sweep(
     else:
         curvature = None
         if settings.rounding == "yaqa":
-            curvature = Curvature(checkpoint, chosen, batches, settings, work / "curvature", progress)
+            curvature = OutputHessian(checkpoint, chosen, batches, settings, work / "curvature", progress)
             curvature.collect()
         solver = LayerSolver(sites, settings, curvature)
     return sweep(
@@ -151,7 +155,9 @@ def _sweep(
     )
 
 
-def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings) -> AutoRoundSolver:
+def _autoround(
+    checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings
+) -> AutoRoundSolver:
     masks = {}
     for stored, site in chosen.sites.items() if settings.keep_zeros else ():
         mask = mask_of(dense_weight(checkpoint.load(stored), site), True)
@@ -170,7 +176,11 @@ def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings)
 
 
 def _trained(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: QuantizationPlan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
 ) -> RoundedModel:
     """Quantization-aware training, from the codes of another rounding."""
     sites = {site.module: site for site in chosen.sites.values()}
@@ -225,7 +235,7 @@ class _Swept:
     """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
     order."""
 
-    def __init__(self, chosen: Plan, swept: Swept) -> None:
+    def __init__(self, chosen: QuantizationPlan, swept: Swept) -> None:
         self.chosen, self.swept = chosen, swept
         self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 
@@ -249,7 +259,11 @@ class _Held:
     """Codes in memory, by module name."""
 
     def __init__(
-        self, chosen: Plan, weights: Mapping[str, Quantized], original: Any, settings: QuantizeSettings
+        self,
+        chosen: QuantizationPlan,
+        weights: Mapping[str, Quantized],
+        original: Any,
+        settings: QuantizeSettings,
     ) -> None:
         self.chosen, self.weights, self.rows = chosen, dict(weights), []
         for site in chosen.sites.values():
@@ -273,7 +287,7 @@ class _Nearest:
     kill."""
 
     def __init__(
-        self, checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, errors: Path
+        self, checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings, errors: Path
     ) -> None:
         self.checkpoint, self.chosen, self.settings, self.errors = checkpoint, chosen, settings, errors
         self.stored = {site.module: stored for stored, site in chosen.sites.items()}
@@ -304,7 +318,7 @@ class _Nearest:
         return list({row["name"]: row for row in rows}.values())
 
 
-def dense_weight(stored: Tensor, site: Site) -> Tensor:
+def dense_weight(stored: Tensor, site: LayerPlan) -> Tensor:
     """A site's weight (N, K) from the tensor as it is stored."""
     return stored.T.contiguous() if site.transposed else stored
 

@@ -31,7 +31,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
 from attar.quantization.loads import loads_in, warnings
 from attar.quantization.mixed_precision.mixture import mixture
-from attar.quantization.plan import Plan, group_sizes, plan
+from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import round_all
 from attar.quantization.settings import VERSION, QuantizeSettings
 from attar.quantization.transforms.preparation import prepare
@@ -130,13 +130,15 @@ def quantize(
     return open_checkpoint(out)
 
 
-def _calibrates(settings: QuantizeSettings, chosen: Plan) -> bool:
+def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
     nearest = settings.rounding == "rtn" and settings.smoothing == "none" and not settings.bits
     return not nearest or bool(chosen.caches) or any(site.static for site in chosen.sites.values())
 
 
-def _records(checkpoint: Checkpoint, settings: QuantizeSettings, chosen: Plan) -> list[dict[str, Any]]:
+def _records(
+    checkpoint: Checkpoint, settings: QuantizeSettings, chosen: QuantizationPlan
+) -> list[dict[str, Any]]:
     """The text that the quantization reads."""
     if not _calibrates(settings, chosen):
         return []

@@ -18,7 +18,7 @@ from attar.formats.coded import Coded
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, Quantized
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.plan import Plan, Site
+from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.walks.stream import stream
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ stored."""
 
 def write(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     codes: Codes,
     folder: Path,
     work: Path,
@@ -98,7 +98,7 @@ def write(
     stream(checkpoint, layout, transform, folder, work=work, progress=progress, what="pack")
 
 
-def site_slots(site: Site, base: str) -> list[Slot]:
+def site_slots(site: LayerPlan, base: str) -> list[Slot]:
     """What the weight of a site becomes, known before any number is.
 
     Args:
@@ -115,7 +115,7 @@ def site_slots(site: Site, base: str) -> list[Slot]:
     return slots
 
 
-def site_tensors(site: Site, base: str, made: Quantized, input_scale: float | None) -> dict[str, Tensor]:
+def site_tensors(site: LayerPlan, base: str, made: Quantized, input_scale: float | None) -> dict[str, Tensor]:
     """The tensors of a site, as :func:`site_slots` announces them."""
     rule, parameters = site.scheme.weights, made.parameters
     if rule.kind == "nf4":
@@ -131,20 +131,20 @@ def site_tensors(site: Site, base: str, made: Quantized, input_scale: float | No
     return {f"{base}.{leaf}": value for leaf, value in found.items()}
 
 
-def _embedding(chosen: Plan, name: str, weight: Tensor) -> dict[str, Tensor]:
+def _embedding(chosen: QuantizationPlan, name: str, weight: Tensor) -> dict[str, Tensor]:
     """The int8 embedding and its scale, for itself and for a head tied to it."""
     made = rtn(weight, IntGrid(8, 0, storage=weight.dtype))
     scale = made.parameters.scale.to(weight.dtype)
     return {name: made.codes, **dict.fromkeys(_scaled(chosen, name.removesuffix(".weight")), scale)}
 
 
-def _scaled(chosen: Plan, embedding: str) -> list[str]:
+def _scaled(chosen: QuantizationPlan, embedding: str) -> list[str]:
     """Names of the scales of an int8 embedding: its own, and that of a head tied to it."""
     owners = [embedding, chosen.tied_head] if chosen.tied_head else [embedding]
     return [f"{owner}.{layouts.SCALE}" for owner in owners]
 
 
-def _cache_names(chosen: Plan, stored: str) -> list[str]:
+def _cache_names(chosen: QuantizationPlan, stored: str) -> list[str]:
     """Names of the scales of keys and values that stand beside the weight of the keys."""
     if stored not in chosen.caches:
         return []
@@ -153,7 +153,7 @@ def _cache_names(chosen: Plan, stored: str) -> list[str]:
 
 
 def _check_scales(
-    chosen: Plan, inputs: Mapping[str, float], caches: Mapping[str, tuple[float, float]]
+    chosen: QuantizationPlan, inputs: Mapping[str, float], caches: Mapping[str, tuple[float, float]]
 ) -> None:
     """Raise where a static scale is missing, not finite or not positive."""
     found = [(site.module, inputs.get(site.module)) for site in chosen.sites.values() if site.static]

@@ -77,7 +77,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch
     chosen, batches = plan(checkpoint, SETTINGS), calibration(checkpoint, SETTINGS)
 
     def made():
-        return curvature.Curvature(checkpoint, chosen, batches, SETTINGS, tmp_path / "work", Heard())
+        return curvature.OutputHessian(checkpoint, chosen, batches, SETTINGS, tmp_path / "work", Heard())
 
     made().collect()
     name = "model.layers.1.mlp.down_proj"

@@ -38,7 +38,7 @@ from attar.errors import NumericsError, SettingsError
 from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import Rounded
+from attar.quantization.rounded import RoundingResult
 
 RESIDUALS = ("compensated", "original")
 
@@ -55,7 +55,7 @@ def gptaq(
     alpha: float = 1.0,
     residual: str = "compensated",
     mask: Tensor | None = None,
-) -> Rounded:
+) -> RoundingResult:
     """Round a weight so that the layer, behind quantized layers, answers like the original one. Does not
     modify its inputs.
 
@@ -98,7 +98,7 @@ def gptaq(
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     codes[:, order] = round_columns(V, factor, grid, rows, group, kept).to(grid.code_dtype)
-    return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
 def _shifted(W: Tensor, U: Tensor, P: Tensor, residual: str) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from attar.errors import NumericsError
 from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import all_finite, inverse_factor
-from attar.quantization.rounded import Rounded
+from attar.quantization.rounded import RoundingResult
 
 CHECK = "check the model and the calibration data"
 
@@ -40,7 +40,7 @@ def gptq(
     damp: float = 0.01,
     act_order: bool = True,
     mask: Tensor | None = None,
-) -> Rounded:
+) -> RoundingResult:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
 
     Args:
@@ -115,7 +115,7 @@ def gptq_shared(
     act_order: bool = True,
     masks: Sequence[Tensor | None] | None = None,
     inputs: Inputs | None = None,
-) -> list[Rounded]:
+) -> list[RoundingResult]:
     """:func:`gptq` of several weights with the same inputs, in one loop over the columns; ``inputs`` is what
     :func:`factorize` made of H."""
     W = torch.cat([weight.float() for weight in weights])  # a copy, also of a single one
@@ -138,7 +138,7 @@ def gptq_shared(
     whole = torch.empty(codes.shape, dtype=grid.code_dtype, device=W.device)
     whole[:, order] = codes.to(grid.code_dtype)
     return [
-        Rounded(Quantized(grid, part.contiguous(), one), inputs.damp, int(inputs.dead.sum()))
+        RoundingResult(Quantized(grid, part.contiguous(), one), inputs.damp, int(inputs.dead.sum()))
         for part, one in zip(whole.split(sizes), chosen, strict=True)
     ]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from attar.models.device import free_memory, pick_device
 from attar.models.load import load_model
 from attar.progress import Progress
-from attar.quantization.plan import Plan, Site
+from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.kronecker import collect
 from attar.walks.precision import resolve
@@ -26,7 +26,7 @@ ROWS = 32  # sequences that the factors are collected on: a backward pass costs 
 LEAST = 2 * 2**30  # bytes of factors collected in one go, however little memory is free
 
 
-class Curvature:
+class OutputHessian:
     """H_O (N, N) of every site's Linear, read when asked for. The input side H_I comes from the sweep, which
     sees what reaches the layer behind the quantized prefix.
 
@@ -40,7 +40,7 @@ class Curvature:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        chosen: Plan,
+        chosen: QuantizationPlan,
         batches: Sequence[Tensor],
         settings: QuantizeSettings,
         work: Path,
@@ -94,7 +94,7 @@ class Curvature:
         return self.work / f"{name}.safetensors"
 
 
-def portions(sites: Sequence[Site], limit: int) -> list[list[str]]:
+def portions(sites: Sequence[LayerPlan], limit: int) -> list[list[str]]:
     """Module names cut into runs whose factors, held twice, stay below ``limit`` bytes."""
     found: list[list[str]] = [[]]
     size = 0

@@ -32,7 +32,7 @@ from attar.errors import NumericsError
 from attar.quantization.columns import round_columns
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import Rounded
+from attar.quantization.rounded import RoundingResult
 
 
 def qronos(
@@ -46,7 +46,7 @@ def qronos(
     act_order: bool = True,
     alpha: float = 1.0,
     mask: Tensor | None = None,
-) -> Rounded:
+) -> RoundingResult:
     """Round a weight so that the layer, behind quantized layers, answers most like the original one. Does not
     modify its inputs.
 
@@ -86,7 +86,7 @@ def qronos(
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     codes[:, order] = round_columns(V, U, grid, rows, group, kept, first).to(grid.code_dtype)
-    return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
 def least_squares_weight(weight: Tensor, H: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:

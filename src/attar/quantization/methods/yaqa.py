@@ -41,7 +41,7 @@ from torch.nn.functional import pad
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid, Parameters, Quantized
 from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import Rounded
+from attar.quantization.rounded import RoundingResult
 
 TILE = 32  # T
 
@@ -58,7 +58,7 @@ def yaqa(
     damp_output: float | None = None,
     act_order: bool = True,
     mask: Tensor | None = None,
-) -> Rounded:
+) -> RoundingResult:
     """Round a weight so that the model's output distribution changes least. Does not modify its inputs.
 
     Args:
@@ -98,7 +98,7 @@ def yaqa(
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
     codes[down[:, None], across] = rounded.to(grid.code_dtype)
-    return Rounded(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
 
 
 def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
