@@ -32,7 +32,7 @@ SPOKEN = 24  # tokens of the greedy sample
 SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
 
 
-def judge(
+def check_result(
     original: Checkpoint,
     written: Checkpoint,
     chosen: QuantizationPlan,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from attar.quantization.gates import code_numbers
-from attar.quantization.grids import Grid, NVFP4Grid, Parameters, Quantized, choose_scales
+from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
 from attar.quantization.hessian import CrossHessian, Hessian, energy
 from attar.quantization.methods.gptaq import gptaq
-from attar.quantization.methods.gptq import Inputs, factorize, gptq_shared
+from attar.quantization.methods.gptq import HessianFactor, factorize, gptq_shared
 from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
@@ -73,7 +73,7 @@ class LayerSolver:
                 solved[name] = self._solution(weights[name], rounded, H, seen)
         return solved
 
-    def _factorized(self, H: Tensor) -> Inputs | None:
+    def _factorized(self, H: Tensor) -> HessianFactor | None:
         """H's factor, once for all grids of a group."""
         if self.settings.rounding != "gptq":
             return None
@@ -81,10 +81,15 @@ class LayerSolver:
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) that stored codes stand for."""
-        return Quantized.from_tensors(self.sites[name].grid, tensors).dequantize()
+        return QuantizedTensor.from_tensors(self.sites[name].grid, tensors).dequantize()
 
     def _round(
-        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian, inputs: Inputs | None
+        self,
+        weights: Mapping[str, Tensor],
+        grid: Grid,
+        H: Tensor,
+        seen: Hessian,
+        inputs: HessianFactor | None,
     ) -> dict[str, RoundingResult]:
         """Round weights with one input; for act-order "group" their columns stand sorted by H_ii, so that
         every method forms its groups of columns that matter alike."""
@@ -163,7 +168,7 @@ class LayerSolver:
         )
         return RoundingResult(better, rounded.damp, rounded.dead)
 
-    def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> Parameters:
+    def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> TileParameters:
         how = scale_choice(self.settings, grid)
         if how == "output" and not grid.searches:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
@@ -183,7 +188,7 @@ class LayerSolver:
         return Solution(dense, quantized.tensors(), report)
 
 
-def _nearest(weight: Tensor, quantized: Quantized) -> Tensor:
+def _nearest(weight: Tensor, quantized: QuantizedTensor) -> Tensor:
     """The weight rounded to nearest; on a grid that searches for its scales with those that are there."""
     grid = quantized.grid
     return rtn(weight, grid, quantized.parameters if grid.searches else None).dequantize()
@@ -212,8 +217,8 @@ def mask_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:
     return weight != 0 if keep_zeros and bool((weight == 0).any()) else None
 
 
-def masked(quantized: Quantized, mask: Tensor) -> Quantized:
+def masked(quantized: QuantizedTensor, mask: Tensor) -> QuantizedTensor:
     """The same codes with the code nearest to zero where the mask is False."""
     zero = quantized.grid.quantize(torch.zeros(mask.shape, device=mask.device), quantized.parameters)
     codes = torch.where(mask, quantized.codes.float(), zero.codes.float()).to(quantized.codes.dtype)
-    return Quantized(quantized.grid, codes, quantized.parameters, quantized.g_idx)
+    return QuantizedTensor(quantized.grid, codes, quantized.parameters, quantized.g_idx)

@@ -21,7 +21,7 @@ from attar.models.load import empty_model
 from attar.models.names import stored_names
 from attar.models.parts import Anatomy
 from attar.quantization.grids import Grid
-from attar.quantization.schemes import KV_CACHES, SCHEMES, Scheme
+from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
 from attar.quantization.settings import QuantizeSettings
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
@@ -48,7 +48,7 @@ class LayerPlan:
     shape: tuple[int, int]
     transposed: bool
     grid: Grid
-    scheme: Scheme
+    scheme: QuantizationScheme
     stored: torch.dtype
 
     @property
@@ -135,7 +135,9 @@ def plan(
     return replace(found, config=_config(found, settings.scheme, anatomy.embedding))
 
 
-def choose(anatomy: Anatomy, settings: QuantizeSettings, assigned: Mapping[str, str]) -> dict[str, Scheme]:
+def choose(
+    anatomy: Anatomy, settings: QuantizeSettings, assigned: Mapping[str, str]
+) -> dict[str, QuantizationScheme]:
     """The scheme of each Linear of the blocks that gets one, in forward order.
 
     Raises:
@@ -162,7 +164,9 @@ def choose(anatomy: Anatomy, settings: QuantizeSettings, assigned: Mapping[str, 
     return chosen
 
 
-def fit(chosen: Mapping[str, Scheme], shapes: dict[str, tuple[int, int]], wanted: int) -> dict[str, Scheme]:
+def fit(
+    chosen: Mapping[str, QuantizationScheme], shapes: dict[str, tuple[int, int]], wanted: int
+) -> dict[str, QuantizationScheme]:
     """The schemes with their group sizes.
 
     Raises:
@@ -243,20 +247,20 @@ def _override(text: str) -> tuple[str, str]:
     return pattern, name
 
 
-def _scheme(name: str) -> Scheme:
+def _scheme(name: str) -> QuantizationScheme:
     if name not in SCHEMES:
         raise SettingsError("scheme", name, " or ".join(SCHEMES))
     return SCHEMES[name]
 
 
-def _double(scheme: Scheme) -> Scheme:
+def _double(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with coded scales, where its format has them."""
     if scheme.weights.kind != "nf4":
         raise SettingsError("double_quant", True, f"false with {scheme.name}: it belongs to NF4")
     return replace(scheme, weights=replace(scheme.weights, double=True))
 
 
-def _ordered(scheme: Scheme) -> Scheme:
+def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
     """The scheme with the group of each input stored.
 
     Raises:
@@ -285,7 +289,7 @@ def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> N
                 )
 
 
-def _check_alone(chosen: Mapping[str, Scheme], settings: QuantizeSettings) -> None:
+def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: QuantizeSettings) -> None:
     """Raise where NF4, whose file format knows nothing else, would stand beside something else."""
     names = list(dict.fromkeys(scheme.name for scheme in chosen.values()))
     if "NF4" not in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attar.quantization.grids import Quantized
+from attar.quantization.grids import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,6 @@ class RoundingResult:
         dead: how many columns had no input.
     """
 
-    quantized: Quantized
+    quantized: QuantizedTensor
     damp: float
     dead: int

@@ -28,7 +28,7 @@ from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.judgement import judge
+from attar.quantization.judgement import check_result
 from attar.quantization.loads import loads_in, warnings
 from attar.quantization.mixed_precision.mixture import mixture
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
@@ -117,7 +117,7 @@ def quantize(
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
         reports = rounded.reports()
-        gates = judge(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
+        gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
         for warning in gates["warnings"]:
             progress.log(f"warning: {warning}")

@@ -16,7 +16,7 @@ from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
 from attar.formats.coded import Coded
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import IntGrid, Quantized
+from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.walks.stream import stream
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-Codes = Callable[[str, Callable[[], Tensor]], Quantized]
+CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
 """``codes(stored name, load)`` gives the quantized weight of a site; ``load()`` reads the dense one as it is
 stored."""
 
@@ -33,7 +33,7 @@ stored."""
 def write(
     checkpoint: Checkpoint,
     chosen: QuantizationPlan,
-    codes: Codes,
+    codes: CodeSource,
     folder: Path,
     work: Path,
     progress: Progress = SILENT,
@@ -47,7 +47,7 @@ def write(
     Args:
         checkpoint: the dense model that the codes were made of.
         chosen: what happens to each tensor.
-        codes: see :data:`Codes`.
+        codes: see :data:`CodeSource`.
         folder: where the result goes.
         work: where unfinished shards survive a kill.
         input_scales: of the inputs of each site whose activations are static, by module name.
@@ -115,7 +115,9 @@ def site_slots(site: LayerPlan, base: str) -> list[Slot]:
     return slots
 
 
-def site_tensors(site: LayerPlan, base: str, made: Quantized, input_scale: float | None) -> dict[str, Tensor]:
+def site_tensors(
+    site: LayerPlan, base: str, made: QuantizedTensor, input_scale: float | None
+) -> dict[str, Tensor]:
     """The tensors of a site, as :func:`site_slots` announces them."""
     rule, parameters = site.scheme.weights, made.parameters
     if rule.kind == "nf4":

@@ -10,7 +10,7 @@ from attar.quantization.grids import (
     MXFP4Grid,
     NF4Grid,
     NVFP4Grid,
-    Quantized,
+    QuantizedTensor,
 )
 from attar.quantization.hessian import output_error
 from attar.quantization.methods.gptq import gptq
@@ -137,7 +137,7 @@ def test_saved_and_read_back(grid, weight, tmp_path):
 
     made = rtn(weight, grid)
     save_file(made.tensors(), tmp_path / "codes.safetensors")
-    again = Quantized.from_tensors(grid, load_file(tmp_path / "codes.safetensors"))
+    again = QuantizedTensor.from_tensors(grid, load_file(tmp_path / "codes.safetensors"))
     assert torch.equal(again.dequantize(), made.dequantize())
     assert again.parameters.stored.keys() == made.parameters.stored.keys()
 

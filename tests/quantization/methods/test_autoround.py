@@ -8,12 +8,12 @@ from torch import nn
 from attar.checkpoint import open_checkpoint
 from attar.errors import SettingsError
 from attar.models.anatomy import discover
-from attar.quantization.grids import IntGrid, Parameters
+from attar.quantization.grids import IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
-from attar.quantization.methods.autoround import Rounding, autoround
+from attar.quantization.methods.autoround import LearnedRounding, autoround
 from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.methods.rtn import rtn
 from attar.walks.sweep import sweep
@@ -136,7 +136,7 @@ def test_given_codes_are_where_it_starts(llama, grid):
     given = llama.error({name: made.dequantize() for name, made in starts.items()})
     assert learned.first == pytest.approx(given, rel=1e-4)
     for name, made in starts.items():
-        rounding = Rounding(llama.weight(name), grid, start=made)
+        rounding = LearnedRounding(llama.weight(name), grid, start=made)
         assert torch.equal(rounding.quantized().dequantize(), made.dequantize())
         assert torch.equal(rounding().detach(), made.dequantize())
 
@@ -147,7 +147,7 @@ def test_a_start_far_from_the_weight_is_kept_too():
     start = rtn(weight, grid)
     codes = torch.randint(-8, 8, weight.shape, generator=g)
     far = type(start)(grid, codes.to(torch.int8), start.parameters)
-    assert torch.equal(Rounding(weight, grid, start=far).quantized().codes, codes.to(torch.int8))
+    assert torch.equal(LearnedRounding(weight, grid, start=far).quantized().codes, codes.to(torch.int8))
 
 
 def test_masked_weights_stay_zero(llama):
@@ -183,7 +183,7 @@ def test_gradients_against_a_slow_formula(seed):
     g = torch.Generator().manual_seed(seed)
     grid = IntGrid(2, 4, symmetric=False)
     weight = torch.randn(1, 4, generator=g)
-    rounding = Rounding(weight, grid)
+    rounding = LearnedRounding(weight, grid)
     V = torch.rand(1, 4, generator=g) - 0.5
     rounding.learned[0].data.copy_(V.view(1, 1, 1, 4))
     rounding.learned[1].data.fill_(0.7)
@@ -212,7 +212,7 @@ def test_offsets_of_uneven_levels_are_in_units_of_the_gap_around_a_weight():
     weight = torch.tensor([[1.0, 0.9, 0.75, 0.02, -0.05, -0.3, -0.65, -0.99]])
     table = sorted(grid.level(torch.arange(16)).tolist())
     for V in (0.499, -0.499):
-        rounding = Rounding(weight, grid)
+        rounding = LearnedRounding(weight, grid)
         rounding.learned[0].data.fill_(V)
         for value, got in zip(weight[0].tolist()[1:], rounding().detach()[0].tolist()[1:], strict=True):
             below = max(level for level in table if level <= value)
@@ -253,7 +253,7 @@ def test_finds_the_rounding_that_brute_force_finds():
 @pytest.mark.parametrize("seed", range(2))
 def test_adam_steps_are_torch_s(seed):
     g = torch.Generator().manual_seed(seed)
-    rounding = Rounding(torch.randn(4, 16, generator=g), IntGrid(3, 8), clip=False, update="adam")
+    rounding = LearnedRounding(torch.randn(4, 16, generator=g), IntGrid(3, 8), clip=False, update="adam")
     twin = torch.zeros(4, 16, requires_grad=True)
     peer = torch.optim.Adam([twin], lr=0.01, betas=(0.9, 0.99), eps=1e-12)
     for _ in range(5):
@@ -310,8 +310,8 @@ def test_inputs_are_not_modified(llama):
     before = weight.clone()
     start = rtn(weight, IntGrid(3, 16))
     codes = start.codes.clone()
-    rounding = Rounding(weight, IntGrid(3, 16), start=start)
+    rounding = LearnedRounding(weight, IntGrid(3, 16), start=start)
     made = rounding()
     rounding.step(made, torch.ones_like(made), 0.3)
     assert torch.equal(weight, before) and torch.equal(start.codes, codes)
-    assert isinstance(rounding.quantized().parameters, Parameters)
+    assert isinstance(rounding.quantized().parameters, TileParameters)

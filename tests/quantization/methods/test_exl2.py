@@ -26,7 +26,7 @@ def layer(rows, columns, seed=0):
     return weight * (0.5 * torch.randn(rows, 1, generator=g)).exp(), seen.value()
 
 
-SMALL = exl2.Pattern(((4, 10, 32), (3, 35, 32), (2, 55, 64)))
+SMALL = exl2.BitPattern(((4, 10, 32), (3, 35, 32), (2, 55, 64)))
 
 
 def test_the_layer_is_what_the_file_decodes_to():
@@ -50,7 +50,7 @@ def test_the_layer_is_what_the_file_decodes_to():
 
 def test_inputs_stand_by_their_energy_and_the_first_get_more_bits():
     weight, H = layer(32, 128)
-    made = exl2.quantize_layer(weight, H, exl2.Pattern(((8, 25, 32), (2, 75, 32))))
+    made = exl2.quantize_layer(weight, H, exl2.BitPattern(((8, 25, 32), (2, 75, 32))))
     order = torch.argsort(made.tensors["q_invperm"].long())
     energy = H.diagonal()[order]
     assert (energy[:-1] >= energy[1:]).all()
@@ -113,7 +113,7 @@ def test_layers_of_the_embedded_model(pattern, tiny):
 def test_the_loop_is_gptq_with_its_groups_one_after_the_other():
     """With one group the scales are chosen on the untouched weight, and the rounding is gptq's own."""
     weight, H = layer(24, 64)
-    inputs, grid = exl2.order_inputs(H), exl2.Pattern(((3, 100, 64),)).grid(64)
+    inputs, grid = exl2.order_inputs(H), exl2.BitPattern(((3, 100, 64),)).grid(64)
     W = weight[:, inputs.order]
     ours = exl2.round_groups(W, inputs.U, grid)
     theirs = gptq(W, inputs.H, grid, parameters=ours.parameters, act_order=False).quantized
@@ -123,7 +123,7 @@ def test_the_loop_is_gptq_with_its_groups_one_after_the_other():
 def test_errors_of_a_group_reach_all_that_follow():
     """Brute force in float64: the weights that are left after a group are the best answer to its error."""
     weight, H = layer(8, 96)
-    inputs, grid = exl2.order_inputs(H, damp=0.01), exl2.Pattern(((4, 30, 32), (3, 70, 32))).grid(96)
+    inputs, grid = exl2.order_inputs(H, damp=0.01), exl2.BitPattern(((4, 30, 32), (3, 70, 32))).grid(96)
     W = weight[:, inputs.order]
     made = exl2.round_groups(W, inputs.U, grid)
     damped = inputs.H.double() + 0.01 * inputs.H.diagonal().mean().double() * torch.eye(96)
@@ -179,12 +179,12 @@ def test_patterns_are_groups_of_the_format():
 
 
 def test_percent_is_of_whole_groups_and_the_rest_is_the_last():
-    assert exl2.Pattern(((4, 10, 128), (3, 90, 128))).sections(1280) == ((4, 128), *[(3, 128)] * 9)
-    assert exl2.Pattern(((4, 10, 128), (3, 90, 128))).sections(1312) == ((4, 128),) * 2 + (
+    assert exl2.BitPattern(((4, 10, 128), (3, 90, 128))).sections(1280) == ((4, 128), *[(3, 128)] * 9)
+    assert exl2.BitPattern(((4, 10, 128), (3, 90, 128))).sections(1312) == ((4, 128),) * 2 + (
         *[(3, 128)] * 8,
         (3, 32),
     )
-    assert exl2.Pattern(((6, 50, 128), (5, 50, 128))).sections(96) == ((6, 96),)
+    assert exl2.BitPattern(((6, 50, 128), (5, 50, 128))).sections(96) == ((6, 96),)
 
 
 @pytest.mark.parametrize("bits", [2.75, 4.5])

@@ -10,7 +10,7 @@ from torch import nn
 from attar.errors import ModelError, SettingsError
 from attar.formats.rules import ActivationRule
 from attar.models.anatomy import discover
-from attar.quantization.grids import IntGrid, Quantized
+from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
@@ -84,7 +84,7 @@ def test_learns_and_ends_on_its_grid(family, grid, train):
     assert list(trained.weights) == list(grids) and not trained.dense and not trained.activations
     for name, made in trained.weights.items():
         assert torch.equal(weight(model, name), made.dequantize())
-        again = Quantized.from_tensors(made.grid, made.tensors())
+        again = QuantizedTensor.from_tensors(made.grid, made.tensors())
         assert torch.equal(again.dequantize(), made.dequantize())
     assert loss_of(model, loss) < 0.95 * before
     assert not any("parametrizations" in name for name, _ in model.named_parameters())
@@ -115,7 +115,7 @@ def test_training_starts_at_given_codes():
     for name, grid in grids.items():
         made = rtn(weight(model, name), grid)
         moved = made.codes + torch.randint(-1, 2, made.codes.shape, generator=g)
-        start[name] = Quantized(grid, moved.clamp(grid.low, grid.high).to(torch.int8), made.parameters)
+        start[name] = QuantizedTensor(grid, moved.clamp(grid.low, grid.high).to(torch.int8), made.parameters)
     trained = learn(model, grids, None, ROWS, replace(SETTINGS, steps=1, learning_rate=1e-9), start=start)
     assert all(torch.equal(trained.weights[name].codes, start[name].codes) for name in grids)
 

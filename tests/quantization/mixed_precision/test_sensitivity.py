@@ -16,7 +16,7 @@ from attar.quantization.grids.scales import choose_scales
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision import sensitivity
 from attar.quantization.mixed_precision.sensitivity import (
-    Key,
+    SensitivityKey,
     assign,
     integer_candidates,
     interaction,
@@ -27,7 +27,7 @@ from attar.quantization.mixed_precision.sensitivity import (
 )
 from tests import tiny_models
 
-KEY = Key("fingerprint", "text", 64, 16, 0)
+KEY = SensitivityKey("fingerprint", "text", 64, 16, 0)
 CANDIDATES = {
     name: make for name, make in integer_candidates(32).items() if name in ("W2A16", "W4A16", "W8A16")
 }
@@ -177,8 +177,8 @@ def test_a_file_about_something_else_is_refused(tmp_path):
     case, file = Case(), tmp_path / "s.json"
     case.measure(file, {"W8A16": CANDIDATES["W8A16"]})
     with pytest.raises(ModelError, match="another model, seed"):
-        case.measure(file, key=Key("other", "text", 64, 16, 1))
-    assert Key("other", "text", 64, 16, 1).file_name() != KEY.file_name()
+        case.measure(file, key=SensitivityKey("other", "text", 64, 16, 1))
+    assert SensitivityKey("other", "text", 64, 16, 1).file_name() != KEY.file_name()
     content = json.loads(file.read_text())
     del content["measurements"][0]["bits"]
     file.write_text(json.dumps(content))
@@ -332,7 +332,7 @@ def test_interaction_measures_the_whole_mix(tmp_path):
 def test_bf16_weights_and_arithmetic(tmp_path):
     case = Case()
     case.model.to(torch.bfloat16)
-    key = Key("fingerprint", "text", 64, 16, 0, "bf16")
+    key = SensitivityKey("fingerprint", "text", 64, 16, 0, "bf16")
     found = case.measure(tmp_path / "s.json", key=key)
     assert all("torch.bfloat16" in one.definition for one in found)
     assert all(0 <= one.kl < math.inf for one in found)

@@ -5,7 +5,7 @@ import torch
 
 from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
-from attar.quantization.transforms.smoothquant import Extremes, migration, nearest, search_migration
+from attar.quantization.transforms.smoothquant import ActivationMaxima, migration, nearest, search_migration
 
 W8, A8 = IntGrid(8, 0), IntGrid(8, 0)
 
@@ -19,7 +19,7 @@ def layer(rows=(6, 10), columns=24, tokens=300, seed=0):
 
 
 def seen(X, sample=512, step=70):
-    extremes = Extremes(X.shape[1], sample)
+    extremes = ActivationMaxima(X.shape[1], sample)
     for start in range(0, len(X), step):
         extremes.add(X[start : start + step])
     return extremes
@@ -108,7 +108,7 @@ def test_inputs_stay_and_damage_is_an_error():
     with pytest.raises(NumericsError):
         search_migration(seen(X), weights, [W8, W8], A8)
     with pytest.raises(NumericsError):
-        search_migration(Extremes(24), kept, [W8, W8], A8)
+        search_migration(ActivationMaxima(24), kept, [W8, W8], A8)
 
 
 def test_zero_channels_give_finite_scales():

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError, SettingsError
-from attar.quantization.grids import Grid, IntGrid, Parameters, Quantized
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor, TileParameters
 from attar.quantization.grids.grid import stored_scale
 from attar.quantization.grids.straight_through import (
     into_cells,
@@ -47,7 +47,7 @@ BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
 HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
 
 
-class View(Protocol):
+class TrainableBlock(Protocol):
     """A block, as the sweep walk shows it."""
 
     @property
@@ -73,7 +73,7 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnedBlock:
     """What learned rounding makes of a block.
 
     Attributes:
@@ -82,13 +82,13 @@ class Learned:
         best: the same of what was kept.
     """
 
-    quantized: dict[str, Quantized]
+    quantized: dict[str, QuantizedTensor]
     first: float
     best: float
 
 
 def autoround(
-    view: View,
+    view: TrainableBlock,
     grids: Mapping[str, Grid],
     *,
     iterations: int = 200,
@@ -98,10 +98,10 @@ def autoround(
     update: str = "sign",
     fast: bool = False,
     seed: int = 0,
-    starts: Mapping[str, Quantized] | None = None,
+    starts: Mapping[str, QuantizedTensor] | None = None,
     masks: Mapping[str, Tensor] | None = None,
     hold: int = HOLD,
-) -> Learned:
+) -> LearnedBlock:
     """Learn the rounding of all Linears of a block. The block's weights are left as they were.
 
     Args:
@@ -128,7 +128,7 @@ def autoround(
     if update not in UPDATES:
         raise SettingsError("update", update, " or ".join(UPDATES))
     roundings = {
-        name: Rounding(
+        name: LearnedRounding(
             weight_of(view.modules[name]).detach(),
             grids[name],
             clip=clip,
@@ -160,10 +160,10 @@ def autoround(
         losses = [_whole_loss(view, roundings, state) for state in candidates]
         kept = min(range(len(losses)), key=losses.__getitem__)
         _load(roundings, candidates[kept])
-    return Learned({name: one.quantized() for name, one in roundings.items()}, losses[0], losses[kept])
+    return LearnedBlock({name: one.quantized() for name, one in roundings.items()}, losses[0], losses[kept])
 
 
-class Rounding:
+class LearnedRounding:
     """What is learned of one weight: V and the factors on its range.
 
     Args:
@@ -183,7 +183,7 @@ class Rounding:
         *,
         clip: bool = True,
         update: str = "sign",
-        start: Quantized | None = None,
+        start: QuantizedTensor | None = None,
         mask: Tensor | None = None,
     ) -> None:
         if start is not None and start.g_idx is not None:
@@ -234,7 +234,7 @@ class Rounding:
         moved = self.learned[0] if self.gap is None else self.learned[0] * self.gap
         return moved if self.shift is None else moved + self.shift
 
-    def parameters(self) -> Parameters:
+    def parameters(self) -> TileParameters:
         """Scale, zero and minimum (P, G) at the present alpha and beta, in stored form, with gradients."""
         if len(self.learned) == 1:
             return self.base
@@ -246,22 +246,22 @@ class Rounding:
             if found is None:
                 found = self.grid.choose(self.weight, shrink=alpha.detach())
         one = alpha / alpha.detach()  # the scale is proportional to the range
-        return Parameters(found.scale * one, found.zero, found.minimum, found.stored)
+        return TileParameters(found.scale * one, found.zero, found.minimum, found.stored)
 
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedTensor:
         """The codes of what a call returns."""
         with torch.no_grad():
             found = self.parameters()
             codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(found)) + self.offset())
         whole = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
         plain = found.each(lambda value: value.detach().clone())
-        return Quantized(
+        return QuantizedTensor(
             self.grid,
             whole.to(self.grid.code_dtype).contiguous(),
-            Parameters(plain.scale, plain.zero, plain.minimum, found.stored),
+            TileParameters(plain.scale, plain.zero, plain.minimum, found.stored),
         )
 
-    def _can_clip(self, chosen: Parameters) -> bool:
+    def _can_clip(self, chosen: TileParameters) -> bool:
         """Whether the range can be varied: the scale alone, or by the grid's own choice if that was the
         start."""
         if isinstance(self.grid, IntGrid):
@@ -270,7 +270,7 @@ class Rounding:
             return False
         return self.grid.rescaled(self.base, self.base.scale) is not None or _same(self.base, chosen)
 
-    def _spread(self, parameters: Parameters) -> Parameters:
+    def _spread(self, parameters: TileParameters) -> TileParameters:
         """Parameters that broadcast against (P, r, G, c)."""
         return parameters.each(lambda value: value[:, None, :, None])
 
@@ -299,32 +299,32 @@ class _Adam:
         return ways
 
 
-def _clipped(grid: IntGrid, base: Parameters, alpha: Tensor, beta: Tensor) -> Parameters:
+def _clipped(grid: IntGrid, base: TileParameters, alpha: Tensor, beta: Tensor) -> TileParameters:
     """Integer scale and zero of a range whose upper end is multiplied by alpha, its lower end by beta."""
     assert base.zero is not None
     above, below = grid.high - base.zero, base.zero - grid.low  # the range in steps
     soft = base.scale * ((alpha * above + beta * below) / (above + below))
     scale = through(soft, stored_scale(soft.detach(), grid.storage))
     zero = grid.low + beta * below * base.scale / scale
-    return Parameters(scale, through(zero, zero.detach().round().clamp(grid.low, grid.high)))
+    return TileParameters(scale, through(zero, zero.detach().round().clamp(grid.low, grid.high)))
 
 
-def _same(a: Parameters, b: Parameters) -> bool:
+def _same(a: TileParameters, b: TileParameters) -> bool:
     pairs = ((a.scale, b.scale), (a.zero, b.zero), (a.minimum, b.minimum))
     return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
 
 
-def _moved(parameters: Parameters, device: torch.device) -> Parameters:
+def _moved(parameters: TileParameters, device: torch.device) -> TileParameters:
     plain = parameters.each(lambda value: value.detach().to(device))
     stored = {name: value.to(device) for name, value in parameters.stored.items()}
-    return Parameters(plain.scale, plain.zero, plain.minimum, stored)
+    return TileParameters(plain.scale, plain.zero, plain.minimum, stored)
 
 
 class _Rows:
     """Draws sequences: ``batch`` of them at a time from the batches of one shape, in pieces that have the
     shape of a batch, because the masks of a call belong to a shape."""
 
-    def __init__(self, view: View, batch: int, seed: int, hold: int) -> None:
+    def __init__(self, view: TrainableBlock, batch: int, seed: int, hold: int) -> None:
         self.view, self.batch = view, batch
         self.generator = torch.Generator().manual_seed(seed)
         first = view.inputs(0)
@@ -355,7 +355,7 @@ class _Rows:
         return drawn
 
 
-def _descend(view: View, rows: _Rows, fast: bool) -> float:
+def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
     """One forward and backward pass; gradients wait in the placed weights."""
     pieces = list(rows.draw())
     total = 0.0
@@ -368,7 +368,7 @@ def _descend(view: View, rows: _Rows, fast: bool) -> float:
     return total
 
 
-def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, Rounding]) -> dict[str, Tensor]:
+def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]) -> dict[str, Tensor]:
     """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
     placed = {}
     for name, rounding in roundings.items():
@@ -378,7 +378,7 @@ def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, Rounding]) 
     return placed
 
 
-def _whole_loss(view: View, roundings: Mapping[str, Rounding], state: _State) -> float:
+def _whole_loss(view: TrainableBlock, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
     """Mean squared error of the block's output over all batches."""
     total, numbers = 0.0, 0
     with torch.no_grad():
@@ -391,15 +391,15 @@ def _whole_loss(view: View, roundings: Mapping[str, Rounding], state: _State) ->
     return total / numbers
 
 
-_State = dict[str, list[Tensor]]
+LearnedState = dict[str, list[Tensor]]
 
 
-def _state(roundings: Mapping[str, Rounding]) -> _State:
+def _state(roundings: Mapping[str, LearnedRounding]) -> LearnedState:
     """A copy of everything learned."""
     return {name: [part.detach().clone() for part in one.learned] for name, one in roundings.items()}
 
 
-def _load(roundings: Mapping[str, Rounding], state: _State) -> None:
+def _load(roundings: Mapping[str, LearnedRounding], state: LearnedState) -> None:
     for name, one in roundings.items():
         for part, kept in zip(one.learned, state[name], strict=True):
             part.data.copy_(kept)

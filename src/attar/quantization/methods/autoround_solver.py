@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.quantization.grids import Grid, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.autoround import autoround, weight_of
 from attar.quantization.methods.gptq import gptq
 from attar.walks.precision import resolve
 from attar.walks.sweep import BlockView, Solution
 
-Start = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, Quantized]]
+StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]
 """``start(view, grids)``: codes by name from which the rounding of a block starts; a Linear that is left out
 starts at its nearest codes. See :func:`gptq_start`."""
 
@@ -33,7 +33,7 @@ class AutoRoundSolver:
         update: "sign", or "adam".
         precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
         seed: of the choice of sequences.
-        start: see :data:`Start`; None: nearest codes everywhere.
+        start: see :data:`StartCodes`; None: nearest codes everywhere.
         masks: bool (N, K) by module name; False: the weight is zero and stays zero.
     """
 
@@ -45,7 +45,7 @@ class AutoRoundSolver:
     update: str = "sign"
     precision: str = "auto"
     seed: int = 0
-    start: Start | None = None
+    start: StartCodes | None = None
     masks: Mapping[str, Tensor] | None = None
 
     def solve_block(self, view: BlockView) -> dict[str, Solution]:
@@ -73,10 +73,12 @@ class AutoRoundSolver:
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) that stored codes stand for."""
-        return Quantized.from_tensors(self.grids[name], tensors).dequantize()
+        return QuantizedTensor.from_tensors(self.grids[name], tensors).dequantize()
 
 
-def gptq_start(view: BlockView, grids: Mapping[str, Grid], *, damp: float = 0.01) -> dict[str, Quantized]:
+def gptq_start(
+    view: BlockView, grids: Mapping[str, Grid], *, damp: float = 0.01
+) -> dict[str, QuantizedTensor]:
     """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
 
     The Hessians are those of the original block behind the quantized prefix, all from one pass: what the

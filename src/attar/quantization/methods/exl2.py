@@ -31,15 +31,15 @@ from attar.errors import NumericsError
 from attar.formats import exl2 as layout
 from attar.quantization.columns import round_columns
 from attar.quantization.grids.exl2 import TILE, EXL2Grid, fit
-from attar.quantization.grids.grid import Quantized
+from attar.quantization.grids.grid import QuantizedTensor
 from attar.quantization.hessian import inverse_factor, output_error
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision.exl2_patterns import (
     HEADS,
     PATTERNS,
-    Measured,
-    Pattern,
+    BitPattern,
+    PatternError,
     choose,
     patterns,
 )
@@ -47,10 +47,10 @@ from attar.quantization.mixed_precision.exl2_patterns import (
 __all__ = [
     "HEADS",
     "PATTERNS",
-    "Inputs",
-    "Layer",
-    "Measured",
-    "Pattern",
+    "BitPattern",
+    "EXL2Layer",
+    "PatternError",
+    "SortedHessian",
     "choose",
     "measure",
     "order_inputs",
@@ -60,7 +60,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Inputs:
+class SortedHessian:
     """What the Linears of the same inputs share.
 
     Attributes:
@@ -79,7 +79,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Layer:
+class EXL2Layer:
     """A Linear in EXL2.
 
     Attributes:
@@ -93,7 +93,7 @@ class Layer:
     report: dict[str, Any]
 
 
-def order_inputs(H: Tensor, damp: float = 0.01) -> Inputs:
+def order_inputs(H: Tensor, damp: float = 0.01) -> SortedHessian:
     """Order and factorization for all Linears that share these inputs. Does not modify H.
 
     Args:
@@ -112,18 +112,18 @@ def order_inputs(H: Tensor, damp: float = 0.01) -> Inputs:
     dead = sorted_H.diagonal() <= 0
     sorted_H[dead, dead] = 1.0
     U, used = inverse_factor(sorted_H, damp)
-    return Inputs(order, sorted_H, U, used, dead)
+    return SortedHessian(order, sorted_H, U, used, dead)
 
 
 def quantize_layer(
     weight: Tensor,
     H: Tensor,
-    pattern: Pattern,
+    pattern: BitPattern,
     *,
     damp: float = 0.01,
     sweeps: int = 4,
-    inputs: Inputs | None = None,
-) -> Layer:
+    inputs: SortedHessian | None = None,
+) -> EXL2Layer:
     """Round a weight so that the layer's output changes least. Does not modify its inputs.
 
     Args:
@@ -148,8 +148,8 @@ def quantize_layer(
 
 
 def measure(
-    weight: Tensor, H: Tensor, candidates: Sequence[Pattern], *, inputs: Inputs | None = None
-) -> list[Measured]:
+    weight: Tensor, H: Tensor, candidates: Sequence[BitPattern], *, inputs: SortedHessian | None = None
+) -> list[PatternError]:
     """The error of a Linear under each pattern, rounded without refinement. Does not modify its inputs.
 
     Args:
@@ -167,11 +167,11 @@ def measure(
     made = []
     for pattern in candidates:
         rounded = round_groups(W, inputs.U, pattern.grid(shape[1])).dequantize()
-        made.append(Measured(pattern, pattern.stored_bits(shape), output_error(W, rounded, inputs.H)))
+        made.append(PatternError(pattern, pattern.stored_bits(shape), output_error(W, rounded, inputs.H)))
     return made
 
 
-def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> Quantized:
+def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
     """Codes and scales, group after group. Does not modify its inputs.
 
     Args:
@@ -196,10 +196,10 @@ def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> Quantized:
         steps.append(h)
         scale_codes.append(c)
         start += width
-    return Quantized(grid, codes.to(grid.code_dtype), grid.parameters(steps, scale_codes))
+    return QuantizedTensor(grid, codes.to(grid.code_dtype), grid.parameters(steps, scale_codes))
 
 
-def _ordered(weight: Tensor, inputs: Inputs) -> Tensor:
+def _ordered(weight: Tensor, inputs: SortedHessian) -> Tensor:
     """W in the file's order, float32, zero where an input is dead."""
     W = weight.float()[:, inputs.order]
     if not torch.isfinite(W).all():
@@ -208,7 +208,9 @@ def _ordered(weight: Tensor, inputs: Inputs) -> Tensor:
     return W
 
 
-def _layer(weight: Tensor, quantized: Quantized, pattern: Pattern, inputs: Inputs) -> Layer:
+def _layer(
+    weight: Tensor, quantized: QuantizedTensor, pattern: BitPattern, inputs: SortedHessian
+) -> EXL2Layer:
     """The tensors of a file, what they decode to, and how far that is from the weight."""
     grid, stored = quantized.grid, quantized.parameters.stored
     assert isinstance(grid, EXL2Grid)
@@ -227,4 +229,4 @@ def _layer(weight: Tensor, quantized: Quantized, pattern: Pattern, inputs: Input
         "damp": inputs.damp,
         "dead": int(inputs.dead.sum()),
     }
-    return Layer(tensors, dense, report)
+    return EXL2Layer(tensors, dense, report)

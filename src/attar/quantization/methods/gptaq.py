@@ -36,7 +36,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError, SettingsError
 from attar.quantization.columns import round_columns
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import inverse_factor
 from attar.quantization.rounded import RoundingResult
 
@@ -49,7 +49,7 @@ def gptaq(
     cross: Tensor,
     grid: Grid,
     *,
-    parameters: Parameters | None = None,
+    parameters: TileParameters | None = None,
     damp: float = 0.01,
     act_order: bool = True,
     alpha: float = 1.0,
@@ -98,7 +98,7 @@ def gptaq(
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     codes[:, order] = round_columns(V, factor, grid, rows, group, kept).to(grid.code_dtype)
-    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
 
 
 def _shifted(W: Tensor, U: Tensor, P: Tensor, residual: str) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.quantization.columns import round_columns
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import all_finite, inverse_factor
 from attar.quantization.rounded import RoundingResult
 
@@ -36,7 +36,7 @@ def gptq(
     H: Tensor,
     grid: Grid,
     *,
-    parameters: Parameters | None = None,
+    parameters: TileParameters | None = None,
     damp: float = 0.01,
     act_order: bool = True,
     mask: Tensor | None = None,
@@ -67,7 +67,7 @@ def gptq(
 
 
 @dataclass(frozen=True)
-class Inputs:
+class HessianFactor:
     """What a Hessian is to the loop; weights with the same inputs share it.
 
     Attributes:
@@ -85,7 +85,7 @@ class Inputs:
     diagonal: Tensor
 
 
-def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> Inputs:
+def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> HessianFactor:
     """The factor of a Hessian (K, K). Does not modify its input.
 
     Raises:
@@ -102,7 +102,7 @@ def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> Inputs:
     if act_order:
         order = torch.argsort(H.diagonal(), descending=True, stable=True)
     U, used = inverse_factor(H, damp, order)
-    return Inputs(order, U, used, dead, H.diagonal())
+    return HessianFactor(order, U, used, dead, H.diagonal())
 
 
 def gptq_shared(
@@ -110,11 +110,11 @@ def gptq_shared(
     H: Tensor,
     grid: Grid,
     *,
-    parameters: Sequence[Parameters | None] | None = None,
+    parameters: Sequence[TileParameters | None] | None = None,
     damp: float = 0.01,
     act_order: bool = True,
     masks: Sequence[Tensor | None] | None = None,
-    inputs: Inputs | None = None,
+    inputs: HessianFactor | None = None,
 ) -> list[RoundingResult]:
     """:func:`gptq` of several weights with the same inputs, in one loop over the columns; ``inputs`` is what
     :func:`factorize` made of H."""
@@ -138,12 +138,12 @@ def gptq_shared(
     whole = torch.empty(codes.shape, dtype=grid.code_dtype, device=W.device)
     whole[:, order] = codes.to(grid.code_dtype)
     return [
-        RoundingResult(Quantized(grid, part.contiguous(), one), inputs.damp, int(inputs.dead.sum()))
+        RoundingResult(QuantizedTensor(grid, part.contiguous(), one), inputs.damp, int(inputs.dead.sum()))
         for part, one in zip(whole.split(sizes), chosen, strict=True)
     ]
 
 
-def _stack(rows: Sequence[Parameters]) -> Parameters:
+def _stack(rows: Sequence[TileParameters]) -> TileParameters:
     """Parameters of several weights, one under the other."""
     if len(rows) == 1:
         return rows[0]
@@ -152,7 +152,7 @@ def _stack(rows: Sequence[Parameters]) -> Parameters:
         return None if values[0] is None else torch.cat([value for value in values if value is not None])
 
     scale = torch.cat([one.scale for one in rows])
-    return Parameters(scale, joined([one.zero for one in rows]), joined([one.minimum for one in rows]))
+    return TileParameters(scale, joined([one.zero for one in rows]), joined([one.minimum for one in rows]))
 
 
 def _stack_masks(

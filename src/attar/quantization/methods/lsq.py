@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.quantization.grids import Grid, IntGrid, Parameters
+from attar.quantization.grids import Grid, IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.grid import stored_scale
 from attar.quantization.grids.straight_through import limits, quantize_through, storable, through
@@ -79,7 +79,7 @@ def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None 
 
 def stored(
     scale: Tensor, grid: Grid, shape: tuple[int, int], zero: Tensor | None = None, count: int | None = None
-) -> Parameters:
+) -> TileParameters:
     """Parameters as a file holds them, with LSQ's gradients to ``scale`` and ``zero``.
 
     Args:
@@ -93,14 +93,14 @@ def stored(
     """
     tile = (grid.rows or shape[0]) * (grid.group_size or shape[1])
     g = gradient_factor(tile if count is None else count, limits(grid)[1])
-    hard = storable(grid, Parameters(scale.detach()), scale, shape)
+    hard = storable(grid, TileParameters(scale.detach()), scale, shape)
     if hard is None:
         raise SettingsError("scheme", type(grid).__name__, "a grid with free scales, where they are learned")
     rounded = None
     if zero is not None:
         assert isinstance(grid, IntGrid)
         rounded = through(scale_gradient(zero, g), zero.detach().round().clamp(grid.low, grid.high))
-    return Parameters(through(scale_gradient(scale, g), hard.scale), rounded, None, hard.stored)
+    return TileParameters(through(scale_gradient(scale, g), hard.scale), rounded, None, hard.stored)
 
 
 def gradient_factor(count: int, highest: float) -> float:
@@ -132,4 +132,4 @@ def quantize_activation(
         low, high = limits(grid)
         rounded = through(scale_gradient(zero, g), zero.detach().round().clamp(low, high))
     plain = replace(grid, storage=torch.float32)
-    return quantize_through(x.float(), plain, Parameters(step, rounded)).to(x.dtype)
+    return quantize_through(x.float(), plain, TileParameters(step, rounded)).to(x.dtype)

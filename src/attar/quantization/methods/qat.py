@@ -26,7 +26,7 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.rules import ActivationRule
 from attar.models.fake_quant import quantize_activation as round_activation
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import Grid, IntGrid, Quantized
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
 from attar.quantization.methods import lsq
@@ -43,7 +43,7 @@ CALIBRATION = 8  # rows from which static activation scales start
 
 
 @dataclass(frozen=True)
-class Trained:
+class QATResult:
     """What quantization-aware training leaves.
 
     Attributes:
@@ -54,7 +54,7 @@ class Trained:
         history: of the run.
     """
 
-    weights: dict[str, Quantized]
+    weights: dict[str, QuantizedTensor]
     activations: dict[str, dict[str, Tensor]]
     dense: dict[str, Tensor]
     history: History = field(default_factory=History)
@@ -73,8 +73,8 @@ def learn(
     work: Path | None = None,
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,
-    start: Mapping[str, Quantized] | None = None,
-) -> Trained:
+    start: Mapping[str, QuantizedTensor] | None = None,
+) -> QATResult:
     """Train a model under quantization.
 
     Afterwards ``model`` holds the quantized weights as plain parameters; inputs are no longer rounded.
@@ -117,7 +117,7 @@ def learn(
     dense = {name: p.detach() for name, p in model.named_parameters() if others and p.requires_grad}
     for name in grids:
         dense.pop(f"{name}.weight", None)
-    return Trained(made, scales, dense, history)
+    return QATResult(made, scales, dense, history)
 
 
 class WeightQuantizer(nn.Module):  # type: ignore[misc]
@@ -132,7 +132,7 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(
-        self, weight: Tensor, grid: Grid, start: Quantized | None, *, fixed: bool, transposed: bool
+        self, weight: Tensor, grid: Grid, start: QuantizedTensor | None, *, fixed: bool, transposed: bool
     ) -> None:
         super().__init__()
         self.grid, self.shape, self.transposed = grid, (weight.shape[0], weight.shape[1]), transposed
@@ -155,17 +155,17 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
             made = lsq.decode_weight(self.codes, scale, self.grid, zero)
         return made.T if self.transposed else made
 
-    def quantized(self, weight: Tensor) -> Quantized:
+    def quantized(self, weight: Tensor) -> QuantizedTensor:
         """What forward computes with, as codes; weight (N, K)."""
         with torch.no_grad():
             scale, zero = self._soft()
             found = lsq.stored(scale, self.grid, self.shape, zero)
             if self.codes is not None:
-                return Quantized(self.grid, self.codes, found)
+                return QuantizedTensor(self.grid, self.codes, found)
             spread = found.each(lambda value: value[:, None, :, None])
             codes = self.grid.nearest(on_unit_scale(self.grid.tile(weight), spread))
             whole = self.grid.untile(codes, self.shape).to(self.grid.code_dtype).contiguous()
-            return Quantized(self.grid, whole, found)
+            return QuantizedTensor(self.grid, whole, found)
 
     def _soft(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero (P, G) before they are rounded to their stored forms."""
@@ -221,7 +221,7 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
         return scale, None if self.shift is None else self.zero + self.shift
 
 
-def _attach(module: nn.Module, grid: Grid, start: Quantized | None, train: str) -> WeightQuantizer:
+def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train: str) -> WeightQuantizer:
     """Put a quantizer before a Linear's weight; given codes are where its weight then starts."""
     fixed, transposed = train == "scales", not isinstance(module, nn.Linear)
     parameter: Any = module.weight
@@ -237,7 +237,7 @@ def _attach(module: nn.Module, grid: Grid, start: Quantized | None, train: str) 
     return quantizer
 
 
-def _inside(weight: Tensor, start: Quantized) -> Tensor:
+def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:
     """The weight (N, K), each number moved as little as it takes to round to its given code."""
     if start.g_idx is not None:
         raise SettingsError("act_order", "group", "off or static where training follows")

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.quantization.columns import round_columns
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import inverse_factor
 from attar.quantization.rounded import RoundingResult
 
@@ -41,7 +41,7 @@ def qronos(
     cross: Tensor,
     grid: Grid,
     *,
-    parameters: Parameters | None = None,
+    parameters: TileParameters | None = None,
     damp: float = 0.01,
     act_order: bool = True,
     alpha: float = 1.0,
@@ -86,7 +86,7 @@ def qronos(
     kept = None if mask is None else mask[:, order]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     codes[:, order] = round_columns(V, U, grid, rows, group, kept, first).to(grid.code_dtype)
-    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
 
 
 def least_squares_weight(weight: Tensor, H: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:

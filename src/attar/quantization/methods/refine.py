@@ -26,7 +26,7 @@ from torch import Tensor
 
 from attar.kernels import columns as kernel
 from attar.quantization.columns import compiled_tiles
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 
 BLOCK = 128
 BYTES = 2**28  # of normal equations at a time
@@ -47,7 +47,7 @@ class Descent:
     """
 
     grid: Grid
-    parameters: Parameters
+    parameters: TileParameters
     codes: Tensor
     current: Tensor
     gradient: Tensor
@@ -64,17 +64,17 @@ class Descent:
         """Columns of a tile."""
         return self.grid.group_size or len(self.codes)
 
-    def rows(self) -> Parameters:
+    def rows(self) -> TileParameters:
         """(N, G), a row of parameters for each output."""
         return self.grid.by_row(self.parameters, self.codes.shape[1])
 
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedTensor:
         """What stands there now."""
-        return Quantized(self.grid, self.codes.T.to(self.grid.code_dtype).contiguous(), self.parameters)
+        return QuantizedTensor(self.grid, self.codes.T.to(self.grid.code_dtype).contiguous(), self.parameters)
 
 
 def refine(
-    quantized: Quantized,
+    quantized: QuantizedTensor,
     H: Tensor,
     target: Tensor | None = None,
     *,
@@ -82,7 +82,7 @@ def refine(
     damp: float = 0.01,
     weight: Tensor | None = None,
     mask: Tensor | None = None,
-) -> Quantized:
+) -> QuantizedTensor:
     """Better codes and scales for the same layer. Does not modify its inputs.
 
     Args:
@@ -109,7 +109,7 @@ def refine(
 
 
 def start(
-    quantized: Quantized,
+    quantized: QuantizedTensor,
     H: Tensor,
     alive: Tensor,
     target: Tensor | None = None,
@@ -206,7 +206,7 @@ def refit_scales(descent: Descent) -> None:
     after = torch.addmm(descent.gradient, descent.H, change)
     better = (change * (descent.gradient + after)).sum(0) < 0
     kept = torch.where(better[:, None], parameters.scale, old)
-    descent.parameters = Parameters(kept, descent.parameters.zero, descent.parameters.minimum)
+    descent.parameters = TileParameters(kept, descent.parameters.zero, descent.parameters.minimum)
     descent.current.add_(change.mul_(better))
     descent.gradient = torch.where(better, after, descent.gradient)
 
@@ -235,7 +235,7 @@ def _unit_values(descent: Descent) -> Tensor:
     """u (N, K), contiguous."""
     grid = descent.grid
     zero = None if descent.parameters.zero is None else descent.rows().zero
-    at = Parameters(
+    at = TileParameters(
         torch.ones(1, device=descent.codes.device), None if zero is None else zero.T[descent.group]
     )
     return grid.decode(descent.codes, at).T.contiguous()

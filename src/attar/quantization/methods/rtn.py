@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 
 
-def rtn(weight: Tensor, grid: Grid, parameters: Parameters | None = None) -> Quantized:
+def rtn(weight: Tensor, grid: Grid, parameters: TileParameters | None = None) -> QuantizedTensor:
     """Round a weight (N, K) to nearest. Does not modify its inputs.
 
     Args:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attar.errors import NumericsError
-from attar.quantization.grids import Grid, Parameters, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import inverse_factor
 from attar.quantization.rounded import RoundingResult
 
@@ -52,7 +52,7 @@ def yaqa(
     H_I: Tensor,
     grid: Grid,
     *,
-    parameters: Parameters | None = None,
+    parameters: TileParameters | None = None,
     target: Tensor | None = None,
     damp: float = 0.01,
     damp_output: float | None = None,
@@ -98,7 +98,7 @@ def yaqa(
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
     codes[down[:, None], across] = rounded.to(grid.code_dtype)
-    return RoundingResult(Quantized(grid, codes, parameters), used, int(dead.sum()))
+    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
 
 
 def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
@@ -125,7 +125,7 @@ def _unit_factor(H: Tensor, order: Tensor, damp: float) -> tuple[Tensor, float]:
 
 
 def _round_tiles(
-    W: Tensor, A: Tensor, B: Tensor, grid: Grid, spread: Parameters, mask: Tensor | None
+    W: Tensor, A: Tensor, B: Tensor, grid: Grid, spread: TileParameters, mask: Tensor | None
 ) -> Tensor:
     """Codes (N, K), float32, of the entries in the order they stand in.
 
@@ -138,7 +138,7 @@ def _round_tiles(
     N, K = W.shape
     W, A, B = _filled(W), _filled(A), _filled(B)
     scale = _filled(spread.scale, 1.0)  # grids divide by it, outside the weight too
-    spread = Parameters(scale, _maybe(_filled, spread.zero), _maybe(_filled, spread.minimum))
+    spread = TileParameters(scale, _maybe(_filled, spread.zero), _maybe(_filled, spread.minimum))
     kept = None if mask is None else _filled(mask.float())
     R, Z, codes = torch.zeros_like(W), torch.zeros_like(W), torch.zeros_like(W)
     for tiles in _diagonals(W.shape[0] // TILE, W.shape[1] // TILE):
@@ -163,7 +163,7 @@ def _round_tile(
     A: Tensor,
     B: Tensor,
     grid: Grid,
-    spread: Parameters,
+    spread: TileParameters,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, R and Z (M, T, T) of a batch of M tiles.
@@ -211,7 +211,7 @@ def _tile(number: int) -> slice:
     return slice(number * TILE, (number + 1) * TILE)
 
 
-def _at(spread: Parameters, line: slice) -> Parameters:
+def _at(spread: TileParameters, line: slice) -> TileParameters:
     return spread.each(lambda value: value[:, line])
 
 

@@ -70,7 +70,7 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """A point of the curve of loss over size."""
 
     bits: int
@@ -117,7 +117,7 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget_bits: int, *, states
     return Allocation(names, loss, _bits(kept, picked), max(loss - proven, 0.0))
 
 
-def frontier(groups: Mapping[str, Sequence[Option]]) -> list[Point]:
+def frontier(groups: Mapping[str, Sequence[Option]]) -> list[FrontierPoint]:
     """Loss over size, from the smallest options to the best ones: the vertices of the lower convex hull, each
     of them the optimum at its own size.
 
@@ -127,10 +127,12 @@ def frontier(groups: Mapping[str, Sequence[Option]]) -> list[Point]:
     """
     kept = _kept(groups)
     bits, loss = sum(options[0].bits for options in kept), math.fsum(options[0].loss for options in kept)
-    points = [Point(bits, loss)]
+    points = [FrontierPoint(bits, loss)]
     for step in _steps(kept):
         start, end = kept[step.group][step.start], kept[step.group][step.end]
-        points.append(Point(points[-1].bits + end.bits - start.bits, points[-1].loss + end.loss - start.loss))
+        points.append(
+            FrontierPoint(points[-1].bits + end.bits - start.bits, points[-1].loss + end.loss - start.loss)
+        )
     return points
 
 

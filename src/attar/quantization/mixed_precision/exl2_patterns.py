@@ -24,7 +24,7 @@ from attar.quantization.mixed_precision.allocate import Option, allocate
 
 
 @dataclass(frozen=True)
-class Pattern:
+class BitPattern:
     """Bits of the inputs of a Linear.
 
     Attributes:
@@ -65,8 +65,8 @@ class Pattern:
         return round(self.grid(shape[1]).bits_per_weight(shape) * shape[0] * shape[1])
 
 
-def _pattern(*parts: tuple[int, int, int]) -> Pattern:
-    return Pattern(parts)
+def _pattern(*parts: tuple[int, int, int]) -> BitPattern:
+    return BitPattern(parts)
 
 
 PATTERNS = (
@@ -98,7 +98,7 @@ HEADS = {6: _pattern((8, 15, 128), (6, 85, 128)), 8: _pattern((8, 100, 128))}
 """The reference's patterns of a head, by ``head_bits``."""
 
 
-def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> list[Pattern]:
+def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> list[BitPattern]:
     """The patterns that differ for a weight (N, K), from few bits to many.
 
     Args:
@@ -109,7 +109,7 @@ def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> li
     Raises:
         ModelError: K is no multiple of 32.
     """
-    found: dict[tuple[tuple[int, int], ...], Pattern] = {}
+    found: dict[tuple[tuple[int, int], ...], BitPattern] = {}
     for pattern in PATTERNS:
         found.setdefault(pattern.sections(shape[1]), pattern)
     count = shape[0] * shape[1]
@@ -119,7 +119,7 @@ def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> li
 
 
 @dataclass(frozen=True)
-class Measured:
+class PatternError:
     """A Linear under a pattern.
 
     Attributes:
@@ -128,17 +128,17 @@ class Measured:
         error: relative squared error of its output.
     """
 
-    pattern: Pattern
+    pattern: BitPattern
     bits: int
     error: float
 
 
 def choose(
-    measured: Mapping[str, Sequence[Measured]],
+    measured: Mapping[str, Sequence[PatternError]],
     weights: Mapping[str, int],
     bits: float,
     importance: Mapping[str, float] | None = None,
-) -> dict[str, Measured]:
+) -> dict[str, PatternError]:
     """A pattern for each Linear: the smallest sum of errors within an average of stored bits.
 
     Args:

@@ -26,8 +26,8 @@ from attar.models.precision import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid
 from attar.quantization.mixed_precision.sensitivity import (
-    Candidate,
-    Key,
+    CandidateGrid,
+    SensitivityKey,
     integer_candidates,
     interaction,
     measure,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROWS = 32  # calibration sequences that sensitivities are measured on
 
 
-class Calibration(Protocol):
+class CalibrationSource(Protocol):
     """Settings that say which text is run, and where."""
 
     @property
@@ -76,7 +76,7 @@ class Calibration(Protocol):
 
 
 @dataclass(frozen=True)
-class Ground:
+class SensitivityInputs:
     """What sensitivities are measured on.
 
     Attributes:
@@ -90,7 +90,7 @@ class Ground:
     model: Any
     anatomy: Anatomy
     batches: list[Tensor]
-    key: Key
+    key: SensitivityKey
     file: Path
 
     @property
@@ -99,7 +99,7 @@ class Ground:
         return [block.name for block in self.anatomy.blocks]
 
 
-def ground(checkpoint: Checkpoint, settings: Calibration) -> Ground:
+def ground(checkpoint: Checkpoint, settings: CalibrationSource) -> SensitivityInputs:
     """Load the model and the text that the settings name.
 
     Raises:
@@ -115,14 +115,14 @@ def ground(checkpoint: Checkpoint, settings: Calibration) -> Ground:
         seed=settings.seed,
         bos=settings.bos,
     )
-    key = Key(
+    key = SensitivityKey(
         model=checkpoint.fingerprint(),
         data=sha256_text(f"{fingerprint(settings.data)} {settings.bos}"),
         tokens=sum(batch.numel() for batch in batches),
         sequence_length=batches[0].shape[1],
         seed=settings.seed,
     )
-    return Ground(model, discover(model), batches, key, cache_folder() / key.file_name())
+    return SensitivityInputs(model, discover(model), batches, key, cache_folder() / key.file_name())
 
 
 def mixture(
@@ -130,7 +130,7 @@ def mixture(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    candidates: Mapping[str, Candidate] | None = None,
+    candidates: Mapping[str, CandidateGrid] | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The scheme of each Linear under the average that the settings ask for.
 

@@ -47,7 +47,7 @@ from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, DataError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import Grid, IntGrid, Quantized
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
 from attar.walks.activations import Activations
@@ -57,15 +57,15 @@ from attar.walks.passes import StopForward
 FORMAT, VERSION = "attar sensitivity", 2
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk
 
-Candidate = Callable[[torch.dtype], Grid]
+CandidateGrid = Callable[[torch.dtype], Grid]
 """A grid for weights of a storage type."""
 
-Rounding = Callable[[Tensor, Grid], Quantized]
+RoundFunction = Callable[[Tensor, Grid], QuantizedTensor]
 """Rounds a weight (N, K) on a grid."""
 
 
 @dataclass(frozen=True)
-class Key:
+class SensitivityKey:
     """What a file of measurements is about.
 
     Attributes:
@@ -119,10 +119,10 @@ class Measurement:
         return self.group, self.modules, self.grid, self.definition
 
 
-def integer_candidates(group_size: int, symmetric: bool = True) -> dict[str, Candidate]:
+def integer_candidates(group_size: int, symmetric: bool = True) -> dict[str, CandidateGrid]:
     """W2A16 to W8A16 at one group size."""
 
-    def grid(bits: int) -> Candidate:
+    def grid(bits: int) -> CandidateGrid:
         return lambda storage: IntGrid(bits, group_size, symmetric, storage)
 
     return {f"W{bits}A16": grid(bits) for bits in (2, 3, 4, 5, 6, 8)}
@@ -154,7 +154,7 @@ def shared_groups(blocks: Sequence[Any], modules: Sequence[str]) -> dict[str, li
     return groups
 
 
-def nearest_mse(weight: Tensor, grid: Grid) -> Quantized:
+def nearest_mse(weight: Tensor, grid: Grid) -> QuantizedTensor:
     """Round to nearest, each tile's scale searched for the smallest squared error."""
     return grid.quantize(weight, choose_scales(weight, grid, how="mse"))
 
@@ -162,16 +162,16 @@ def nearest_mse(weight: Tensor, grid: Grid) -> Quantized:
 def measure(
     model: nn.Module,
     groups: Mapping[str, Sequence[str]],
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, CandidateGrid],
     batches: Sequence[Tensor],
     file: Path,
     *,
-    key: Key,
+    key: SensitivityKey,
     blocks: Sequence[str] = (),
     behind: Sequence[str] = (),
     storage: torch.dtype | None = None,
     fits: Callable[[Grid, tuple[int, int]], bool] = lambda grid, shape: True,
-    rounding: Rounding = nearest_mse,
+    rounding: RoundFunction = nearest_mse,
     memory: int = MEMORY,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
@@ -220,7 +220,7 @@ def measure(
     return [known[request.blank.identity] for request in asked]
 
 
-def read(file: Path, key: Key | None = None) -> list[Measurement]:
+def read(file: Path, key: SensitivityKey | None = None) -> list[Measurement]:
     """The measurements of a file.
 
     Raises:
@@ -232,7 +232,7 @@ def read(file: Path, key: Key | None = None) -> list[Measurement]:
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(f"{file}: not a file of sensitivities, version {VERSION}", hint=hint)
     try:
-        has = Key(**content["key"])
+        has = SensitivityKey(**content["key"])
         found = [_from_json(entry) for entry in content["measurements"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: a measurement is incomplete: {error}", hint=hint) from error
@@ -251,7 +251,7 @@ def _from_json(entry: Mapping[str, Any]) -> Measurement:
     return Measurement(**{**entry, "modules": tuple(entry["modules"]), "kl": kl, "output_error": error})
 
 
-def _write(file: Path, key: Key, measurements: Sequence[Measurement]) -> None:
+def _write(file: Path, key: SensitivityKey, measurements: Sequence[Measurement]) -> None:
     entries = [
         {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -273,10 +273,10 @@ class _Request:
 def _asked(
     model: nn.Module,
     groups: Mapping[str, Sequence[str]],
-    candidates: Mapping[str, Candidate],
+    candidates: Mapping[str, CandidateGrid],
     storage: torch.dtype | None,
     fits: Callable[[Grid, tuple[int, int]], bool],
-    rounding: Rounding,
+    rounding: RoundFunction,
 ) -> Iterator[_Request]:
     for group, modules in groups.items():
         weights = [matrix(model.get_submodule(module)) for module in modules]
@@ -425,7 +425,7 @@ def _forwarding(block: Any, hidden: Tensor, more: int | None) -> Iterator[None]:
             block.forward = before
 
 
-def _measured(reference: _Reference, request: _Request, rounding: Rounding) -> Measurement:
+def _measured(reference: _Reference, request: _Request, rounding: RoundFunction) -> Measurement:
     """One measurement: the group rounded, the rest of the model run, the weights put back."""
     modules = request.blank.modules
     reference.move(reference.place(modules))
@@ -438,7 +438,7 @@ def _measured(reference: _Reference, request: _Request, rounding: Rounding) -> M
 
 @contextmanager
 def rounded(
-    model: nn.Module, grids: Mapping[str, Grid], rounding: Rounding = nearest_mse
+    model: nn.Module, grids: Mapping[str, Grid], rounding: RoundFunction = nearest_mse
 ) -> Iterator[dict[str, list[float]]]:
     """Matrices on grids for the length of the context; afterwards their weights are the very same bytes.
 
@@ -482,7 +482,7 @@ def matrix(module: nn.Module) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Mix:
+class SchemeMix:
     """A scheme for every module under a budget.
 
     Attributes:
@@ -504,7 +504,7 @@ class Mix:
 
 def mix(
     measurements: Sequence[Measurement], shapes: Mapping[str, tuple[int, int]], bits_per_weight: float
-) -> Mix:
+) -> SchemeMix:
     """The mix of the smallest summed KL whose stored bits, scales included, stay within the average.
 
     Args:
@@ -534,7 +534,7 @@ def mix(
     schemes = {name: found_mix.choice[group] for group, names in members.items() for name in names}
     bits = found_mix.bits
     ordered = {name: schemes[name] for name in shapes}
-    return Mix(ordered, found_mix.loss, found_mix.gap, bits, bits / weights, curve)
+    return SchemeMix(ordered, found_mix.loss, found_mix.gap, bits, bits / weights, curve)
 
 
 def _check_cover(members: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any]) -> None:
@@ -575,14 +575,14 @@ class Interaction:
 
 def interaction(
     model: nn.Module,
-    chosen: Mix,
-    candidates: Mapping[str, Candidate],
+    chosen: SchemeMix,
+    candidates: Mapping[str, CandidateGrid],
     batches: Sequence[Tensor],
     work: Path,
     *,
     precision: str = "fp32",
     storage: torch.dtype | None = None,
-    rounding: Rounding = nearest_mse,
+    rounding: RoundFunction = nearest_mse,
     memory: int = MEMORY,
 ) -> Interaction:
     """Measure a mix as a whole, as :func:`measure` measures its groups one by one; same arguments.

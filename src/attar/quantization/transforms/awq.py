@@ -59,7 +59,7 @@ class InputStatistics:
 
 
 @dataclass(frozen=True)
-class Smoothing:
+class ScaleSearchResult:
     """What the search found.
 
     Attributes:
@@ -87,7 +87,7 @@ def search_scale(
     points: int = POINTS,
     sample: int = SAMPLE,
     share: Share = lambda values: values,
-) -> Smoothing:
+) -> ScaleSearchResult:
     """The scale of the inputs that a group of Linears share. Does not modify its inputs.
 
     Args:
@@ -123,7 +123,11 @@ def search_scale(
                 best, least = (s, alpha, divisor is not None), found
     plain = group_error(pieces, grids, H, ones)
     error = group_error(pieces, grids, H, best[0])
-    return Smoothing(*best, error, plain) if error < plain else Smoothing(ones, 0.0, False, plain, plain)
+    return (
+        ScaleSearchResult(*best, error, plain)
+        if error < plain
+        else ScaleSearchResult(ones, 0.0, False, plain, plain)
+    )
 
 
 def thinned(weight: Tensor, grid: Grid, sample: int) -> Tensor:
@@ -171,7 +175,7 @@ def _relative_size(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Clipped:
+class ClipSearchResult:
     """What the clip search found.
 
     Attributes:
@@ -187,7 +191,7 @@ class Clipped:
 
 def search_clip(
     weight: Tensor, H: Tensor, grid: Grid, *, smallest: float = 0.5, points: int = POINTS
-) -> Clipped:
+) -> ClipSearchResult:
     """How far to shrink the range of each tile of a weight. Does not modify its inputs.
 
     Args:
@@ -211,7 +215,7 @@ def search_clip(
     whole = max(quadratic(W, H), 1e-30)
     ones = torch.ones_like(best)
     clipped, plain = (quadratic(_rounding_error(W, grid, shrink), H) / whole for shrink in (best, ones))
-    return Clipped(best, clipped, plain) if clipped < plain else Clipped(ones, plain, plain)
+    return ClipSearchResult(best, clipped, plain) if clipped < plain else ClipSearchResult(ones, plain, plain)
 
 
 def diagonal_blocks(H: Tensor, width: int) -> Tensor:

@@ -21,7 +21,7 @@ from attar.errors import ModelError
 from attar.models.residual import HeadValues, NormRead, Residual
 from attar.quantization.transforms.rotation import Rotation, random_rotation
 
-Change = Callable[[str, Tensor], Tensor]
+ParameterChange = Callable[[str, Tensor], Tensor]
 """``change(leaf, tensor)``: what becomes of a module's ``weight`` or ``bias``, float32, as stored."""
 
 Load = Callable[[str], Tensor]
@@ -32,7 +32,7 @@ SMALLEST = 1e-4  # of |g| relative to its largest, where b / g is needed
 
 def rotation_changes(
     facts: Residual, model: Any, width: int, load: Load, seed: int, device: str | torch.device = "cpu"
-) -> dict[str, Change]:
+) -> dict[str, ParameterChange]:
     """What a random rotation does to each module it touches.
 
     Args:
@@ -47,9 +47,9 @@ def rotation_changes(
         ModelError: a norm's bias can go nowhere.
     """
     R = random_rotation(width, seed, keep_mean=facts.centred)
-    steps: dict[str, list[Change]] = {}
+    steps: dict[str, list[ParameterChange]] = {}
 
-    def add(name: str, step: Change) -> None:
+    def add(name: str, step: ParameterChange) -> None:
         steps.setdefault(name, []).append(step)
 
     for name in facts.embeddings:
@@ -65,7 +65,7 @@ def rotation_changes(
     return {name: _composed(model.get_submodule(name), made, device) for name, made in steps.items()}
 
 
-def _composed(module: nn.Module, steps: list[Change], device: str | torch.device) -> Change:
+def _composed(module: nn.Module, steps: list[ParameterChange], device: str | torch.device) -> ParameterChange:
     """Steps on (N, K) weights as one change of the stored tensor."""
     transposed = not isinstance(module, nn.Linear | nn.Embedding)
 
@@ -80,7 +80,7 @@ def _composed(module: nn.Module, steps: list[Change], device: str | torch.device
     return change
 
 
-def _norm_steps(norm: NormRead, model: Any, load: Load, R: Rotation) -> list[tuple[str, Change]]:
+def _norm_steps(norm: NormRead, model: Any, load: Load, R: Rotation) -> list[tuple[str, ParameterChange]]:
     """A norm without weight, its weight and bias in its readers."""
     g = load(f"{norm.name}.weight") + norm.offset
     biased = getattr(model.get_submodule(norm.name), "bias", None) is not None
@@ -91,7 +91,7 @@ def _norm_steps(norm: NormRead, model: Any, load: Load, R: Rotation) -> list[tup
     def emptied(leaf: str, tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, 1.0 - norm.offset) if leaf == "weight" else kept.to(tensor.device)
 
-    def read(name: str) -> Change:
+    def read(name: str) -> ParameterChange:
         def step(leaf: str, tensor: Tensor) -> Tensor:
             if leaf == "weight":
                 return R.columns(tensor * g.to(tensor.device))
@@ -116,7 +116,7 @@ def _divided(name: str, b: Tensor, g: Tensor) -> Tensor:
     return torch.where(b == 0, torch.zeros_like(b), b / g)
 
 
-def _value_steps(value: HeadValues, R2: Rotation) -> list[tuple[str, Change]]:
+def _value_steps(value: HeadValues, R2: Rotation) -> list[tuple[str, ParameterChange]]:
     """The values of each head rotated: rows of v, columns of o."""
     rows = list(value.v_rows)
 

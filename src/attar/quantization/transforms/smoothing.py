@@ -11,7 +11,7 @@ from torch import Tensor
 from attar.models.folding import Fold
 from attar.quantization.grids import Grid
 from attar.quantization.transforms.awq import InputStatistics, search_scale
-from attar.quantization.transforms.smoothquant import Extremes, migration, search_migration
+from attar.quantization.transforms.smoothquant import ActivationMaxima, migration, search_migration
 from attar.walks.sweep import Solution
 
 
@@ -27,12 +27,12 @@ class SmoothQuantRule:
     activations: Grid | None
     alpha: float | None
 
-    def accumulator(self, inputs: int) -> Extremes:
+    def accumulator(self, inputs: int) -> ActivationMaxima:
         """Largest magnitudes, and a sample where there is a search."""
-        return Extremes(inputs) if self.alpha is None else Extremes(inputs, 0)
+        return ActivationMaxima(inputs) if self.alpha is None else ActivationMaxima(inputs, 0)
 
     def find(
-        self, fold: Fold, weights: list[Tensor], grids: list[Grid], seen: Extremes
+        self, fold: Fold, weights: list[Tensor], grids: list[Grid], seen: ActivationMaxima
     ) -> tuple[Tensor, dict[str, Any]]:
         """The scale of a fold (K,), and numbers for the report."""
         if self.alpha is not None:

@@ -31,7 +31,7 @@ Share = Callable[[Tensor], Tensor]
 """Makes values (K,) equal over channels that must have one scale."""
 
 
-class Extremes:
+class ActivationMaxima:
     """max|X_j| of a group's inputs, and a sample of its tokens: every 2^i-th, i as small as fits.
 
     Args:
@@ -92,7 +92,7 @@ def migration(x: Tensor, weights: Sequence[Tensor], alpha: float, share: Share =
 
 
 def search_migration(
-    seen: Extremes,
+    seen: ActivationMaxima,
     weights: Sequence[Tensor],
     grids: Sequence[Grid],
     activations: Grid | None,

@@ -34,7 +34,7 @@ from attar.models.names import stored_names
 from attar.models.residual import residual
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
-from attar.quantization.transforms.rotating import Change, rotation_changes
+from attar.quantization.transforms.rotating import ParameterChange, rotation_changes
 from attar.quantization.transforms.smoothing import AWQRule, ScaleSolver, SmoothQuantRule
 from attar.walks.stream import stream
 from attar.walks.sweep import sweep
@@ -128,7 +128,7 @@ class _Done:
         head: name of a head to be untied from the embedding, or None.
     """
 
-    changes: dict[str, Change]
+    changes: dict[str, ParameterChange]
     report: dict[str, Any]
     head: str | None = None
 
@@ -249,7 +249,9 @@ def _smooth(
         for name, tensors in swept.tensors(number).items()
     }
     chosen = [(fold, scales[solver.first[fold.producer]]) for fold in folds]
-    changes: dict[str, Change] = {name: change.apply for name, change in rescales(model, chosen).items()}
+    changes: dict[str, ParameterChange] = {
+        name: change.apply for name, change in rescales(model, chosen).items()
+    }
     return _Done(changes, _smoothing_report(found, solver, swept.reports))
 
 
