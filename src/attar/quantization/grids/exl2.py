@@ -51,8 +51,8 @@ SAMPLE = 4096  # rows that h is chosen by
 class EXL2Grid(Grid):
     """Groups of several bits in one weight.
 
-    ``TileParameters.stored`` holds what the file does: "scale_codes" uint8 (N, G), c; "scale_max" float16 (G,),
-    256 h. ``TileParameters.top`` is the largest code of each tile.
+    ``TileParameters.stored`` holds what the file does: "scale_codes" uint8 (N, G), c; "scale_max" float16
+    (G,), 256 h. ``TileParameters.top`` is the largest code of each tile.
 
     Attributes:
         sections: (bits, inputs) of each group, in the order of the columns; inputs are multiples of 32.

@@ -49,8 +49,8 @@ RUN = 256  # scales that share a scale
 class NF4Grid(Grid):
     """w = s * T[q].
 
-    With ``double``, ``TileParameters.stored`` holds "absmax_codes", c, uint8 (N, G); "nested_absmax", n, float32,
-    one for each 256 scales; "nested_offset", o, float32 (1,); "nested_map", D, float32 (256,).
+    With ``double``, ``TileParameters.stored`` holds "absmax_codes", c, uint8 (N, G); "nested_absmax", n,
+    float32, one for each 256 scales; "nested_offset", o, float32 (1,); "nested_map", D, float32 (256,).
 
     Attributes:
         group_size: inputs that share a scale; 0: the whole row.
