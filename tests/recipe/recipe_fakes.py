@@ -7,7 +7,7 @@ The stage functions write through :func:`attar.checkpoint.produce`: work folders
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,10 @@ def add(
     """Add ``amount`` to every weight, in ``steps`` steps that can be resumed."""
     source = open_checkpoint(model)
     name = "learn" if teacher is not None else "add"
-    parents = [(source, "weights")] + ([(open_checkpoint(teacher), "signal")] if teacher is not None else [])
+    signals = [open_checkpoint(teacher)] if teacher is not None else []
     if settings.amount == 13:
         raise SettingsError("amount", settings.amount, "a number that this model likes")
-    with produce(
-        out, stage=name, version=VERSION, settings=asdict(settings), seed=settings.seed, parents=parents,
-        force=force, key=key,
-    ) as output:  # fmt: skip
+    with produce(out, name, settings, VERSION, [source], signals=signals, force=force, key=key) as output:
         state = output.work / "steps.json"
         done = json.loads(state.read_text()) if state.exists() else 0
         CALLS.append(f"{name} {out.name} from step {done}")

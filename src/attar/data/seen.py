@@ -84,7 +84,7 @@ def remember(output: Any, records: Sequence[dict[str, Any]], progress: Any) -> N
     """Put records into a stage's output, and say which texts could not be split.
 
     Args:
-        output: an :class:`attar.checkpoint.output.Output`.
+        output: an :class:`attar.checkpoint.output.StageOutput`.
     """
     output.texts += records
     output.details["text"] = [

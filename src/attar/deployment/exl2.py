@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output
+from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import Slot
 from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
@@ -87,7 +87,7 @@ def _linears(source: Checkpoint) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
     shapes = _linears(source)
     batches = calibration_batches(
@@ -216,7 +216,7 @@ def _rounded_head(
     source: Checkpoint,
     batches: Sequence[Tensor],
     settings: ExportSettings,
-    output: Output,
+    output: StageOutput,
     progress: Progress,
 ) -> dict[str, Tensor] | None:
     """The tensors of the head; None where it stays dense."""

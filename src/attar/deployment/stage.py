@@ -17,7 +17,7 @@ FILE.attar.json, FILE.md and FILE.Modelfile, so that several models share a fold
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +28,7 @@ from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_beside
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output, produce
+from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
@@ -107,17 +107,8 @@ def _write(
     force: bool,
     key: str | None,
 ) -> None:
-    with produce(
-        out,
-        stage="export",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "export", settings, VERSION, [source], text=text, force=force, key=key) as output:
         if settings.text_rows:
             settings = _recorded(source, settings, output, progress)
         details: dict[str, Any] = output.details
@@ -127,7 +118,7 @@ def _write(
 
 
 def _recorded(
-    source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress
+    source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress
 ) -> ExportSettings:
     """Note the text that will be read. Settings without an importance matrix where nobody asked for one, and
     there is no text for it."""

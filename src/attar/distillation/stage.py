@@ -6,7 +6,6 @@ What they learn, and how, is in learn.py; for a student that will draft, in draf
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +59,9 @@ def distill(
     settings = fit(settings, source, progress)
     model = _causal(source, settings)
     kept, student = beginner(model, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="distill",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (source, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
         remember(output, _records("distill", source, settings), progress)
         writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
@@ -122,16 +114,9 @@ def recover(
     settings = fit(settings, source, progress)
     _same_tokens(source, other)
     student, guide = _causal(source, settings), _causal(other, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="recover",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (other, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "recover", settings, VERSION, [source], signals=[other], text=text, force=force, key=key
     ) as output:
         remember(output, _records("recover", source, settings), progress)
         history = learn(

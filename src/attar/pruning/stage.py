@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,17 +67,8 @@ def prune(
     if keep == total:
         raise nothing_removed(total, settings)
     cut = _cut(source, anatomy, settings, keep)
-    with produce(
-        out,
-        stage="prune",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
         for note in (_share(total, keep, settings), precision_note(source)):
             if note:
                 progress.log(note)

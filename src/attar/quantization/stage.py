@@ -12,7 +12,6 @@ ends in any format. Each leaves what it has done in the work folder; a killed ru
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,17 +71,8 @@ def quantize(
     first = plan(checkpoint, settings)  # what cannot be done is said before anything is
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
-    with produce(
-        out,
-        stage="quantize",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(checkpoint, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "quantize", settings, VERSION, [checkpoint], text=text, force=force, key=key) as output:
         details: dict[str, Any] = output.details
         remember(output, _records(checkpoint, settings, first), progress)
         assigned = None
