@@ -18,7 +18,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.errors import SettingsError
 from attar.recipe.run import Tools
-from attar.recipe.stages import Stage
+from attar.recipe.stages import StageSpec
 
 VERSION = 1
 CALLS: list[str] = []
@@ -160,8 +160,8 @@ TOOLS = Tools(
     peak=f"{HERE}:nothing",
 )
 STAGES = {
-    "prune": Stage("prune", "Add.", f"{HERE}:AddSettings", f"{HERE}:add", "attar prune x -o y"),
-    "recover": Stage("recover", "Learn.", f"{HERE}:AddSettings", f"{HERE}:add", "...", teacher=True),
+    "prune": StageSpec("prune", "Add.", f"{HERE}:AddSettings", f"{HERE}:add", "attar prune x -o y"),
+    "recover": StageSpec("recover", "Learn.", f"{HERE}:AddSettings", f"{HERE}:add", "...", teacher=True),
 }
 
 

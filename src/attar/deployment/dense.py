@@ -12,7 +12,7 @@ from torch import Tensor
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
@@ -45,14 +45,14 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     write_config(output.folder, config)
     read = reader(source)
 
-    def layout(info: Any) -> Sequence[Slot]:
+    def layout(info: Any) -> Sequence[TensorSpec]:
         made = read.slot(info)
         if made is None:
             return []
         name, kind, shape = made
         if dtype is not None and kind in ("F32", "F16", "BF16"):
             kind = stored_dtype(dtype)
-        return [Slot(name, kind, shape)]
+        return [TensorSpec(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         tensor, made = read.dense(name), read.slot(source.tensors[name])

@@ -19,7 +19,7 @@ from torch import Tensor
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.deployment.folder import write_config
 from attar.deployment.integers import Integers, refuse_source
 from attar.deployment.settings import ExportSettings
@@ -114,7 +114,7 @@ def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[s
     write_config(output.folder, source.config)
     stream(
         source,
-        lambda info: [Slot(info.name, info.dtype, info.shape)],
+        lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         lambda name, load: {name: load()},
         output.folder,
         work=output.work / "shards",
@@ -133,7 +133,7 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
 
     stream(
         source,
-        lambda info: [Slot(*slot) for slot in made.slots(info)],
+        lambda info: [TensorSpec(*slot) for slot in made.slots(info)],
         transform,
         output.folder,
         work=output.work / "shards",

@@ -33,7 +33,7 @@ from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import VERSION, ExportSettings
@@ -134,7 +134,7 @@ def _recorded(
             raise
         progress.log(f"no importance matrix, so the file loses more than it need: {error.message}")
         return plain
-    remember(output, [read], progress)
+    note_texts(output, [read], progress)
     return settings
 
 

@@ -16,7 +16,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
 from attar.distillation.learn import Signal, beginner, learn, training_rows
@@ -63,7 +63,7 @@ def distill(
     with produce(
         out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("distill", source, settings), progress)
+        note_texts(output, _records("distill", source, settings), progress)
         writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
         history = learn(
             student,
@@ -118,7 +118,7 @@ def recover(
     with produce(
         out, "recover", settings, VERSION, [source], signals=[other], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("recover", source, settings), progress)
+        note_texts(output, _records("recover", source, settings), progress)
         history = learn(
             student,
             guide,

@@ -17,7 +17,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import StageOutput
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.errors import CheckpointError, RecipeError, UsageError
 from attar.merging.config import SEARCHED, MergeConfig, Setting
 from attar.merging.config_text import config_text
@@ -60,7 +60,7 @@ def choose(
     length = row_length(settings.sequence_length, dict(prepared.merge.plan.config))
     tokenizer = load_tokenizer(donor.path)
     read = record("merge", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-    remember(output, [read], progress)
+    note_texts(output, [read], progress)
     judge = _Judge(prepared, parents, settings, output.work / "candidate", progress)
     chosen = _soup(judge, output) if soup else _search(judge, output)
     (output.folder / FOUND).write_text(config_text(chosen), encoding="utf-8")

@@ -30,7 +30,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import SINGLE, check_finite, open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
-from attar.checkpoint.shards import ShardWriter, Slot, slot, write_checkpoint_tensors
+from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
@@ -189,10 +189,11 @@ def _write_weights(
         wrapped = ".base_layer" if part.module in low else ""
         sources[f"{_PREFIX}{part.module}{wrapped}.bias"] = part.tuned
     slots = [
-        Slot(name, stored_dtype(dtype), tuple(found.tuned.tensors[of].shape)) for name, of in sources.items()
+        TensorSpec(name, stored_dtype(dtype), tuple(found.tuned.tensors[of].shape))
+        for name, of in sources.items()
     ]
     for file in files:
-        slots += [slot(name, tensor) for name, tensor in _load(file).items()]
+        slots += [tensor_spec(name, tensor) for name, tensor in _load(file).items()]
     writer = ShardWriter(output.folder, slots, max_shard_bytes=_ONE_FILE)
     for name, of in sources.items():
         writer.add(name, found.tuned.load(of).to(dtype))

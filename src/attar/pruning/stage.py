@@ -17,7 +17,7 @@ from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError
 from attar.models.anatomy import Anatomy, discover
@@ -74,7 +74,7 @@ def prune(
                 progress.log(note)
         length = row_length(settings.sequence_length, source.config)
         read = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-        remember(output, [read], progress)
+        note_texts(output, [read], progress)
         batches = calibration_batches(
             tokenizer,
             settings.data,

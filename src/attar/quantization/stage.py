@@ -21,7 +21,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
@@ -74,7 +74,7 @@ def quantize(
     text = fingerprint(settings.data)
     with produce(out, "quantize", settings, VERSION, [checkpoint], text=text, force=force, key=key) as output:
         details: dict[str, Any] = output.details
-        remember(output, _records(checkpoint, settings, first), progress)
+        note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.bits:
             assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)
