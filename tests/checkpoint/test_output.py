@@ -208,7 +208,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from checkpoint_files import llama_tensors
 from attar.checkpoint import ShardWriter, produce
-from attar.checkpoint.shards import slot
+from attar.checkpoint.shards import tensor_spec
 
 CALLS = ("pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "posix_fallocate")
 left = 0
@@ -225,7 +225,7 @@ def counted(function):
 def write(out):
     tensors = llama_tensors()
     with produce(out, "s", {}, 1, [], force=True) as output:
-        layout = [slot(*item) for item in tensors.items()]
+        layout = [tensor_spec(*item) for item in tensors.items()]
         writer = ShardWriter(output.folder, layout, max_shard_bytes=1200, work=output.work)
         for name in writer.missing():
             writer.add(name, tensors[name])

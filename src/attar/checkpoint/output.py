@@ -162,7 +162,7 @@ def finished(out: Path | str, key: str) -> bool:
         return False
     with suppress(OutputError), _work_folder(final):  # unless another process is replacing it just now
         for suffix in ("partial", "old"):
-            shutil.rmtree(atomic.beside(final, suffix), ignore_errors=True)
+            shutil.rmtree(atomic.hidden(final, suffix), ignore_errors=True)
     return True
 
 
@@ -243,7 +243,7 @@ def _parent_folder(final: Path) -> Iterator[None]:
 @contextmanager
 def _work_folder(final: Path) -> Iterator[Path]:
     """The scratch folder, held by this process alone; what becomes of it is told at the top of this file."""
-    work = atomic.beside(final, "work")
+    work = atomic.hidden(final, "work")
     lock = _lock(work, final)
     try:
         try:

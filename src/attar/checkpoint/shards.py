@@ -111,8 +111,7 @@ class ShardWriter:
             with self._lock:
                 self._waiting[shard.name].discard(name)
                 if not self._waiting[shard.name]:
-                    atomic.fsync(partial)
-                    partial.rename(self.work / shard.name)
+                    atomic.publish(partial, self.work / shard.name)
                     self._note()
 
     def finish(self) -> list[Path]:
@@ -170,7 +169,7 @@ class ShardWriter:
         atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
 
     def _partial(self, shard: _Shard) -> Path:
-        return atomic.beside(self.work / shard.name, "partial")
+        return atomic.hidden(self.work / shard.name, "partial")
 
 
 def write_checkpoint_tensors(

@@ -152,7 +152,7 @@ def _write_file(
     if settings.max_file:
         raise SettingsError("max_file", settings.max_file, "unset for a single file; -o a folder")
     atomic.check_file(final, force)
-    folder = atomic.beside(final, "folder")
+    folder = atomic.hidden(final, "folder")
     _write(source, folder, settings, writer, progress, True, key)
     with atomic.explain_os_errors(final):
         made = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
@@ -162,6 +162,7 @@ def _write_file(
         for name, place in places.items():
             if (folder / name).is_file():
                 (folder / name).replace(place)
+        atomic.fsync(final.parent)
         shutil.rmtree(folder)
     return open_checkpoint(final)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attar.checkpoint.atomic import beside
+from attar.checkpoint.atomic import hidden
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
 from attar.checkpoint.jsonfile import read_json
@@ -248,6 +248,6 @@ def _card_key(folder: Path) -> str | None:
 def _work_key(folder: Path) -> str | None:
     """The key of the half-done work beside a folder."""
     try:
-        return str(read_json(beside(folder, "work") / "key.json").get("key"))
+        return str(read_json(hidden(folder, "work") / "key.json").get("key"))
     except CheckpointError:
         return None

@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-import attar
 from attar.errors import AttarError
 from attar.runtime.server.backend import Backend, Words
 from attar.runtime.server.failures import RefusedError
@@ -40,6 +39,7 @@ from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.routes import make_routes
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
+from attar.version import __version__
 
 
 def create_app(
@@ -79,7 +79,7 @@ def create_app(
         await backend.close()
         service.lanes.close()
 
-    app = FastAPI(title="attar", version=attar.__version__, lifespan=life, docs_url=None, redoc_url=None)
+    app = FastAPI(title="attar", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
     if page is not None:
