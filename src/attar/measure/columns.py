@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attar.measure.numbers import count, fixed, percent, significant, times
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Column:
 
     title: str
     meaning: str
-    cell: Callable[[Run, Stage], str]
+    cell: Callable[[RunRecord, StageRecord], str]
 
 
-def _aligned(key: str, scale: float = 1.0) -> Callable[[Run, Stage], str]:
+def _aligned(key: str, scale: float = 1.0) -> Callable[[RunRecord, StageRecord], str]:
     """Cells with one number of decimals in all rows, chosen so that the smallest shows three digits."""
 
-    def cell(run: Run, stage: Stage) -> str:
+    def cell(run: RunRecord, stage: StageRecord) -> str:
         values = [abs(value) * scale for each in run.stages if (value := each.number(key))]
         decimals = max(0, 2 - math.floor(math.log10(min(values)))) if values else 0
         value = stage.number(key)

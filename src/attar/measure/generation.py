@@ -19,7 +19,7 @@ from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 
-SAMPLES = {
+SAMPLE_PROMPTS = {
     CODE: "def __init__(self",
     CHAT: "Why is the sky blue? Answer in one sentence.",
     PROSE: "Once upon a time",
@@ -27,7 +27,7 @@ SAMPLES = {
 """Prompts of samples, by the text that fits a model."""
 
 
-def encode(subject: Subject, text: str, what: str = "prompt") -> list[int]:
+def encode_prompt(subject: Subject, text: str, what: str = "prompt") -> list[int]:
     """The prompt's tokens, with the special ones its tokenizer puts in front.
 
     Raises:
@@ -53,19 +53,19 @@ def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
         wanted: a text, or ``auto``: one of SAMPLES, a question in the model's own chat template.
 
     Raises:
-        DataError: as :func:`encode`.
+        DataError: as :func:`encode_prompt`.
     """
     if wanted != AUTO:
-        return wanted, encode(subject, wanted, "the sample's prompt")
+        return wanted, encode_prompt(subject, wanted, "the sample's prompt")
     kind = CODE if subject.checkpoint is None else fitting(subject.checkpoint)[0]
-    text = SAMPLES[kind]
+    text = SAMPLE_PROMPTS[kind]
     if kind != CHAT:
-        return text, encode(subject, text, "the sample's prompt")
+        return text, encode_prompt(subject, text, "the sample's prompt")
     ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
     return f"{text}\n", ids
 
 
-def complete(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
+def generate_greedily(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
     """Up to ``max_tokens`` tokens after the prompt's, as many as the context has room for; an end token is
     the last.
 
@@ -74,27 +74,27 @@ def complete(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
     """
     if subject.loaded is not None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-        return list(engine(subject).generate(prompt, params)[0].token_ids)
+        return list(serving_llm(subject).generate(prompt, params)[0].token_ids)
     if subject.context is not None:
         max_tokens = min(max_tokens, subject.context - len(prompt))
     ids = torch.tensor([prompt], device=subject.model.device)
-    settings = greedy(subject, max_tokens, end_tokens(subject))
+    settings = greedy_config(subject, max_tokens, end_tokens(subject))
     made = subject.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return [int(token) for token in made[0, len(prompt) :]]
 
 
-def engine(subject: Subject) -> LLM:
+def serving_llm(subject: Subject) -> LLM:
     """What serves a subject. It keeps no blocks of the pool when it is idle: they are used for scoring."""
     assert subject.loaded is not None
     return LLM.of(subject.loaded, prefix_cache=False)
 
 
-def words(subject: Subject, ids: list[int]) -> str:
+def decode_tokens(subject: Subject, ids: list[int]) -> str:
     """Their text, without special tokens."""
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def greedy(subject: Subject, max_tokens: int, ends: tuple[int, ...] = ()) -> Any:
+def greedy_config(subject: Subject, max_tokens: int, ends: tuple[int, ...] = ()) -> Any:
     """Settings of transformers' ``generate`` for the likeliest token each time, and no model's own habits;
     rows that only pad the vocabulary are left out."""
     columns = int(subject.model.get_output_embeddings().weight.shape[0])

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.errors import MissingExtraError
-from attar.measure.choices import Pair, log_likelihoods
-from attar.measure.generation import complete, end_tokens, engine, words
+from attar.measure.choices import TokenPair, log_likelihoods
+from attar.measure.generation import decode_tokens, end_tokens, generate_greedily, serving_llm
 from attar.measure.subject import load_subject
 from attar.runtime.sampling.params import SamplingParams
 
@@ -102,14 +102,14 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """ln p of each text, in windows of the context that do not overlap in what they score."""
-        windows: list[list[Pair]] = [self._windows(request.args[0]) for request in requests]
+        windows: list[list[TokenPair]] = [self._windows(request.args[0]) for request in requests]
         scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
         results = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
         for request, answer in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
         return results
 
-    def _windows(self, text: str) -> list[Pair]:
+    def _windows(self, text: str) -> list[TokenPair]:
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -134,11 +134,11 @@ class Harness(TemplateLM):  # type: ignore[misc]
         most = min(int(options.get("max_gen_toks", MAX_TOKENS)), self.max_length - 1)
         prompt = prompt[-(self.max_length - most) :]  # what is too long loses its beginning
         if self.subject.loaded is None:
-            ids = complete(self.subject, prompt, most)
+            ids = generate_greedily(self.subject, prompt, most)
             ends = end_tokens(self.subject)
-            text = words(self.subject, [token for token in ids if token not in ends])
+            text = decode_tokens(self.subject, [token for token in ids if token not in ends])
         else:
-            text = engine(self.subject).generate(prompt, _params(options, most, stops))[0].text
+            text = serving_llm(self.subject).generate(prompt, _params(options, most, stops))[0].text
         for stop in stops:
             text = text.split(stop)[0]
         return text

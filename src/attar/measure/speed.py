@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from attar.measure.generation import engine, greedy
+from attar.measure.generation import greedy_config, serving_llm
 from attar.measure.subject import Subject
 from attar.runtime.bench import measure
 
 BUDGET = 2.0  # seconds after which no further round is begun
 ROUNDS = 7
 
-Round = Callable[[], tuple[float, float]]
+SpeedRound = Callable[[], tuple[float, float]]
 """Prompt tokens and generated tokens a second, once."""
 
 
@@ -80,8 +80,8 @@ def _summary(values: tuple[float, ...]) -> tuple[float, float | None]:
     return middle, (max(values) - min(values)) / middle if len(values) > 1 else None
 
 
-def _runtime_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> Round:
-    llm = engine(subject)
+def _runtime_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> SpeedRound:
+    llm = serving_llm(subject)
 
     def once() -> tuple[float, float]:
         case = measure(llm, 1, prompt, decode + 1, draws)  # the first token is the prefill's
@@ -90,12 +90,12 @@ def _runtime_round(subject: Subject, prompt: int, decode: int, draws: random.Ran
     return once
 
 
-def _transformers_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> Round:
-    settings = greedy(subject, decode + 1)
+def _transformers_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> SpeedRound:
+    settings = greedy_config(subject, decode + 1)
 
     def once() -> tuple[float, float]:
         ids = [[draws.randrange(subject.vocabulary) for _ in range(prompt)]]
-        tokens, stamps = torch.tensor(ids, device=subject.model.device), Stamps()
+        tokens, stamps = torch.tensor(ids, device=subject.model.device), TokenTimes()
         mask = torch.ones_like(tokens)
         subject.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=stamps)
         begin, first, *_, last = stamps.times
@@ -104,7 +104,7 @@ def _transformers_round(subject: Subject, prompt: int, decode: int, draws: rando
     return once
 
 
-class Stamps(BaseStreamer):  # type: ignore[misc]
+class TokenTimes(BaseStreamer):  # type: ignore[misc]
     """When transformers hands over the prompt, and then each token: seconds of ``time.perf_counter``."""
 
     def __init__(self) -> None:

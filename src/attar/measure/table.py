@@ -6,21 +6,21 @@ import sys
 from typing import TextIO
 
 from attar.measure.columns import TERMINAL
-from attar.measure.run_folder import Run
+from attar.measure.run_folder import RunRecord
 
 
-def print_table(run: Run, file: TextIO | None = None) -> None:
+def print_table(run: RunRecord, file: TextIO | None = None) -> None:
     """Print one row per stage to ``file`` (stdout), and below what computed them."""
     file = file or sys.stdout
     if file.isatty():
         _print_rich(run, file)
     else:
         print(plain_table(run), file=file)
-    if sentence := computed_by(run):
+    if sentence := engine_note(run):
         print(f"\n{sentence}", file=file)
 
 
-def computed_by(run: Run) -> str:
+def engine_note(run: RunRecord) -> str:
     """Which runner computed the figures of which stages, and in which formats; empty where none says so."""
     groups: dict[str, list[str]] = {}
     for stage in run.stages:
@@ -34,16 +34,16 @@ def computed_by(run: Run) -> str:
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
-def rows(run: Run) -> list[list[str]]:
+def table_rows(run: RunRecord) -> list[list[str]]:
     """The headings, then a row per stage; every row begins with the stage's name."""
     body = [[stage.name, *(column.cell(run, stage) for column in TERMINAL)] for stage in run.stages]
     return [["stage", *(column.title for column in TERMINAL)], *body]
 
 
-def plain_table(run: Run) -> str:
+def plain_table(run: RunRecord) -> str:
     """Columns aligned with spaces, names to the left and numbers to the right; below, what is not measured on
     held-out text."""
-    table = rows(run)
+    table = table_rows(run)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     rule = ["-" * width for width in widths]
     lines = []
@@ -56,13 +56,13 @@ def plain_table(run: Run) -> str:
     return "\n".join([*lines, *run.not_held_out()])
 
 
-def _print_rich(run: Run, file: TextIO) -> None:
+def _print_rich(run: RunRecord, file: TextIO) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    head, *body = rows(run)
+    head, *body = table_rows(run)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, header_style="bold")
     table.add_column(head[0], no_wrap=True)
     for title in head[1:]:

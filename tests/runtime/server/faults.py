@@ -25,7 +25,7 @@ from attar.runtime import stream
 from attar.runtime.engine import Engine
 from attar.runtime.server import bodies, chat, completions, flow, journal, lanes, limits, metrics, service
 from attar.runtime.server.adapter import EngineBackend
-from attar.runtime.server.mailbox import Mailbox
+from attar.runtime.server.mailbox import EventQueue
 from tests.runtime.faults import MEMORY, RUNNER, TEXT, Fault, Faults
 
 ENGINE_PLACES = (*TEXT, *RUNNER, *MEMORY, "prompt", "texts", "forget")
@@ -102,27 +102,27 @@ class ServerFaults:
         self._monkeypatch.setattr(owner, method, wrapped)
 
     def _read_headers(self) -> None:
-        plain = journal.Journal.__call__
+        plain = journal.AccessLogMiddleware.__call__
 
         async def told(one: Any, scope: Any, receive: Any, send: Any) -> None:
             number = dict(scope.get("headers", ())).get(FAULT_HEADER)
             _current.set(None if number is None else self._faults[int(number)])
             await plain(one, scope, receive, send)
 
-        self._monkeypatch.setattr(journal.Journal, "__call__", told)
+        self._monkeypatch.setattr(journal.AccessLogMiddleware, "__call__", told)
 
     def _wrap_modules(self) -> None:
         self._wrap(limits, "address_of", "address")
         self._wrap(bodies, "parse", "body")
         self._wrap(completions, "of_completion", "scores")
         self._wrap(chat, "of_chat", "scores")
-        self._wrap(service, "dumped", "written")
+        self._wrap(service, "dump_json", "written")
         self._wrap(service, "_chunks_of", "chunk")
-        self._wrap(flow.Flow, "_listen", "listen")
-        self._wrap(metrics.Watch, "saw", "saw")
-        self._wrap(metrics.Watch, "close", "dropped")
-        self._wrap(Mailbox, "put", "put")
-        self._wrap(Mailbox, "take", "take")
+        self._wrap(flow.RequestHandler, "_listen", "listen")
+        self._wrap(metrics.PromptMetrics, "saw", "saw")
+        self._wrap(metrics.PromptMetrics, "close", "dropped")
+        self._wrap(EventQueue, "put", "put")
+        self._wrap(EventQueue, "take", "take")
         self._wrap(EngineBackend, "cancel", "cancel")
         self._wrap(EngineBackend, "stats", "stats")
         self._wrap_log()

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-Slot = tuple[str, int]
+LayerSlot = tuple[str, int]
 """A place along the depth: stack of layers ("" where there is one) and layer."""
 
-Value = float | None
+ConflictValue = float | None
 DRAWN_PARTS = 2  # kinds of layers that have a line: the largest
 BY_PAIR, BY_MODEL = ("cosine", "agreement"), ("norm", "overruled")
 
 
 @dataclass(frozen=True)
-class Conflicts:
+class ConflictTable:
     """The rows, by place.
 
     Attributes:
@@ -33,22 +33,22 @@ class Conflicts:
     """
 
     labels: tuple[str, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[LayerSlot, ...]
     parts: tuple[str, ...]
     outside: tuple[str, ...]
-    values: Mapping[str, Mapping[tuple[Slot | None, str], Sequence[Value]]]
+    values: Mapping[str, Mapping[tuple[LayerSlot | None, str], Sequence[ConflictValue]]]
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """Pairs of models in the order of the values."""
         return list(combinations(range(len(self.labels)), 2))
 
-    def value(self, measure: str, slot: Slot | None, part: str, index: int) -> Value:
+    def value(self, measure: str, slot: LayerSlot | None, part: str, index: int) -> ConflictValue:
         """One number; None where it is not known."""
         found = self.values[measure].get((slot, part))
         return found[index] if found else None
 
-    def whole(self, measure: str, index: int) -> Value:
+    def whole(self, measure: str, index: int) -> ConflictValue:
         """The number of the whole model."""
         return self.value(measure, None, "all", index)
 
@@ -57,24 +57,24 @@ class Conflicts:
         found = self.values[measure].items()
         return [v for (_, part), values in found if part in parts for v in values if v is not None]
 
-    def slot_label(self, slot: Slot) -> str:
+    def slot_label(self, slot: LayerSlot) -> str:
         """What to write under a place: the layer's number, after the stack's initial where there are two."""
         several = len(dict.fromkeys(stack for stack, _ in self.slots)) > 1
         return f"{slot[0][:1]}{slot[1]}" if several else str(slot[1])
 
 
-def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> Conflicts | None:
-    """The rows as :class:`Conflicts`; None where they hold nothing of two models or more in layers."""
+def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> ConflictTable | None:
+    """The rows as :class:`ConflictTable`; None where they hold nothing of two models or more in layers."""
     usable = [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("part"), str)]
     models = max((len(row["norm"]) for row in usable if isinstance(row.get("norm"), list)), default=0)
     if models < 2:
         return None
     pairs = models * (models - 1) // 2
-    values: dict[str, dict[tuple[Slot | None, str], list[Value]]] = {
+    values: dict[str, dict[tuple[LayerSlot | None, str], list[ConflictValue]]] = {
         measure: {} for measure in (*BY_PAIR, *BY_MODEL)
     }
     sizes: dict[str, float] = {}
-    slots: dict[Slot, None] = {}
+    slots: dict[LayerSlot, None] = {}
     for row in usable:
         slot, part = _slot(row), row["part"]
         if slot is not None:
@@ -88,22 +88,22 @@ def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> Conflicts
     outside = [part for part in ("embedding", "head") if (None, part) in values["cosine"]]
     names = [str(label) for label in labels][:models]
     names += [f"model {number + 1}" for number in range(len(names), models)]
-    return Conflicts(tuple(names), tuple(slots), tuple(parts), tuple(outside), values)
+    return ConflictTable(tuple(names), tuple(slots), tuple(parts), tuple(outside), values)
 
 
-def _slot(row: Mapping[str, Any]) -> Slot | None:
+def _slot(row: Mapping[str, Any]) -> LayerSlot | None:
     layer, stack = row.get("layer"), row.get("stack", "")
     return (str(stack), layer) if isinstance(layer, int) and not isinstance(layer, bool) else None
 
 
-def _values(found: Any, count: int) -> list[Value]:
+def _values(found: Any, count: int) -> list[ConflictValue]:
     """``count`` numbers or Nones; all None where something else was found."""
     if not isinstance(found, list) or len(found) != count:
         return [None] * count
     return [_number(value) for value in found]
 
 
-def _number(value: Any) -> Value:
+def _number(value: Any) -> ConflictValue:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)

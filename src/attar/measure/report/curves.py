@@ -10,17 +10,17 @@ from typing import Any
 
 from attar.measure.numbers import significant
 from attar.measure.report.axis import fit
-from attar.measure.report.labels import Point
+from attar.measure.report.labels import PixelPoint
 from attar.measure.report.markup import Markup, el
 from attar.measure.report.svg import bottom_axis, left_axis, picture, polyline, text
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 WIDTH, HEIGHT = 430.0, 240.0
 MOST = 300  # points drawn; longer curves are averaged in buckets
 LOSS = "loss"
 
 
-def curve_pictures(run: Run) -> Markup | None:
+def curve_pictures(run: RunRecord) -> Markup | None:
     """One picture per stage that trained; None where none did."""
     drawn = [_curve(stage) for stage in run.stages if len(_points(stage.rows("curve"), LOSS)) > 1]
     return el("div", drawn, class_="curves") if drawn else None
@@ -34,7 +34,7 @@ def held_out_key(rows: list[Mapping[str, Any]]) -> str | None:
     )
 
 
-def smooth(points: list[Point]) -> list[Point]:
+def smooth(points: list[PixelPoint]) -> list[PixelPoint]:
     """A running mean over a fortieth of the points on both sides."""
     reach = max(1, len(points) // 40)
     windows = (points[max(0, i - reach) : i + reach + 1] for i in range(len(points)))
@@ -44,14 +44,14 @@ def smooth(points: list[Point]) -> list[Point]:
     ]
 
 
-def thin(points: list[Point], most: int = MOST) -> list[Point]:
+def thin(points: list[PixelPoint], most: int = MOST) -> list[PixelPoint]:
     """At most ``most`` points: the mean of each bucket of neighbours."""
     size = -(-len(points) // most)
     buckets = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in each) / len(each), sum(y for _, y in each) / len(each)) for each in buckets]
 
 
-def _curve(stage: Stage) -> Markup:
+def _curve(stage: StageRecord) -> Markup:
     rows = stage.rows("curve")
     key = held_out_key(rows)
     loss = thin(_points(rows, LOSS))
@@ -60,7 +60,7 @@ def _curve(stage: Stage) -> Markup:
     x = fit([step for step, _ in (*loss, *held_out)], left, right, margin=0.01)
     y = fit([value for _, value in (*smooth(loss), *held_out)], bottom, top, margin=0.1)
 
-    def drawn(points: list[Point]) -> list[Point]:
+    def drawn(points: list[PixelPoint]) -> list[PixelPoint]:
         return [(x(step), min(max(y(value), top), bottom)) for step, value in points]
 
     dots = [
@@ -98,7 +98,7 @@ def _key(colour: int, words: str) -> Markup:
     return el("span", el("i", class_=f"swatch s{colour}"), words, class_="key")
 
 
-def _points(rows: list[Mapping[str, Any]], key: str) -> list[Point]:
+def _points(rows: list[Mapping[str, Any]], key: str) -> list[PixelPoint]:
     found = []
     for row in rows:
         step, value = row.get("step"), row.get(key)

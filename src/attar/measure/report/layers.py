@@ -16,7 +16,7 @@ from attar.measure.numbers import significant
 from attar.measure.report.axis import Axis, fit, from_zero
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import left_axis, picture, polyline, text
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 WIDTH, HEIGHT = 236.0, 168.0
 SERIES = 4  # colours in the style sheet
@@ -30,9 +30,9 @@ class Series:
     errors: Mapping[str, float]
 
 
-def layer_pictures(run: Run) -> Markup | None:
+def layer_pictures(run: RunRecord) -> Markup | None:
     """Panels for every parent whose quantization reported layers; None where none did."""
-    groups: dict[str, list[Stage]] = {}
+    groups: dict[str, list[StageRecord]] = {}
     for stage in run.stages:
         groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
     known = {parent: series for parent, stages in groups.items() if (series := series_of(stages))}
@@ -40,7 +40,7 @@ def layer_pictures(run: Run) -> Markup | None:
     return join(drawn) if drawn else None
 
 
-def series_of(stages: list[Stage]) -> list[Series]:
+def series_of(stages: list[StageRecord]) -> list[Series]:
     """Series of stages with one parent: output errors, with round-to-nearest's once; else weight errors; else
     none.
 
@@ -57,7 +57,7 @@ def series_of(stages: list[Stage]) -> list[Series]:
     return sorted(known, key=lambda each: -sum(each.errors.values()) / len(each.errors))
 
 
-def _errors(stage: Stage, key: str) -> dict[str, float]:
+def _errors(stage: StageRecord, key: str) -> dict[str, float]:
     errors = {}
     for row in stage.rows("layers"):
         name, value = row.get("name"), row.get(key)

@@ -14,7 +14,7 @@ SWATCH = 26.0  # pixels that a line and the gap after it take
 LONGEST = 320.0
 
 
-class Key(NamedTuple):
+class LegendEntry(NamedTuple):
     """An entry of a legend.
 
     Attributes:
@@ -26,7 +26,7 @@ class Key(NamedTuple):
     words: str
 
 
-def html_legend(keys: Sequence[Key]) -> Markup:
+def html_legend(keys: Sequence[LegendEntry]) -> Markup:
     """A paragraph of keys; the page breaks it."""
     items = [
         el("span", el("i", class_=f"swatch {key.class_}") if key.class_ else None, key.words, class_="key")
@@ -35,7 +35,9 @@ def html_legend(keys: Sequence[Key]) -> Markup:
     return el("p", items, class_="legend")
 
 
-def svg_legend(keys: Sequence[Key], width: float, y: float, margin: float = 16.0) -> tuple[Markup, float]:
+def svg_legend(
+    keys: Sequence[LegendEntry], width: float, y: float, margin: float = 16.0
+) -> tuple[Markup, float]:
     """Keys in lines that fit the width; returns also where the picture below may begin.
 
     Args:

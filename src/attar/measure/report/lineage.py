@@ -9,16 +9,16 @@ from typing import Any
 from attar.measure.numbers import duration, size
 from attar.measure.report.markup import Markup, el
 from attar.measure.report.svg import verb_class
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 
-def lineage_tree(run: Run) -> Markup:
+def lineage_tree(run: RunRecord) -> Markup:
     """Nested lists, one item per stage; stages whose parent is not in the run begin a tree of their own."""
     roots = [stage for stage in run.stages if run.parent(stage) is None]
     return el("ul", [_node(run, stage, ()) for stage in roots], class_="tree")
 
 
-def _node(run: Run, stage: Stage, above: tuple[str, ...]) -> Markup:
+def _node(run: RunRecord, stage: StageRecord, above: tuple[str, ...]) -> Markup:
     children = [child for child in run.children(stage) if child.name not in (*above, stage.name)]
     below = el("ul", [_node(run, child, (*above, stage.name)) for child in children]) if children else None
     return el(
@@ -27,14 +27,14 @@ def _node(run: Run, stage: Stage, above: tuple[str, ...]) -> Markup:
             "div",
             _line(stage),
             _more("settings", stage.settings),
-            _more("found", found(stage)),
+            _more("found", stage_details(stage)),
             class_="node",
         ),
         below,
     )
 
 
-def _line(stage: Stage) -> Markup:
+def _line(stage: StageRecord) -> Markup:
     facts = [size(stage.number("bytes"))] if stage.number("bytes") is not None else []
     if stage.seconds is not None:
         facts.append(f"took {duration(stage.seconds)}")
@@ -53,7 +53,7 @@ def _line(stage: Stage) -> Markup:
     )
 
 
-def found(stage: Stage) -> dict[str, Any]:
+def stage_details(stage: StageRecord) -> dict[str, Any]:
     """What the stage reported beside tables and curves: the layers kept, the tokens seen ..."""
     return {
         name: value

@@ -8,19 +8,19 @@ from typing import Any
 
 from attar.measure.numbers import significant
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 COLUMNS = (("loss, nats/token", "loss"), ("perplexity", "perplexity"), ("nats/byte", "nats_per_byte"))
 
 
-def parent_tables(run: Run) -> Markup | None:
+def parent_tables(run: RunRecord) -> Markup | None:
     """Tables of every merge whose card tells of quality; None where none does."""
     known = [(stage, rows) for stage in run.stages if (rows := _rows(stage))]
     drawn = [join(el("h3", stage.name) if len(known) > 1 else None, _table(rows)) for stage, rows in known]
     return join(drawn) if drawn else None
 
 
-def _rows(stage: Stage) -> list[Mapping[str, Any]]:
+def _rows(stage: StageRecord) -> list[Mapping[str, Any]]:
     return [row for row in stage.rows("quality") if isinstance(row.get("name"), str)]
 
 

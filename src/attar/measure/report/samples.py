@@ -9,10 +9,10 @@ from difflib import SequenceMatcher
 from attar.measure.numbers import percent
 from attar.measure.report.markup import Child, Markup, el
 from attar.measure.report.svg import verb_class
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 
-def sample_cards(run: Run) -> Markup | None:
+def sample_cards(run: RunRecord) -> Markup | None:
     """A card per stage that has a sample; None where none has."""
     stages = [stage for stage in run.stages if stage.text("sample") is not None]
     if not stages:
@@ -57,7 +57,7 @@ def _marked(piece: str, kind: str) -> Child:
     return piece if kind == "same" else el("del" if kind == "gone" else "mark", piece)
 
 
-def _card(stage: Stage, base: str | None) -> Markup:
+def _card(stage: StageRecord, base: str | None) -> Markup:
     sample = stage.text("sample") or ""
     if base is None:
         note = ""

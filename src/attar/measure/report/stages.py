@@ -5,11 +5,11 @@ from __future__ import annotations
 from attar.measure.columns import KEPT, MB, REPORT, TOP1, Column
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import verb_class
-from attar.measure.run_folder import Run, Stage
-from attar.measure.table import computed_by
+from attar.measure.run_folder import RunRecord, StageRecord
+from attar.measure.table import engine_note
 
 
-def stage_table(run: Run) -> Markup:
+def stage_table(run: RunRecord) -> Markup:
     """All stages with what was measured; on a narrow screen each stage is a card with its figures named."""
     head = [el("th", "stage", scope="col")]
     head += [el("th", column.title, scope="col", title=column.meaning) for column in REPORT]
@@ -18,7 +18,7 @@ def stage_table(run: Run) -> Markup:
     return join(el("div", table, class_="scroll", tabindex=0), _footnote(run))
 
 
-def _row(run: Run, stage: Stage) -> Markup:
+def _row(run: RunRecord, stage: StageRecord) -> Markup:
     name = el(
         "th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), _title(stage), scope="row"
     )
@@ -30,18 +30,18 @@ def _row(run: Run, stage: Stage) -> Markup:
     )
 
 
-def _title(stage: Stage) -> Markup | None:
+def _title(stage: StageRecord) -> Markup | None:
     return el("small", stage.title) if stage.title else None
 
 
-def _cell(run: Run, stage: Stage, column: Column) -> Markup:
+def _cell(run: RunRecord, stage: StageRecord, column: Column) -> Markup:
     share = _share(run, stage, column)
     bar = el("i", class_="bar", style=f"width:{share * 100:.1f}%") if share is not None else None
     track = el("span", bar, class_="track") if bar else None
     return el("td", column.cell(run, stage), track, data_label=column.title)
 
 
-def _share(run: Run, stage: Stage, column: Column) -> float | None:
+def _share(run: RunRecord, stage: StageRecord, column: Column) -> float | None:
     """The length of the bar under a number: bytes of the largest stage's, quality and agreement of
     all."""
     if column is TOP1:
@@ -56,19 +56,19 @@ def _share(run: Run, stage: Stage, column: Column) -> float | None:
     return None
 
 
-def _footnote(run: Run) -> Markup:
+def _footnote(run: RunRecord) -> Markup:
     measured = run.last
     parts = []
     if (tokens := measured.number("tokens")) is not None:
         which = "tokens" if run.not_held_out() else "held-out tokens that no stage saw"
         parts.append(f"Quality on {tokens:,.0f} {which}.")
-    if sentence := computed_by(run):
+    if sentence := engine_note(run):
         parts.append(f"{sentence} The reference is computed by transformers.")
     parts += _speed_notes(run, measured)
     return el("p", " ".join(parts), class_="foot") if parts else Markup()
 
 
-def _speed_notes(run: Run, measured: Stage) -> list[str]:
+def _speed_notes(run: RunRecord, measured: StageRecord) -> list[str]:
     """What the tokens per second are."""
     device, threads = measured.text("device"), measured.number("threads")
     if measured.number("decode_tokens_per_s") is None or not device:

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from attar.measure.numbers import significant
 from attar.measure.report.axis import Axis
-from attar.measure.report.labels import Point
+from attar.measure.report.labels import PixelPoint
 from attar.measure.report.markup import Child, Markup, el, join
 
 VERBS = ("original", "distill", "prune", "recover", "quantize", "merge", "export")
@@ -57,12 +57,12 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def polyline(points: Sequence[Point], class_: str) -> Markup:
+def polyline(points: Sequence[PixelPoint], class_: str) -> Markup:
     """A line through points."""
     return el("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)
 
 
-def arrow(start: Point, end: Point, radius: float) -> tuple[Markup, list[Point]]:
+def arrow(start: PixelPoint, end: PixelPoint, radius: float) -> tuple[Markup, list[PixelPoint]]:
     """An arrow between two marks of a radius, and the points it runs through; empty where they touch."""
     (x0, y0), (x1, y1) = start, end
     length = math.hypot(x1 - x0, y1 - y0)

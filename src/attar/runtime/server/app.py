@@ -20,21 +20,21 @@ from starlette.responses import JSONResponse
 import attar
 from attar.errors import AttarError
 from attar.runtime.server.backend import Backend, Words
-from attar.runtime.server.failures import RefusedError
-from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import LOGGER, Journal
-from attar.runtime.server.keys import make_keys
+from attar.runtime.server.failures import ApiError
+from attar.runtime.server.gate import AdmissionControl
+from attar.runtime.server.journal import LOGGER, AccessLogMiddleware
+from attar.runtime.server.keys import make_api_keys
 from attar.runtime.server.limits import (
-    App,
-    BodyLimit,
-    Hosts,
-    Keys,
-    Message,
-    Receive,
-    Scope,
-    Send,
+    ApiKeyMiddleware,
+    ASGIApp,
+    ASGIMessage,
+    ASGIReceive,
+    ASGIScope,
+    ASGISend,
+    BodyLimitMiddleware,
+    HostMiddleware,
     allowed_hosts,
-    answer,
+    error_response,
 )
 from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.routes import make_routes
@@ -66,8 +66,8 @@ def create_app(
     """
     settings = settings or ServerSettings()
     name = settings.name or model or "attar"
-    keys = make_keys(settings.api_key, settings.keys)
-    gate = Gate(backend, settings.max_queue, settings.share)
+    keys = make_api_keys(settings.api_key, settings.keys)
+    gate = AdmissionControl(backend, settings.max_queue, settings.share)
     metrics = Metrics(backend, name, facts or {})
     service = Service(backend, words, settings, name, gate, metrics, facts=dict(facts or {}))
 
@@ -85,15 +85,15 @@ def create_app(
     if page is not None:
         app.include_router(page)
     _handle_errors(app, service)
-    app.add_middleware(BodyLimit, max_body=settings.max_body)  # type: ignore[arg-type]
-    app.add_middleware(Keys, keys=keys)  # type: ignore[arg-type]
-    app.add_middleware(Hosts, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
-    app.add_middleware(Bugs, service=service)  # type: ignore[arg-type]
-    app.add_middleware(Journal, prompts=settings.log_prompts)  # type: ignore[arg-type]
+    app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
+    app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
+    app.add_middleware(HostMiddleware, allowed=allowed_hosts(settings))  # type: ignore[arg-type]
+    app.add_middleware(UnexpectedErrorMiddleware, service=service)  # type: ignore[arg-type]
+    app.add_middleware(AccessLogMiddleware, prompts=settings.log_prompts)  # type: ignore[arg-type]
     return app
 
 
-class Bugs:
+class UnexpectedErrorMiddleware:
     """Answers what nobody foresaw with 500, and logs it.
 
     Left to uvicorn, it would close the connection, where a body that is still coming in cuts off the answer,
@@ -104,13 +104,13 @@ class Bugs:
         service: counts the answer.
     """
 
-    def __init__(self, app: App, service: Service) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         started = scope["type"] != "http"
 
-        async def noted(message: Message) -> None:
+        async def noted(message: ASGIMessage) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -121,21 +121,21 @@ class Bugs:
             if started:
                 raise
             logging.getLogger(LOGGER).error("a request failed", exc_info=error)
-            await answer(self._service.refused(error))(scope, receive, send)
+            await error_response(self._service.refused(error))(scope, receive, send)
 
 
 def _handle_errors(app: FastAPI, service: Service) -> None:
     """Every error in OpenAI's shape."""
 
     async def refused(request: Request, error: Any) -> JSONResponse:
-        return answer(service.refused(error))
+        return error_response(service.refused(error))
 
     async def http(request: Request, error: Any) -> JSONResponse:
         asked = f"{request.method} {request.url.path[:100]}"
-        made = answer(service.refused(RefusedError(error.status_code, f"{error.detail}: {asked}")))
+        made = error_response(service.refused(ApiError(error.status_code, f"{error.detail}: {asked}")))
         made.headers.update(error.headers or {})
         return made
 
-    app.add_exception_handler(RefusedError, refused)
+    app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(AttarError, refused)
     app.add_exception_handler(HTTPException, http)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from attar.runtime.results import Event, gather
 from attar.runtime.server.answers import head, reason, usage, why
 from attar.runtime.server.chosen import chat_params
-from attar.runtime.server.flow import Flow
+from attar.runtime.server.flow import RequestHandler
 from attar.runtime.server.logprobs import of_chat
 from attar.runtime.server.protocol import ChatRequest
 from attar.runtime.server.service import Service
@@ -25,16 +25,16 @@ async def chat(service: Service, body: ChatRequest, request: Request) -> Respons
     with service.gate.entering(service.check_texts(1, params.n), service.caller(request)):
         ids = await service.chat_tokens(body.messages)
         flow = await service.start(request, "chatcmpl", params, [ids], priority=body.priority, start=start)
-    answer = Conversation(service, body, flow)
+    answer = ChatResponse(service, body, flow)
     if not body.stream:
         return await service.whole(flow, answer.whole)
     return await service.streamed(flow, answer.chunks, answer.end)
 
 
-class Conversation:
+class ChatResponse:
     """One answer while it is made."""
 
-    def __init__(self, service: Service, body: ChatRequest, flow: Flow) -> None:
+    def __init__(self, service: Service, body: ChatRequest, flow: RequestHandler) -> None:
         self._service, self._body, self._flow = service, body, flow
         self._begun: dict[int, bool] = {}  # choices whose role has been said
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from attar.runtime.results import Event, TokenLogprob, gather
 from attar.runtime.server.answers import head, reason, usage, why
 from attar.runtime.server.chosen import completion_params
-from attar.runtime.server.failures import RefusedError
-from attar.runtime.server.flow import Flow
+from attar.runtime.server.failures import ApiError
+from attar.runtime.server.flow import RequestHandler
 from attar.runtime.server.logprobs import of_completion
 from attar.runtime.server.protocol import CompletionRequest
 from attar.runtime.server.service import Service
@@ -29,13 +29,13 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
     prompts = body.prompts
     if len(prompts) > service.settings.max_prompts:
         message = f"{len(prompts)} prompts in one request; the limit is {service.settings.max_prompts}"
-        raise RefusedError(400, message, param="prompt", code="too_many_prompts")
+        raise ApiError(400, message, param="prompt", code="too_many_prompts")
     texts = service.check_texts(len(prompts), params.n)
     with service.gate.entering(texts, service.caller(request)):
         ids = [await _tokens(service, prompt) for prompt in prompts]
         echoes = await service.lanes.small(_echoes, service, body)
         flow = await service.start(request, "cmpl", params, ids, priority=body.priority, start=start)
-    answer = Completion(service, body, flow, ids, echoes)
+    answer = CompletionResponse(service, body, flow, ids, echoes)
     if not body.stream:
         return await service.whole(flow, answer.whole)
     return await service.streamed(flow, answer.chunks, answer.end)
@@ -52,7 +52,7 @@ def _echoes(service: Service, body: CompletionRequest) -> list[str]:
     return [each if isinstance(each, str) else service.words.decode(each) for each in body.prompts]
 
 
-class Completion:
+class CompletionResponse:
     """One answer while it is made.
 
     Args:
@@ -64,7 +64,7 @@ class Completion:
         self,
         service: Service,
         body: CompletionRequest,
-        flow: Flow,
+        flow: RequestHandler,
         prompts: list[list[int]],
         echoes: list[str],
     ) -> None:

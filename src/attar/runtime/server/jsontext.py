@@ -8,7 +8,7 @@ from typing import Any
 _DEEP = 5  # levels above the entries of log-probabilities
 
 
-def dumped(data: Any, levels: int = _DEEP) -> str:
+def dump_json(data: Any, levels: int = _DEEP) -> str:
     """JSON without blanks.
 
     Args:
@@ -18,9 +18,9 @@ def dumped(data: Any, levels: int = _DEEP) -> str:
         ValueError: NaN or an infinity, which JSON does not have.
     """
     if levels and isinstance(data, dict):
-        return "{" + ",".join(f"{_plain(str(key))}:{dumped(data[key], levels - 1)}" for key in data) + "}"
+        return "{" + ",".join(f"{_plain(str(key))}:{dump_json(data[key], levels - 1)}" for key in data) + "}"
     if levels and isinstance(data, list):
-        return "[" + ",".join(dumped(item, levels - 1) for item in data) + "]"
+        return "[" + ",".join(dump_json(item, levels - 1) for item in data) + "]"
     return _plain(data)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 SMALL = 64 << 10  # bytes or characters; shorter work need not go to a lane of its own
 
 
-class Lanes:
+class ThreadPools:
     """Three pools of threads."""
 
     def __init__(self) -> None:

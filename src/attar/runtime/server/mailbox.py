@@ -4,7 +4,7 @@
 
 Events of one choice are joined while they wait: pieces of text, tokens and log-probabilities one behind the
 other. So a client that falls behind gets fewer and larger chunks, the engine never waits for it, and never
-more than ``MOST`` events of a choice are kept, however long it sleeps.
+more than ``MAX_EVENTS`` events of a choice are kept, however long it sleeps.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from attar.runtime.results import Event
 
-MOST = 64  # events of one choice that wait before they are joined
+MAX_EVENTS = 64  # events of one choice that wait before they are joined
 
 
-class Mailbox:
+class EventQueue:
     """Events on their way from the engine to one client; used from one event loop."""
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Mailbox:
             return
         waiting = self._waiting.setdefault(choice, [])
         waiting.append(event)
-        if len(waiting) >= MOST:
-            waiting[:] = [joined(waiting)]
+        if len(waiting) >= MAX_EVENTS:
+            waiting[:] = [merge_events(waiting)]
         self._news.set()
 
     def fail(self, failure: BaseException) -> None:
@@ -62,10 +62,10 @@ class Mailbox:
             raise self._failure
         if self._failure is not None:
             self._news.set()
-        return [(choice, joined(events)) for choice, events in waiting.items()]
+        return [(choice, merge_events(events)) for choice, events in waiting.items()]
 
 
-def joined(events: Sequence[Event]) -> Event:
+def merge_events(events: Sequence[Event]) -> Event:
     """One event that says what several of the same text say, in their order."""
     if len(events) == 1:
         return events[0]

@@ -15,11 +15,11 @@ from pydantic_core import PydanticCustomError
 
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Token = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON has names in quotes only
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
+LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
@@ -28,7 +28,7 @@ def _wrong(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Unknown fields, NaN, infinity and numbers in quotes are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -43,7 +43,7 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """Free text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -62,14 +62,14 @@ class ResponseFormat(Strict):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """``include_usage``: the last chunk has the token counts."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Common(Strict):
+class SamplingRequest(StrictModel):
     """What both endpoints take."""
 
     model: str
@@ -80,10 +80,10 @@ class Common(Strict):
     top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
     top_k: int | None = Field(None, ge=-1)
@@ -91,7 +91,7 @@ class Common(Strict):
     min_tokens: int | None = Field(None, ge=0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -117,16 +117,16 @@ class Common(Strict):
         return stop
 
     @model_validator(mode="after")
-    def _fits(self) -> Common:
+    def _fits(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "stream_options is allowed only where stream is true")
         return self
 
 
-class CompletionRequest(Common):
+class CompletionRequest(SamplingRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -169,7 +169,7 @@ class CompletionRequest(Common):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class Part(Strict):
+class ContentPart(StrictModel):
     """A part of a message."""
 
     type: Literal["text", "refusal"]
@@ -177,11 +177,11 @@ class Part(Strict):
     refusal: str = ""
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
@@ -203,10 +203,10 @@ class Message(Strict):
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
-class ChatRequest(Common):
+class ChatRequest(SamplingRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -229,12 +229,12 @@ class ChatRequest(Common):
         return self
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """The body of POST /tokenize: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -244,8 +244,8 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: list[TokenId]

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from attar.runtime.server import answers, chat, completions
 from attar.runtime.server.bodies import BodyRoute
-from attar.runtime.server.failures import ErrorBody, RefusedError
+from attar.runtime.server.failures import ApiError, ErrorBody
 from attar.runtime.server.metrics import CONTENT_TYPE
 from attar.runtime.server.protocol import (
     ChatRequest,
@@ -87,7 +87,7 @@ def _add_words(router: APIRouter, service: Service) -> None:
         service.check_model(body.model)
         if any(token >= service.backend.vocabulary for token in body.tokens):
             message = f"a token is not of the vocabulary of {service.backend.vocabulary:,}"
-            raise RefusedError(400, message, param="tokens", code="invalid_value")
+            raise ApiError(400, message, param="tokens", code="invalid_value")
         with service.gate.entering(1, service.caller(request)):
             text = await service.lanes.sized(len(body.tokens), service.words.decode, body.tokens)
         return JSONResponse({"prompt": text})

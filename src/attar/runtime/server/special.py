@@ -26,7 +26,7 @@ _TAG = re.compile(r"<[|｜].*[|｜]>")  # a role's token in families that do not
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
-class PlainSpecials:
+class SpecialTokenEscaper:
     """The special tokens of a tokenizer, as text.
 
     Args:

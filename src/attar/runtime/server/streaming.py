@@ -12,19 +12,19 @@ from typing import Any
 
 from starlette.responses import Response
 
-from attar.runtime.server.jsontext import dumped
-from attar.runtime.server.limits import Receive, Scope, Send
+from attar.runtime.server.jsontext import dump_json
+from attar.runtime.server.limits import ASGIReceive, ASGIScope, ASGISend
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"
 
 
-def chunk(data: Mapping[str, Any]) -> bytes:
+def sse_event(data: Mapping[str, Any]) -> bytes:
     """One event."""
-    return b"data: " + dumped(data).encode() + b"\n\n"
+    return b"data: " + dump_json(data).encode() + b"\n\n"
 
 
-class EventStream(Response):
+class EventStreamResponse(Response):
     """Sends chunks as they are made, and closes their generator whatever happens.
 
     Args:
@@ -38,7 +38,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._chunks = chunks
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         async with aclosing(self._chunks) as chunks:
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

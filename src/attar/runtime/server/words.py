@@ -12,12 +12,12 @@ from threading import Lock
 from typing import Any
 
 from attar.errors import DataError
-from attar.runtime.server.special import PlainSpecials
+from attar.runtime.server.special import SpecialTokenEscaper
 
 _SPACE = "\u2581"  # how SentencePiece writes a blank
 
 
-class TokenizerWords:
+class ServerTokenizer:
     """Text to tokens and back.
 
     Args:
@@ -35,7 +35,7 @@ class TokenizerWords:
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._specials = None if special else PlainSpecials(self._tokenizer)
+        self._specials = None if special else SpecialTokenEscaper(self._tokenizer)
         self.longest = max([1, *map(self._size, self._tokenizer.get_vocab())])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
