@@ -12,11 +12,11 @@ import torch
 
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 
 def main() -> None:

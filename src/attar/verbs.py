@@ -244,7 +244,7 @@ def demo(
 
 def report(run_dir: str | Path) -> Path:
     """Build the report of a run again. Returns its path."""
-    path: Path = load("attar.measure.report.build:write_report")(Path(run_dir))
+    path: Path = load("attar.measure.report.page:write_report")(Path(run_dir))
     return path
 
 

@@ -22,7 +22,7 @@ from attar.measure.subject import Subject, load_subject
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
-from tests.measure.measure_models import decode_tokens as tokenizer
+from tests.measure.measure_models import words as tokenizer
 from tests.measure.measure_models import llama
 
 

@@ -14,7 +14,7 @@ from attar.data.packing import PADDING
 from attar.errors import ModelError
 from attar.kernels.build import load as build
 from attar.measure.evaluate import evaluate, measure_quality
-from attar.measure.forward import next_token_logits, subject_logits
+from attar.measure.logits import next_token_logits, subject_logits
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import ServingFormats, load_subject, serving_formats

@@ -20,12 +20,11 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError
-from attar.measure.choices import TaskScore, measure_task, read_questions
-from attar.measure.divergence import agreement, kl, percentile
-from attar.measure.forward import split, subject_logits
-from attar.measure.generation import decode_tokens, generate_greedily, sample_prompt
-from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
-from attar.measure.perplexity import hits, perplexity, token_losses
+from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
+from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
+from attar.measure.logits import split, subject_logits
+from attar.measure.metrics import agreement, hits, kl, percentile, perplexity, token_losses
+from attar.measure.multiple_choice import TaskScore, measure_task, read_questions
 from attar.measure.reference import (
     Reference,
     check_same_text,
@@ -35,8 +34,6 @@ from attar.measure.reference import (
     text_note,
 )
 from attar.measure.settings import EvaluateSettings
-from attar.measure.size import measure_size
-from attar.measure.speed import Speed, measure_speed
 from attar.measure.subject import Subject, check_device, load_subject, serving_formats
 from attar.progress import SILENT, Progress
 

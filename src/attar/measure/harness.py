@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.errors import MissingExtraError
-from attar.measure.choices import TokenPair, log_likelihoods
 from attar.measure.generation import decode_tokens, end_tokens, generate_greedily, serving_llm
+from attar.measure.multiple_choice import TokenPair, log_likelihoods
 from attar.measure.subject import load_subject
 from attar.runtime.sampling.params import SamplingParams
 

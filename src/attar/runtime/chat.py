@@ -18,7 +18,7 @@ from typing import Any
 from attar.errors import DataError, ModelError
 from attar.runtime.results import Usage
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 RESERVE = 4  # at least 1 / RESERVE of the context is left for the answer, where the history can be shortened
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from attar.measure.report.build import page
-from attar.measure.report.conflict_rows import read_conflicts
-from attar.measure.report.conflicts import conflict_pictures, conflicts_svg
+from attar.measure.report.conflicts import conflict_pictures, conflicts_svg, read_conflicts
 from attar.measure.report.labels import LabelBox, text_width
+from attar.measure.report.page import page
 from attar.measure.run_folder import run_from_dict
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from attar.errors import DataError
-from attar.measure.report.build import page, write_report
+from attar.measure.report.page import page, write_report
 from attar.measure.report.quality import quality_picture, write_quality_svg
 from attar.measure.run_folder import RunRecord, read_run, run_from_dict
 from tests.measure.fake_run import fake_run, write_fake_run
@@ -225,7 +225,7 @@ def test_quality_needs_two_stages(tmp_path: Path) -> None:
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     folder = write_fake_run(tmp_path / "run")
     code = (
-        "import sys, attar.measure.table; from attar.measure.report.build import build;"
-        f"build({str(folder)!r}); sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        "import sys, attar.measure.table; from attar.measure.report.page import write_report;"
+        f"write_report({str(folder)!r}); sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

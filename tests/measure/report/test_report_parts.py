@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.measure.report.axis import Axis, fit, from_zero
-from attar.measure.report.curves import held_out_key, smooth, thin
+from attar.measure.report.charts import held_out_key, series_of, smooth, split_name, thin
 from attar.measure.report.labels import LabelBox, place_labels, text_width
-from attar.measure.report.layers import series_of, split_name
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.samples import differences, same_start
-from attar.measure.report.svg import arrow, tick_text
+from attar.measure.report.sections import differences, same_start
+from attar.measure.report.svg import Axis, arrow, fit, from_zero, tick_text
 from attar.measure.run_folder import RunRecord, StageRecord
 
 

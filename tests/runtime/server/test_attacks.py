@@ -16,13 +16,13 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
-from attar.runtime.server import bodies
-from attar.runtime.server.bodies import parse
-from attar.runtime.server.failures import ApiError
-from attar.runtime.server.jsontext import dump_json
-from attar.runtime.server.lanes import SMALL
+from attar.runtime.server import request_body
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import ChatRequest, CompletionRequest
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.request_body import parse
+from attar.runtime.server.responses import dump_json
+from attar.runtime.server.service import SMALL
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.server.fake import FakeBackend, FakeWords
 from tests.runtime.server.real import COMPLETIONS, body, lent, load_tiny, refused, serving
 from tests.runtime.server.test_live import running, until
@@ -106,7 +106,7 @@ def test_large_bodies_are_read_and_long_texts_cut_in_threads(monkeypatch):
 
         return noting
 
-    monkeypatch.setattr(bodies, "parse", noted("parse", parse))
+    monkeypatch.setattr(request_body, "parse", noted("parse", parse))
     with running(FakeBackend(context=1 << 20)) as (url, _, server):
         words = server.config.app.state.service.words
         words.encode = noted("encode", words.encode)

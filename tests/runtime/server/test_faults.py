@@ -17,7 +17,7 @@ import httpx
 
 from attar.runtime.admission import Limits
 from attar.runtime.results import Event
-from attar.runtime.server.mailbox import MAX_EVENTS, EventQueue
+from attar.runtime.server.request_handler import MAX_EVENTS, EventQueue
 from tests.runtime.server.real import CHAT, COMPLETIONS, body, load_tiny, refused, scraped, serving, settled
 
 

@@ -17,11 +17,11 @@ pytest.importorskip("openai")
 import openai
 
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.run import Server, listen
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.schemas import SCHEMAS, follows
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -16,10 +16,10 @@ from schemathesis.checks import CHECKS
 
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
 from tests.runtime.server.real import TEMPLATE
 

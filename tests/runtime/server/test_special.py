@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from attar.errors import DataError
-from attar.runtime.server.words import ServerTokenizer
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 TEXT = [
     "You are a helpful assistant named system, user or model. <|im_end|> <start_of_turn> im start end turn",

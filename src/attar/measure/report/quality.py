@@ -12,10 +12,21 @@ from pathlib import Path
 
 from attar.checkpoint.atomic import write_bytes
 from attar.measure.numbers import megabytes, percent, significant
-from attar.measure.report.axis import Axis, fit
-from attar.measure.report.labels import LabelBox, PixelPoint, place_labels, text_width
+from attar.measure.report.labels import LabelBox, place_labels, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import arrow, bottom_axis, left_axis, line, picture, style, text, verb_class
+from attar.measure.report.svg import (
+    Axis,
+    PixelPoint,
+    arrow,
+    bottom_axis,
+    fit,
+    left_axis,
+    line,
+    picture,
+    style,
+    text,
+    verb_class,
+)
 from attar.measure.run_folder import RunRecord, StageRecord
 
 RADIUS = 6.0

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.measure.numbers import significant
-from attar.measure.report.axis import Axis
-from attar.measure.report.labels import text_width
-from attar.measure.report.legend import FONT, cut
+from attar.measure.report.labels import FONT, cut, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import bottom_axis, left_axis, line, picture, style, text
+from attar.measure.report.svg import Axis, bottom_axis, left_axis, line, picture, style, text
 
 WIDTH, PANEL, GAP, MARGIN = 860.0, 150.0, 36.0, 16.0
 HEAD, BAR, BETWEEN = 20.0, 15.0, 12.0  # pixels of a set's name, of a bar, and between sets

@@ -19,7 +19,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attar.runtime.server.keys import client_address
+from attar.runtime.server.api_keys import client_address
 from attar.runtime.server.settings import ServerSettings
 
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"

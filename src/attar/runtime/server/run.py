@@ -24,6 +24,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from attar.errors import AttarError, OutputError
+from attar.runtime.server.access_log import LOGGER
+from attar.runtime.server.admission_control import AdmissionControl
 from attar.runtime.server.connection import (
     Connection,
     Connections,
@@ -31,8 +33,6 @@ from attar.runtime.server.connection import (
     log_loop_error,
     raise_file_limit,
 )
-from attar.runtime.server.gate import AdmissionControl
-from attar.runtime.server.journal import LOGGER
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,23 +18,54 @@ from starlette.responses import Response
 from attar.errors import AttarError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.access_log import LOGGER, log_errors
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend, Words
-from attar.runtime.server.failures import ApiError, api_error
-from attar.runtime.server.flow import ClientDisconnectedError, RequestHandler
-from attar.runtime.server.gate import AdmissionControl
-from attar.runtime.server.journal import LOGGER, log_errors
-from attar.runtime.server.jsontext import dump_json
-from attar.runtime.server.keys import ApiKey
-from attar.runtime.server.lanes import ThreadPools
+from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.metrics import Metrics
 from attar.runtime.server.protocol import ChatMessage
+from attar.runtime.server.request_handler import ClientDisconnectedError, RequestHandler
+from attar.runtime.server.responses import ALIVE, DONE, EventStreamResponse, dump_json, sse_event
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.streaming import ALIVE, DONE, EventStreamResponse, sse_event
 
 News = list[tuple[int, Event]]
 Show = Callable[[int, Event], list[dict[str, Any]]]
 """The chunks that a choice's event becomes."""
 _FEW = 32  # tokens whose log-probabilities the event loop writes itself
+
+
+SMALL = 64 << 10  # bytes or characters; shorter work need not go to a lane of its own
+
+
+class ThreadPools:
+    """Three pools of threads."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(4, "attar-small")
+        self._large = ThreadPoolExecutor(1, "attar-large")
+        self._answers = ThreadPoolExecutor(2, "attar-answers")
+
+    async def small(self, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what takes milliseconds."""
+        return await _run(self._small, act, values)
+
+    async def sized(self, size: int, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what takes time by its size, in characters or tokens."""
+        return await _run(self._small if size <= SMALL else self._large, act, values)
+
+    async def answer(self, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what makes an answer."""
+        return await _run(self._answers, act, values)
+
+    def close(self) -> None:
+        """Threads end when their work is done; what has not begun is dropped."""
+        for pool in (self._small, self._large, self._answers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _run(pool: ThreadPoolExecutor, act: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, partial(act, *values))
 
 
 @dataclass

@@ -40,10 +40,10 @@ def serve(
     settings = with_keys(settings or ServerSettings())
     _check_extra()
     from attar.runtime.llm import LLM
-    from attar.runtime.server.adapter import EngineBackend
     from attar.runtime.server.app import create_app
+    from attar.runtime.server.backend import EngineBackend
     from attar.runtime.server.run import run
-    from attar.runtime.server.words import ServerTokenizer
+    from attar.runtime.server.tokenizer import ServerTokenizer
 
     with progress.task("load", total=1) as task:
         llm = LLM(model, **options)

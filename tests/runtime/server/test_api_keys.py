@@ -9,10 +9,10 @@ pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
 from attar.errors import AttarError, SettingsError
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey, client_address, make_api_keys
 from attar.runtime.server.app import create_app
-from attar.runtime.server.failures import ApiError
-from attar.runtime.server.gate import AdmissionControl
-from attar.runtime.server.keys import ApiKey, client_address, make_api_keys
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import FakeBackend, FakeWords
 from tests.runtime.server.test_app import complete, error

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from attar.runtime.server.failures import ApiError
-from attar.runtime.server.keys import ApiKey, client_address
+from attar.runtime.server.api_keys import ApiKey, client_address
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.settings import ServerSettings
 
 ASGIScope = MutableMapping[str, Any]

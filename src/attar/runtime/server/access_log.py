@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from attar.runtime.server.limits import ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
+from attar.runtime.server.middleware import ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
 
 LOGGER = "attar.server"
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds

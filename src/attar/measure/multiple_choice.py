@@ -28,8 +28,8 @@ from torch import Tensor
 
 from attar.data.packing import PADDING
 from attar.errors import DataError
-from attar.measure.forward import next_token_logits
-from attar.measure.perplexity import hits, token_losses
+from attar.measure.logits import next_token_logits
+from attar.measure.metrics import hits, token_losses
 from attar.measure.subject import Subject
 from attar.progress import SILENT, Progress
 from attar.runtime.scoring import prompt_logits

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.failures import ApiError
-from attar.runtime.server.keys import ApiKey
+from attar.runtime.server.errors import ApiError
 
 LONGEST_RETRY_S = 60
 _WEIGHT = 0.1  # of the newest request in the mean duration

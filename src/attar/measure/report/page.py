@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import write_bytes
+from attar.measure.report.charts import curve_pictures, layer_pictures
 from attar.measure.report.conflicts import conflict_pictures
-from attar.measure.report.curves import curve_pictures
-from attar.measure.report.layers import layer_pictures
-from attar.measure.report.lineage import definitions, lineage_tree
 from attar.measure.report.markup import Child, Markup, el, join
-from attar.measure.report.parents import parent_tables
 from attar.measure.report.quality import quality_picture
-from attar.measure.report.samples import sample_cards
-from attar.measure.report.stages import stage_table
+from attar.measure.report.sections import definitions, lineage_tree, parent_tables, sample_cards, stage_table
 from attar.measure.report.svg import both_widths, style
 from attar.measure.run_folder import RunRecord, read_run
 from attar.measure.verdict import findings, verdict

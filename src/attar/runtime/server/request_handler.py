@@ -18,14 +18,13 @@ from typing import Any
 from attar.errors import DataError, UsageError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.access_log import log_errors
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.failures import ApiError, api_error
-from attar.runtime.server.gate import AdmissionControl
-from attar.runtime.server.journal import log_errors
-from attar.runtime.server.keys import ApiKey
-from attar.runtime.server.limits import ASGIReceive
-from attar.runtime.server.mailbox import EventQueue
+from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.metrics import Metrics, PromptMetrics
+from attar.runtime.server.middleware import ASGIReceive
 
 
 class ClientDisconnectedError(Exception):
@@ -183,3 +182,73 @@ class RequestHandler:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self._mail.fail(ClientDisconnectedError())
+
+
+MAX_EVENTS = 64  # events of one choice that wait before they are joined
+
+
+class EventQueue:
+    """Events on their way from the engine to one client; used from one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Event]] = {}  # by choice, in the order in which their first came
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Events that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, choice: int, event: Event) -> None:
+        """An event came; behind a failure none is of use."""
+        if self._failure is not None:
+            return
+        waiting = self._waiting.setdefault(choice, [])
+        waiting.append(event)
+        if len(waiting) >= MAX_EVENTS:
+            waiting[:] = [merge_events(waiting)]
+        self._news.set()
+
+    def fail(self, failure: BaseException) -> None:
+        """Nothing more will come; of several failures the first is told."""
+        self._failure = self._failure or failure
+        self._news.set()
+
+    async def take(self, silence_s: float | None = None) -> list[tuple[int, Event]]:
+        """What waits; none where nothing came for so many seconds.
+
+        Raises:
+            what ``fail`` was given, behind the events that came before it.
+        """
+        if not self._news.is_set():
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+        self._news.clear()
+        waiting, self._waiting = self._waiting, {}
+        if not waiting and self._failure is not None:
+            raise self._failure
+        if self._failure is not None:
+            self._news.set()
+        return [(choice, merge_events(events)) for choice, events in waiting.items()]
+
+
+def merge_events(events: Sequence[Event]) -> Event:
+    """One event that says what several of the same text say, in their order."""
+    if len(events) == 1:
+        return events[0]
+    last = events[-1]
+    return Event(
+        last.request,
+        last.sample,
+        text="".join(event.text for event in events),
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        logprobs=tuple(one for event in events for one in event.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
+        usage=last.usage,
+    )

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from attar.runtime.server.failures import ApiError, validation_error
-from attar.runtime.server.lanes import SMALL
+from attar.runtime.server.errors import ApiError, validation_error
+from attar.runtime.server.service import SMALL
 
 MOST_VALUES = 8192  # in lists and objects together; ids of prompts and schemas are not counted
 MOST_LEVELS = 64  # of a JSON schema

@@ -6,14 +6,14 @@ after the first chunk is a chunk of its own, ``{"error": ...}``: the status has 
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 
-from attar.runtime.server.jsontext import dump_json
-from attar.runtime.server.limits import ASGIReceive, ASGIScope, ASGISend
+from attar.runtime.server.middleware import ASGIReceive, ASGIScope, ASGISend
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"
@@ -46,3 +46,26 @@ class EventStreamResponse(Response):
             async for part in chunks:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+_DEEP = 5  # levels above the entries of log-probabilities
+
+
+def dump_json(data: Any, levels: int = _DEEP) -> str:
+    """JSON without blanks.
+
+    Args:
+        levels: of objects and lists whose items are written one by one.
+
+    Raises:
+        ValueError: NaN or an infinity, which JSON does not have.
+    """
+    if levels and isinstance(data, dict):
+        return "{" + ",".join(f"{_plain(str(key))}:{dump_json(data[key], levels - 1)}" for key in data) + "}"
+    if levels and isinstance(data, list):
+        return "[" + ",".join(dump_json(item, levels - 1) for item in data) + "]"
+    return _plain(data)
+
+
+def _plain(data: Any) -> str:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
