@@ -22,8 +22,8 @@ from attar.measure.subject import Subject, load_subject
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
-from tests.measure.measure_models import words as tokenizer
 from tests.measure.measure_models import llama
+from tests.measure.measure_models import words as tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gpt2", "opt", "gpt_neox"])

@@ -226,6 +226,7 @@ def test_report_needs_no_torch(tmp_path: Path) -> None:
     folder = write_fake_run(tmp_path / "run")
     code = (
         "import sys, attar.measure.table; from attar.measure.report.page import write_report;"
-        f"write_report({str(folder)!r}); sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        f"write_report({str(folder)!r});"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
