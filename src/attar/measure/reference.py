@@ -21,7 +21,7 @@ from attar.data.packing import PackedRows, evaluation_rows
 from attar.data.prose import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
-from attar.measure.forward import next_token_logits, predicted, split
+from attar.measure.logits import next_token_logits, predicted, split
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
 from attar.progress import SILENT, Progress

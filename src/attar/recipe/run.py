@@ -49,7 +49,7 @@ from attar.recipe.stages import STAGES, load
 from attar.recipe.table import seconds_text
 
 if TYPE_CHECKING:
-    from attar.measure.run_folder import Run as RunRecord
+    from attar.measure.run_folder import RunRecord as RunRecord
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Tools:
 
     evaluate: str = "attar.measure.evaluate:evaluate"
     make_reference: str = "attar.measure.reference:make_reference"
-    report: str = "attar.measure.report.build:build"
-    reset_peak: str = "attar.measure.memory:reset_peak"
-    peak: str = "attar.measure.memory:peak_rss_bytes"
+    report: str = "attar.measure.report.page:write_report"
+    reset_peak: str = "attar.measure.footprint:reset_peak"
+    peak: str = "attar.measure.footprint:peak_rss_bytes"
 
 
 @dataclass(frozen=True)
