@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.output import StageOutput
+from attar.checkpoint.shards import TensorSpec
 from attar.data.calibration import calibration_batches
 from attar.data.packing import row_length
 from attar.deployment import imatrix
@@ -87,7 +87,7 @@ def _linears(source: Checkpoint) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
     shapes = _linears(source)
     batches = calibration_batches(
@@ -216,7 +216,7 @@ def _rounded_head(
     source: Checkpoint,
     batches: Sequence[Tensor],
     settings: ExportSettings,
-    output: Output,
+    output: StageOutput,
     progress: Progress,
 ) -> dict[str, Tensor] | None:
     """The tensors of the head; None where it stays dense."""
@@ -275,17 +275,17 @@ class _Made:
         self.modules = {names[f"{module}.weight"]: module for module in self.shapes}
         self.head_stored = _head_name(self.source) if self.head is not None else ""
 
-    def slots(self, info: Any) -> list[Slot]:
+    def slots(self, info: Any) -> list[TensorSpec]:
         """Names, types and shapes of what a stored tensor becomes."""
         if info.name in self.modules:
             module, base = self.modules[info.name], info.name.removesuffix(".weight")
             made = layout(self.shapes[module], self.chosen[module].sections(self.shapes[module][1]))
-            return [Slot(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
-        kept = Slot(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
+            return [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        kept = TensorSpec(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
         if info.name != self.head_stored:
             return [kept]
         made = layout(info.shape, sections_of(self.head or {}))
-        heads = [Slot(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        heads = [TensorSpec(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
         return heads if info.name == f"{HEAD}.weight" else [kept, *heads]
 
     def tensors(self, name: str, load: Any) -> dict[str, Tensor]:

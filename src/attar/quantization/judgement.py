@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.data.packing import Packed, evaluation_rows, row_length
+from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.formats.decoded import Decoded
 from attar.models.device import pick_device
@@ -105,7 +105,7 @@ def _number(block: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> Packed:
+def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> PackedRows:
     return evaluation_rows(
         tokenizer,
         settings.data,

@@ -12,7 +12,6 @@ ends in any format. Each leaves what it has done in the work folder; a killed ru
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
@@ -72,19 +71,10 @@ def quantize(
     first = plan(checkpoint, settings)  # what cannot be done is said before anything is
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
-    with produce(
-        out,
-        stage="quantize",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(checkpoint, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "quantize", settings, VERSION, [checkpoint], text=text, force=force, key=key) as output:
         details: dict[str, Any] = output.details
-        remember(output, _records(checkpoint, settings, first), progress)
+        note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.bits:
             assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)

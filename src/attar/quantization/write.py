@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
@@ -68,15 +68,15 @@ def write(
     def kept(kind: str) -> str:
         return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind
 
-    def layout(info: Any) -> Sequence[Slot]:
+    def layout(info: Any) -> Sequence[TensorSpec]:
         base, kind = info.name.removesuffix(".weight"), kept(info.dtype)
-        beside = [Slot(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
+        beside = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
         if info.name in chosen.sites:
             return [*site_slots(chosen.sites[info.name], base), *beside]
         if info.name == chosen.embedding:
-            scale = [Slot(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
-            return [Slot(info.name, "I8", info.shape), *scale, *beside]
-        return [Slot(info.name, kind, info.shape), *beside]
+            scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
+            return [TensorSpec(info.name, "I8", info.shape), *scale, *beside]
+        return [TensorSpec(info.name, kind, info.shape), *beside]
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -98,7 +98,7 @@ def write(
     stream(checkpoint, layout, transform, folder, work=work, progress=progress, what="pack")
 
 
-def site_slots(site: LayerPlan, base: str) -> list[Slot]:
+def site_slots(site: LayerPlan, base: str) -> list[TensorSpec]:
     """What the weight of a site becomes, known before any number is.
 
     Args:
@@ -109,9 +109,9 @@ def site_slots(site: LayerPlan, base: str) -> list[Slot]:
         made = bitsandbytes.layout(site.shape, rule.group_size, site.grid.storage, rule.double)
     else:
         made = layouts.layout(site.shape, rule, site.scheme.form, dtype, stored_dtype(site.grid.code_dtype))
-    slots = [Slot(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+    slots = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
     if site.static:
-        slots.append(Slot(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
+        slots.append(TensorSpec(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
     return slots
 
 

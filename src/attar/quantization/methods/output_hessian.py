@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from attar.checkpoint import atomic
 from attar.models.device import free_memory, pick_device
 from attar.models.load import load_model
 from attar.progress import Progress
@@ -86,9 +87,7 @@ class OutputHessian:
             device=device,
         )
         for name, found in factors.items():
-            partial = self._file(name).with_suffix(".partial")
-            save_file({"output": found.output.cpu().contiguous()}, partial)
-            partial.rename(self._file(name))
+            atomic.save_tensors(self._file(name), {"output": found.output.cpu().contiguous()})
 
     def _file(self, name: str) -> Path:
         return self.work / f"{name}.safetensors"

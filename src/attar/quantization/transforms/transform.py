@@ -24,7 +24,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError, SettingsError
 from attar.models.anatomy import discover
@@ -153,11 +153,11 @@ def _write(
         config["tie_word_embeddings"] = False
     atomic.write_json(folder / "config.json", config)
 
-    def layout(info: Any) -> Sequence[Slot]:
+    def layout(info: Any) -> Sequence[TensorSpec]:
         name = names.get(info.name, info.name)
         floating = info.dtype in ("F64", "F32", "F16", "BF16")
         kind = stored_dtype(dtype) if dtype is not None and floating else info.dtype
-        return [Slot(written, kind, info.shape) for written, _ in targets(info.name, name)]
+        return [TensorSpec(written, kind, info.shape) for written, _ in targets(info.name, name)]
 
     def targets(stored: str, name: str) -> list[tuple[str, str]]:
         """What a stored tensor becomes: name in the file, and parameter name."""

@@ -9,10 +9,10 @@ pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
 from attar.errors import AttarError, SettingsError
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey, client_address, make_api_keys
 from attar.runtime.server.app import create_app
-from attar.runtime.server.failures import RefusedError
-from attar.runtime.server.gate import Gate
-from attar.runtime.server.keys import Key, address_of, make_keys
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import FakeBackend, FakeWords
 from tests.runtime.server.test_app import complete, error
@@ -48,7 +48,7 @@ def test_keys_of_a_file(keys):
         assert complete(as_key(client, key)).status_code == 200
         assert backend.asked[-1][2]["priority"] == priority
     assert len({asked[2]["salt"] for asked in backend.asked}) == 3
-    assert "key-of" not in repr(make_keys((), keys))
+    assert "key-of" not in repr(make_api_keys((), keys))
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_keys_of_a_file(keys):
 def test_wrong_files(tmp_path, written, said):
     (tmp_path / "k.yaml").write_text(written)
     with pytest.raises(AttarError, match=said) as caught:
-        make_keys((), str(tmp_path / "k.yaml"))
+        make_api_keys((), str(tmp_path / "k.yaml"))
     assert str(tmp_path) in str(caught.value) and "secret" not in str(caught.value)
     with pytest.raises(AttarError, match="cannot be read"):
-        make_keys((), str(tmp_path / "nothing.yaml"))
+        make_api_keys((), str(tmp_path / "nothing.yaml"))
 
 
 def test_a_priority_is_the_operators_to_give(keys):
@@ -91,7 +91,7 @@ def test_a_key_has_its_texts_and_no_more(keys):
     client, _ = serve(keys=keys)
     error(complete(as_key(client, "key-of-the-web"), n=5), 400, "too_many_texts", "n")
     gate = client.app.state.service.gate
-    web = make_keys((), keys)[0]
+    web = make_api_keys((), keys)[0]
     with gate.inside(lambda: None, 3, web):
         error(complete(client, n=2), 429, "too_many_requests")
         assert complete(client, n=1).status_code == 200
@@ -108,10 +108,10 @@ def test_tokens_of_a_minute(keys):
     error(response, 429, "rate_limit_exceeded")
     assert 10 <= int(response.headers["retry-after"]) <= 20
     clock = [1000.0]
-    gate = Gate(FakeBackend(), 10, clock=lambda: clock[0])
-    key = Key(name="a", tokens_per_minute=60)
+    gate = AdmissionControl(FakeBackend(), 10, clock=lambda: clock[0])
+    key = ApiKey(name="a", tokens_per_minute=60)
     gate.took(1.0, 90, key)
-    with pytest.raises(RefusedError):
+    with pytest.raises(ApiError):
         gate.admit(1, key)
     clock[0] += 31
     gate.admit(1, key)
@@ -134,17 +134,24 @@ def test_shares():
     assert ServerSettings(host="0.0.0.0", client_share=0.1).share == 0.1
     with pytest.raises(SettingsError):
         ServerSettings(client_share=1.5)
-    gate = Gate(FakeBackend(), 10, 0.5)
-    with gate.entering(5, Key(name="a")):
-        with pytest.raises(RefusedError, match="has 5 texts open, the limit is 5"):
-            gate.admit(1, Key(name="a"))
-        gate.admit(5, Key(name="b"))
+    gate = AdmissionControl(FakeBackend(), 10, 0.5)
+    with gate.entering(5, ApiKey(name="a")):
+        with pytest.raises(ApiError, match="has 5 texts open, the limit is 5"):
+            gate.admit(1, ApiKey(name="a"))
+        gate.admit(5, ApiKey(name="b"))
 
 
 def test_addresses():
-    assert address_of(("127.0.0.1", 1)) == "127.0.0.1" and address_of(None) == ""
-    assert address_of(("2001:db8::1", 1)) == address_of(("2001:db8::2", 1)) != address_of(("2001:db9::", 1))
-    assert address_of(("::ffff:10.0.0.1", 1)) == "10.0.0.1" and address_of(("testclient", 1)) == "testclient"
+    assert client_address(("127.0.0.1", 1)) == "127.0.0.1" and client_address(None) == ""
+    assert (
+        client_address(("2001:db8::1", 1))
+        == client_address(("2001:db8::2", 1))
+        != client_address(("2001:db9::", 1))
+    )
+    assert (
+        client_address(("::ffff:10.0.0.1", 1)) == "10.0.0.1"
+        and client_address(("testclient", 1)) == "testclient"
+    )
 
 
 @pytest.mark.parametrize(

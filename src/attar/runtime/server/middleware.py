@@ -17,22 +17,22 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from attar.runtime.server.failures import RefusedError
-from attar.runtime.server.keys import Key, address_of
+from attar.runtime.server.api_keys import ApiKey, client_address
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.settings import ServerSettings
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+ASGIScope = MutableMapping[str, Any]
+ASGIMessage = MutableMapping[str, Any]
+ASGIReceive = Callable[[], Awaitable[ASGIMessage]]
+ASGISend = Callable[[ASGIMessage], Awaitable[None]]
+ASGIApp = Callable[[ASGIScope, ASGIReceive, ASGISend], Awaitable[None]]
 OPEN = ("/health", "/ready")
 DROPPED = 64 << 20  # bytes of a body that is too large, read at most
 DROPPED_S = 10.0  # seconds at most
 TOGETHER = 128  # of the largest bodies, what requests may hold together
 
 
-class Hosts:
+class HostMiddleware:
     """Lets no web page of another host in: a browser tells which name it looked up, and which page asks.
 
     Args:
@@ -40,18 +40,18 @@ class Hosts:
         allowed: names; none: any.
     """
 
-    def __init__(self, app: App, allowed: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self._app, self._allowed = app, allowed
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] == "http" and self._allowed:
             headers = Headers(scope=scope)
             for name, status in (("host", 421), ("origin", 403)):
                 given = headers.get(name)
                 if given is not None and _host(given) not in self._allowed:
                     message = f"the {name} {given[:200]!r} is not one of this server's; see --allowed-host"
-                    refusal = RefusedError(status, message, code=f"{name}_not_allowed")
-                    return await answer(refusal)(scope, receive, send)
+                    refusal = ApiError(status, message, code=f"{name}_not_allowed")
+                    return await error_response(refusal)(scope, receive, send)
         return await self._app(scope, receive, send)
 
 
@@ -72,7 +72,7 @@ def _host(given: str) -> str | None:
         return None
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets only those in who know a key, and tells who calls.
 
     Each key is a tenant, whose prefixes nobody else's requests find.
@@ -82,13 +82,13 @@ class Keys:
         keys: any of them will do; none: everybody may come, and every address is a caller.
     """
 
-    def __init__(self, app: App, keys: Sequence[Key]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app, self._keys = app, keys
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        caller: Key | None = Key(name=address_of(scope.get("client")))
+        caller: ApiKey | None = ApiKey(name=client_address(scope.get("client")))
         if self._keys and scope["path"] not in OPEN:
             sent = Headers(scope=scope).get("authorization", "")
             kind, _, key = sent.partition(" ")
@@ -98,14 +98,14 @@ class Keys:
             caller = matches[0] if matches else None
             if caller is None:
                 message = "Incorrect API key provided." if given else "You didn't provide an API key."
-                refusal = RefusedError(401, message, code="invalid_api_key")
-                return await answer(refusal)(scope, receive, send)
+                refusal = ApiError(401, message, code="invalid_api_key")
+                return await error_response(refusal)(scope, receive, send)
             scope.setdefault("state", {}).setdefault("facts", {})["key"] = caller.name
         scope.setdefault("state", {})["caller"] = caller
         return await self._app(scope, receive, send)
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Refuses bodies above a size, and bodies that together would need too much memory.
 
     Args:
@@ -113,22 +113,22 @@ class BodyLimit:
         max_body: bytes.
     """
 
-    def __init__(self, app: App, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max, self._most = app, max_body, TOGETHER * max_body
         self._held = 0  # bytes of bodies whose requests are not answered yet
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
-        refusal = RefusedError(413, f"the body is larger than {self._max:,} bytes", code="body_too_large")
+        refusal = ApiError(413, f"the body is larger than {self._max:,} bytes", code="body_too_large")
         if declared.isdecimal() and int(declared[:20]) > self._max:
             if "expect" not in Headers(scope=scope):  # else it waits for a word before it sends
                 await _drop(receive)
-            return await answer(refusal)(scope, receive, send)
+            return await error_response(refusal)(scope, receive, send)
         seen = 0
 
-        async def counted() -> Message:
+        async def counted() -> ASGIMessage:
             nonlocal seen
             message = await receive()
             size = len(message.get("body", b""))
@@ -138,7 +138,7 @@ class BodyLimit:
                     await _drop(receive)
                 raise refusal
             if size and self._held > self._most:
-                raise RefusedError(503, "too many large bodies at a time", code="busy", retry_s=1)
+                raise ApiError(503, "too many large bodies at a time", code="busy", retry_s=1)
             return message
 
         try:
@@ -147,7 +147,7 @@ class BodyLimit:
             self._held -= seen
 
 
-async def _drop(receive: Receive) -> None:
+async def _drop(receive: ASGIReceive) -> None:
     """Read what is left of a body, within bounds."""
     left = DROPPED
     with suppress(TimeoutError):
@@ -159,7 +159,7 @@ async def _drop(receive: Receive) -> None:
                     return
 
 
-def answer(refusal: RefusedError) -> JSONResponse:
+def error_response(refusal: ApiError) -> JSONResponse:
     """The response; a connection whose body was not read is closed."""
     headers = refusal.headers | ({"Connection": "close"} if refusal.status == 413 else {})
     return JSONResponse(refusal.body, status_code=refusal.status, headers=headers)

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from attar.runtime.server.limits import App, Message, Receive, Scope, Send
+from attar.runtime.server.middleware import ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
 
 LOGGER = "attar.server"
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
@@ -24,7 +24,7 @@ _LONGEST_ID = 128
 _LONGEST_BODY = 1 << 20  # bytes of it that are written
 
 
-class Journal:
+class AccessLogMiddleware:
     """Writes the line when the answer is complete; gives every answer an ``X-Request-Id``.
 
     Args:
@@ -32,11 +32,11 @@ class Journal:
         prompts: write the body of the request as well.
     """
 
-    def __init__(self, app: App, prompts: bool = False) -> None:
+    def __init__(self, app: ASGIApp, prompts: bool = False) -> None:
         self._app, self._prompts = app, prompts
         self._logger = logging.getLogger(LOGGER)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         start, facts = time.monotonic(), scope.setdefault("state", {}).setdefault("facts", {})
@@ -47,13 +47,13 @@ class Journal:
         line |= {"method": scope["method"], "path": scope["path"][:200], "status": 500}
         body: list[bytes] = []
 
-        async def noted() -> Message:
+        async def noted() -> ASGIMessage:
             message = await receive()
             if self._prompts:
                 body.append(message.get("body", b"")[: max(_LONGEST_BODY - sum(map(len, body)), 0)])
             return message
 
-        async def named(message: Message) -> None:
+        async def named(message: ASGIMessage) -> None:
             if message["type"] == "http.response.start":
                 line["status"] = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = line["id"]
@@ -63,7 +63,7 @@ class Journal:
             await self._app(scope, noted, named)
         finally:
             line |= {"seconds": round(time.monotonic() - start, 6), **facts}
-            with harmless("the log"):
+            with log_errors("the log"):
                 self._write(line, body)
 
     def _write(self, line: dict[str, Any], body: list[bytes]) -> None:
@@ -74,7 +74,7 @@ class Journal:
 
 
 @contextmanager
-def harmless(what: str) -> Iterator[None]:
+def log_errors(what: str) -> Iterator[None]:
     """For what comes behind an answer, or counts it: an error goes to the log and costs nobody the answer."""
     try:
         yield
@@ -82,7 +82,7 @@ def harmless(what: str) -> Iterator[None]:
         logging.getLogger(LOGGER).exception("%s failed", what)
 
 
-def _id(scope: Scope) -> str:
+def _id(scope: ASGIScope) -> str:
     """The client's own, where it is short and harmless, else a new one."""
     given = Headers(scope=scope).get("x-request-id", "")
     fine = given.isascii() and given.isprintable() and 0 < len(given) <= _LONGEST_ID

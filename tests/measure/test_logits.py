@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attar.data.packing import PADDING
-from attar.measure.forward import next_token_logits, predicted, split
+from attar.measure.logits import next_token_logits, predicted, split
 
 
 def test_predicted_leaves_out_the_first_token_and_padding() -> None:

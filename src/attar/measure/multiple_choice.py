@@ -28,20 +28,20 @@ from torch import Tensor
 
 from attar.data.packing import PADDING
 from attar.errors import DataError
-from attar.measure.forward import next_token_logits
-from attar.measure.perplexity import hits, token_losses
+from attar.measure.logits import next_token_logits
+from attar.measure.metrics import hits, token_losses
 from attar.measure.subject import Subject
 from attar.progress import SILENT, Progress
 from attar.runtime.scoring import prompt_logits
 
 BATCH = 16  # sequences of one pass in transformers
 
-Pair = tuple[list[int], list[int]]
+TokenPair = tuple[list[int], list[int]]
 """Tokens of a context, and of what is scored after it."""
 
 
 @dataclass(frozen=True)
-class Question:
+class MultipleChoice:
     """One question.
 
     Attributes:
@@ -58,7 +58,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskScore:
     """Accuracy on a file of questions, 0 to 1; standard errors are None of one question.
 
     Attributes:
@@ -73,7 +73,7 @@ class Task:
     acc_norm_stderr: float | None
 
 
-def read_questions(file: str | Path, limit: int = 0) -> list[Question]:
+def read_questions(file: str | Path, limit: int = 0) -> list[MultipleChoice]:
     """Questions of a file of JSON lines: ``q``, ``choices`` and ``label`` (a number from 0, or A, B, ...).
 
     Args:
@@ -95,7 +95,7 @@ def read_questions(file: str | Path, limit: int = 0) -> list[Question]:
     return [_question(f"{file}:{number}", line) for number, line in lines[: limit or None]]
 
 
-def _question(where: str, line: str) -> Question:
+def _question(where: str, line: str) -> MultipleChoice:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as problem:
@@ -107,7 +107,7 @@ def _question(where: str, line: str) -> Question:
         raise DataError(f"{where}: 'q' must be the text of a question")
     if not isinstance(choices, list) or len(choices) < 2 or not all(map(_some_text, choices)):
         raise DataError(f"{where}: 'choices' must be two texts or more, none of them empty")
-    return Question(where, text, tuple(choices), _label(where, row.get("label"), len(choices)))
+    return MultipleChoice(where, text, tuple(choices), _label(where, row.get("label"), len(choices)))
 
 
 def _some_text(value: object) -> bool:
@@ -125,8 +125,8 @@ def _label(where: str, value: object, choices: int) -> int:
 
 
 def measure_task(
-    subject: Subject, file: str | Path, questions: Sequence[Question], *, progress: Progress = SILENT
-) -> Task:
+    subject: Subject, file: str | Path, questions: Sequence[MultipleChoice], *, progress: Progress = SILENT
+) -> TaskScore:
     """Accuracy of a model on questions.
 
     Args:
@@ -146,7 +146,7 @@ def measure_task(
         plain.append(float(np.argmax(sums) == question.label))
         normed.append(float(np.argmax(sums / lengths) == question.label))
     name = Path(file).name.removesuffix(".jsonl")
-    return Task(name, len(questions), *_mean(plain), *_mean(normed))
+    return TaskScore(name, len(questions), *_mean(plain), *_mean(normed))
 
 
 def _mean(values: list[float]) -> tuple[float, float | None]:
@@ -155,7 +155,7 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), error
 
 
-def _pairs(subject: Subject, question: Question) -> Iterator[Pair]:
+def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[TokenPair]:
     for number, choice in enumerate(question.choices):
         context, after = encode_pair(subject.tokenizer, f"Question: {question.text}\nAnswer:", f" {choice}")
         if not after or (subject.context is not None and len(after) > subject.context):
@@ -166,7 +166,7 @@ def _pairs(subject: Subject, question: Question) -> Iterator[Pair]:
         yield context, after
 
 
-def encode_pair(tokenizer: Any, context: str, continuation: str) -> Pair:
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> TokenPair:
     """Tokens of a context that is not empty and of its continuation; spaces at the context's end go over."""
     kept = context.rstrip()
     whole = tokenizer(context + continuation, verbose=False)["input_ids"]
@@ -175,7 +175,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> Pair:
 
 
 def log_likelihoods(
-    subject: Subject, pairs: Sequence[Pair], *, progress: Progress = SILENT
+    subject: Subject, pairs: Sequence[TokenPair], *, progress: Progress = SILENT
 ) -> list[tuple[float, bool]]:
     """For each pair the sum of ln p over the continuation, and whether each of its tokens is the likeliest.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attar.errors import DataError
-from attar.measure.choices import encode_pair, log_likelihoods, measure_task, read_questions
+from attar.measure.multiple_choice import encode_pair, log_likelihoods, measure_task, read_questions
 from attar.measure.subject import Subject, load_subject
 from tests import tiny_models
 
@@ -89,7 +89,7 @@ def test_characters_decide_acc_norm(exact: Subject, tmp_path: Path, monkeypatch:
     """-6 over 2 characters is worse than -8 over 10."""
     file = write(tmp_path / "t.jsonl", [{"q": "q", "choices": ["no", "0123456789"], "label": 1}])
     monkeypatch.setattr(
-        "attar.measure.choices.log_likelihoods", lambda *_, **__: [(-6.0, False), (-8.0, False)]
+        "attar.measure.multiple_choice.log_likelihoods", lambda *_, **__: [(-6.0, False), (-8.0, False)]
     )
     task = measure_task(exact, file, read_questions(file))
     assert (task.acc, task.acc_norm, task.acc_stderr) == (0.0, 1.0, None)

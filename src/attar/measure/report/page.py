@@ -6,23 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.atomic import write_bytes
+from attar.measure.report.charts import curve_pictures, layer_pictures
 from attar.measure.report.conflicts import conflict_pictures
-from attar.measure.report.curves import curve_pictures
-from attar.measure.report.layers import layer_pictures
-from attar.measure.report.lineage import definitions, lineage_tree
 from attar.measure.report.markup import Child, Markup, el, join
-from attar.measure.report.parents import parent_tables
 from attar.measure.report.quality import quality_picture
-from attar.measure.report.samples import sample_cards
-from attar.measure.report.stages import stage_table
+from attar.measure.report.sections import definitions, lineage_tree, parent_tables, sample_cards, stage_table
 from attar.measure.report.svg import both_widths, style
-from attar.measure.run_folder import Run, read_run
+from attar.measure.run_folder import RunRecord, read_run
 from attar.measure.verdict import findings, verdict
 
 WIDE, NARROW = (900.0, 470.0), (370.0, 430.0)
 
 
-def build(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """Write ``run_dir/report.html`` from ``run_dir/run.json`` and return its path.
 
     Raises:
@@ -37,7 +33,7 @@ def build(run_dir: str | Path) -> Path:
     return path
 
 
-def page(run: Run, recipe: str | None = None) -> str:
+def page(run: RunRecord, recipe: str | None = None) -> str:
     """The whole page.
 
     Args:
@@ -56,7 +52,7 @@ def page(run: Run, recipe: str | None = None) -> str:
     return "<!doctype html>\n" + el("html", head, "\n", body, lang="en") + "\n"
 
 
-def _top(run: Run, name: str) -> Markup:
+def _top(run: RunRecord, name: str) -> Markup:
     unfinished = (
         None
         if run.finished
@@ -73,7 +69,7 @@ def _top(run: Run, name: str) -> Markup:
     return el("header", kicker, el("h1", verdict(run)), el("ul", said) if said else None, unfinished, seen)
 
 
-def _sections(run: Run, recipe: str | None) -> Markup:
+def _sections(run: RunRecord, recipe: str | None) -> Markup:
     wide, narrow = (quality_picture(run, width, height) for width, height in (WIDE, NARROW))
     quality = both_widths(wide, narrow) if wide and narrow else None
     return join(
@@ -121,7 +117,7 @@ def _section(title: str, content: Child, note: str | None = None) -> Markup | No
     return el("section", el("h2", title), el("p", note, class_="about") if note else None, content)
 
 
-def _facts(run: Run) -> Markup | None:
+def _facts(run: RunRecord) -> Markup | None:
     groups = [
         (title, values) for title, values in (("machine", run.machine), ("versions", run.versions)) if values
     ]
@@ -129,12 +125,12 @@ def _facts(run: Run) -> Markup | None:
     return el("div", drawn, class_="facts") if drawn else None
 
 
-def _name(run: Run) -> str:
+def _name(run: RunRecord) -> str:
     model: Any = run.recipe.get("model")
     return str(model or run.original.text("model") or run.original.name)
 
 
-def _foot(run: Run) -> str:
+def _foot(run: RunRecord) -> str:
     return (
         f"Written by attar {run.attar}".strip() + ". This file holds everything it shows and loads nothing."
     )

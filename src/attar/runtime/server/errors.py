@@ -34,7 +34,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class RefusedError(Exception):
+class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
@@ -75,20 +75,20 @@ _MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-def refusal(error: AttarError, retry_s: int) -> RefusedError:
+def api_error(error: AttarError, retry_s: int) -> ApiError:
     """The answer to what the engine or the tokenizer refused."""
     if isinstance(error, BusyError):
-        return RefusedError(429, error.message, code="queue_full", retry_s=retry_s)
+        return ApiError(429, error.message, code="queue_full", retry_s=retry_s)
     if isinstance(error, SettingsError):
         param = _FIELDS.get(error.field, error.field) if error.field.isidentifier() else None
         code = None if param else "context_length_exceeded"
-        return RefusedError(400, error.message, param=param, code=error.kind or code)
+        return ApiError(400, error.message, param=param, code=error.kind or code)
     if isinstance(error, DataError):
-        return RefusedError(400, error.message, code=error.kind)
-    return RefusedError(500, error.message)
+        return ApiError(400, error.message, code=error.kind)
+    return ApiError(500, error.message)
 
 
-def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
+def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The answer to pydantic's errors: the deepest of the first field's. The value itself is not repeated."""
     errors = errors[:100]
     start = _path(errors[0])[:1]
@@ -96,12 +96,12 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> RefusedError:
     about = first.get("ctx", {}).get("param")
     kind, param = str(first.get("type", "")), ".".join([*_path(first), *([about] if about else [])]) or None
     if kind == "extra_forbidden":
-        return RefusedError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
+        return ApiError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
     if kind == "missing":
         message = f"Missing required parameter: {param!r}."
-        return RefusedError(400, message, param=param, code="missing_required_parameter")
+        return ApiError(400, message, param=param, code="missing_required_parameter")
     said = str(first.get("msg", "not allowed")).removeprefix("Value error, ")
-    return RefusedError(
+    return ApiError(
         400, f"Invalid value for {param!r}: {said}" if param else said, param=param, code="invalid_value"
     )
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.measure import divergence
-from attar.measure.divergence import agreement, chunks, kl, likeliest, percentile
+from attar.measure import metrics as divergence
+from attar.measure.metrics import agreement, chunks, kl, likeliest, percentile
 
 
 def logits(seed: int, tokens: int = 7, vocabulary: int = 33, scale: float = 3.0) -> torch.Tensor:

@@ -18,21 +18,20 @@ from typing import Any
 from attar.errors import DataError, UsageError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.access_log import log_errors
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
-from attar.runtime.server.failures import RefusedError, refusal
-from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import harmless
-from attar.runtime.server.keys import Key
-from attar.runtime.server.limits import Receive
-from attar.runtime.server.mailbox import Mailbox
-from attar.runtime.server.metrics import Metrics, Watch
+from attar.runtime.server.errors import ApiError, api_error
+from attar.runtime.server.metrics import Metrics, PromptMetrics
+from attar.runtime.server.middleware import ASGIReceive
 
 
-class GoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has hung up: nobody waits for an answer."""
 
 
-class Flow:
+class RequestHandler:
     """What one HTTP request runs.
 
     Args:
@@ -51,13 +50,13 @@ class Flow:
     def __init__(
         self,
         backend: Backend,
-        gate: Gate,
+        gate: AdmissionControl,
         metrics: Metrics,
-        receive: Receive,
+        receive: ASGIReceive,
         *,
         id: str,
         params: SamplingParams,
-        caller: Key,
+        caller: ApiKey,
         texts: int,
         start: float,
         facts: dict[str, Any],
@@ -68,8 +67,8 @@ class Flow:
         self._backend, self._gate, self._metrics, self._receive = backend, gate, metrics, receive
         self._caller, self._start, self._facts = caller, start, facts
         self._tokens = 0
-        self._mail = Mailbox()
-        self._watches: list[Watch] = []
+        self._mail = EventQueue()
+        self._watches: list[PromptMetrics] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stack = ExitStack()
         self._stack.enter_context(gate.inside(self._given_up, texts, caller))
@@ -112,7 +111,7 @@ class Flow:
             task.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
-            with harmless("the accounts of a request"):
+            with log_errors("the accounts of a request"):
                 self._count()
         finally:
             self._stack.close()
@@ -146,15 +145,15 @@ class Flow:
         if event.finish_reason == "error":
             self._facts["error"] = event.error
             if isinstance(event.failure, UsageError | DataError):  # the request's own fault: a grammar, say
-                raise refusal(event.failure, self._gate.retry_s())
-            raise RefusedError(500, f"the model failed on request {self.id}; the server's log has the reason")
+                raise api_error(event.failure, self._gate.retry_s())
+            raise ApiError(500, f"the model failed on request {self.id}; the server's log has the reason")
         if event.finish_reason == "cancelled":
-            raise RefusedError(503, "the request was given up by the server", code="cancelled", retry_s=1)
+            raise ApiError(503, "the request was given up by the server", code="cancelled", retry_s=1)
         self._mail.put(place * self.params.n + event.sample, event)
 
     def _given_up(self) -> None:
         """The server goes down and waits no longer."""
-        self._mail.fail(RefusedError(503, "the server is shutting down", code="shutting_down", retry_s=1))
+        self._mail.fail(ApiError(503, "the server is shutting down", code="shutting_down", retry_s=1))
 
     def _failed(self, failure: BaseException) -> None:
         """What was refused, or broke, is an answer with a status and no text that was given up."""
@@ -170,10 +169,10 @@ class Flow:
                 self._note(place, event)
             if left:
                 raise RuntimeError(f"the events of request {name} ended before its texts")
-        except RefusedError as failure:
+        except ApiError as failure:
             self._mail.fail(failure)
         except Exception as failure:
-            dead = RefusedError(503, "the engine has stopped", code="engine_stopped")
+            dead = ApiError(503, "the engine has stopped", code="engine_stopped")
             self._failed(failure if self._backend.alive else dead)
         finally:
             if left:
@@ -182,4 +181,74 @@ class Flow:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._mail.fail(GoneError())
+        self._mail.fail(ClientDisconnectedError())
+
+
+MAX_EVENTS = 64  # events of one choice that wait before they are joined
+
+
+class EventQueue:
+    """Events on their way from the engine to one client; used from one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Event]] = {}  # by choice, in the order in which their first came
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Events that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def put(self, choice: int, event: Event) -> None:
+        """An event came; behind a failure none is of use."""
+        if self._failure is not None:
+            return
+        waiting = self._waiting.setdefault(choice, [])
+        waiting.append(event)
+        if len(waiting) >= MAX_EVENTS:
+            waiting[:] = [merge_events(waiting)]
+        self._news.set()
+
+    def fail(self, failure: BaseException) -> None:
+        """Nothing more will come; of several failures the first is told."""
+        self._failure = self._failure or failure
+        self._news.set()
+
+    async def take(self, silence_s: float | None = None) -> list[tuple[int, Event]]:
+        """What waits; none where nothing came for so many seconds.
+
+        Raises:
+            what ``fail`` was given, behind the events that came before it.
+        """
+        if not self._news.is_set():
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._news.wait()
+            except TimeoutError:
+                return []
+        self._news.clear()
+        waiting, self._waiting = self._waiting, {}
+        if not waiting and self._failure is not None:
+            raise self._failure
+        if self._failure is not None:
+            self._news.set()
+        return [(choice, merge_events(events)) for choice, events in waiting.items()]
+
+
+def merge_events(events: Sequence[Event]) -> Event:
+    """One event that says what several of the same text say, in their order."""
+    if len(events) == 1:
+        return events[0]
+    last = events[-1]
+    return Event(
+        last.request,
+        last.sample,
+        text="".join(event.text for event in events),
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        logprobs=tuple(one for event in events for one in event.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
+        usage=last.usage,
+    )

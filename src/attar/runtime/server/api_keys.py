@@ -27,7 +27,7 @@ from attar.runtime.server.settings import is_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class ApiKey:
     """A caller.
 
     Args:
@@ -62,7 +62,7 @@ class Key:
         return hashlib.sha256(self.key.encode()).hexdigest()[:16] if self.key else ""
 
 
-def make_keys(plain: Sequence[str], file: str) -> tuple[Key, ...]:
+def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
     """All keys: those of a file, and those without limits of their own.
 
     Args:
@@ -71,13 +71,13 @@ def make_keys(plain: Sequence[str], file: str) -> tuple[Key, ...]:
     Raises:
         DataError: the file, or a field of it, is wrong.
     """
-    read = read_keys(Path(file)) if file else ()
+    read = read_api_keys(Path(file)) if file else ()
     known = {each.key for each in read}
     others = [each for each in dict.fromkeys(plain) if each not in known]
-    return (*read, *(Key(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
+    return (*read, *(ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
 
 
-def read_keys(file: Path) -> tuple[Key, ...]:
+def read_api_keys(file: Path) -> tuple[ApiKey, ...]:
     """The keys of a file.
 
     Raises:
@@ -99,7 +99,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
     return keys
 
 
-def address_of(client: Sequence[Any] | None) -> str:
+def client_address(client: Sequence[Any] | None) -> str:
     """A caller's address; of IPv6 its network of 64 bits, for one host has all of them."""
     host = str(client[0]) if client else ""
     try:
@@ -111,14 +111,14 @@ def address_of(client: Sequence[Any] | None) -> str:
     return host.removeprefix("::ffff:")
 
 
-def _key(where: str, entry: Any) -> Key:
-    names = [each.name for each in fields(Key)]
+def _key(where: str, entry: Any) -> ApiKey:
+    names = [each.name for each in fields(ApiKey)]
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not is_key(entry.get("key")):
         hint = "a key has 8 or more printable ASCII characters, no blanks"
         raise DataError(f"{where}: needs a name and a key, both texts", hint=hint)
     if unknown := [name for name in entry if name not in names]:
         raise DataError(f"{where}: unknown field {unknown[0]!r}", hint=f"one of {', '.join(names)}")
     try:
-        return Key(**entry)
+        return ApiKey(**entry)
     except SettingsError as error:
         raise DataError(f"{where}: {error.message}") from None

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from attar.runtime.server.failures import RefusedError, invalid
-from attar.runtime.server.lanes import SMALL
+from attar.runtime.server.errors import ApiError, validation_error
+from attar.runtime.server.service import SMALL
 
 MOST_VALUES = 8192  # in lists and objects together; ids of prompts and schemas are not counted
 MOST_LEVELS = 64  # of a JSON schema
@@ -28,7 +28,7 @@ MOST_IDS = 1 << 18  # of one list of token ids, where the model has no limit of 
 _UNCOUNTED = ("prompt", "tokens", "schema")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-Model = TypeVar("Model", bound=BaseModel)
+BodyModel = TypeVar("Model", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):
@@ -48,7 +48,7 @@ class BodyRoute(APIRoute):
         return handle
 
 
-async def read(request: Request, model: type[Model]) -> Model:
+async def read(request: Request, model: type[BodyModel]) -> BodyModel:
     """The body of a request.
 
     Raises:
@@ -57,20 +57,20 @@ async def read(request: Request, model: type[Model]) -> Model:
     try:
         raw = await request.body()
     except ClientDisconnect:
-        raise RefusedError(499, "the client has hung up") from None
+        raise ApiError(499, "the client has hung up") from None
     if not raw:
-        raise RefusedError(400, "the body is missing")
+        raise ApiError(400, "the body is missing")
     if not _is_json(request.headers):
-        raise RefusedError(400, "the body is not a JSON object; send one with Content-Type: application/json")
+        raise ApiError(400, "the body is not a JSON object; send one with Content-Type: application/json")
     service = request.app.state.service
     most_ids = service.backend.context or MOST_IDS
     if len(raw) <= SMALL:
         return parse(raw, model, most_ids)
-    parsed: Model = await service.lanes.small(parse, raw, model, most_ids)
+    parsed: BodyModel = await service.lanes.small(parse, raw, model, most_ids)
     return parsed
 
 
-def parse(raw: bytes, model: type[Model], most_ids: int = MOST_IDS) -> Model:
+def parse(raw: bytes, model: type[BodyModel], most_ids: int = MOST_IDS) -> BodyModel:
     """A model from JSON.
 
     Args:
@@ -89,7 +89,7 @@ def parse(raw: bytes, model: type[Model], most_ids: int = MOST_IDS) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        raise invalid(errors) from None
+        raise validation_error(errors) from None
 
 
 def _is_json(headers: Headers) -> bool:
@@ -104,14 +104,14 @@ def _json(raw: bytes) -> dict[str, Any]:
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         message = "a text holds half of a surrogate pair, which is not Unicode"
-        raise RefusedError(400, message, code="invalid_value") from None
+        raise ApiError(400, message, code="invalid_value") from None
     except RecursionError:
-        raise RefusedError(400, "the body is nested too deeply", code="invalid_value") from None
+        raise ApiError(400, "the body is nested too deeply", code="invalid_value") from None
     except ValueError:
-        raise RefusedError(400, "the body is not valid JSON") from None
+        raise ApiError(400, "the body is not valid JSON") from None
     if not isinstance(data, dict):
         message = "the body is not a JSON object; send one with Content-Type: application/json"
-        raise RefusedError(400, message)
+        raise ApiError(400, message)
     return data
 
 
@@ -130,7 +130,7 @@ def _check_values(data: dict[str, Any]) -> None:
 def _count(values: int) -> None:
     if values > MOST_VALUES:
         message = f"the body has more than {MOST_VALUES:,} values in its lists and objects"
-        raise RefusedError(400, message, code="too_many_values")
+        raise ApiError(400, message, code="too_many_values")
 
 
 def _check_ids(data: dict[str, Any], most: int) -> None:
@@ -142,7 +142,7 @@ def _check_ids(data: dict[str, Any], most: int) -> None:
         count = max([len(given), *(len(part) for part in given[:MOST_VALUES] if isinstance(part, list))])
         if count > most:
             message = f"This model's context is {most:,} tokens, but {name!r} has {count:,}."
-            raise RefusedError(400, message, param=name, code="context_length_exceeded")
+            raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _check_schema(data: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ def _check_schema(data: dict[str, Any]) -> None:
         if not level:
             return
     message = f"a JSON schema may be nested {MOST_LEVELS} levels deep at most"
-    raise RefusedError(400, message, param="response_format", code="invalid_value")
+    raise ApiError(400, message, param="response_format", code="invalid_value")
 
 
 def _parts(value: Any) -> list[Any]:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, Common, CompletionRequest
+from attar.runtime.server.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    SamplingRequest,
+)
 
 _SAME = (
     "n",
@@ -34,7 +39,9 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     scored = body.logprobs if body.echo else None
     # a prompt that is only scored makes a token all the same, which nobody sees
     tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-    return SamplingParams(**_common(body), max_tokens=tokens, logprobs=body.logprobs, prompt_logprobs=scored)
+    return SamplingParams(
+        **sampling_fields(body), max_tokens=tokens, logprobs=body.logprobs, prompt_logprobs=scored
+    )
 
 
 def chat_params(body: ChatRequest) -> SamplingParams:
@@ -45,11 +52,13 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     """
     tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return SamplingParams(
-        **_common(body), max_tokens=tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        **sampling_fields(body),
+        max_tokens=tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
-def _common(body: Common) -> dict[str, Any]:
+def sampling_fields(body: SamplingRequest) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in _SAME if getattr(body, name) is not None}
     if body.top_p is not None:
         given["top_p"] = max(body.top_p, _LEAST_MASS)
