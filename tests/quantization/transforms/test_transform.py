@@ -10,10 +10,10 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
-from attar.quantization import transform as room
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods.rtn import rtn
+from attar.quantization.transforms import transform as room
 from attar.quantization.transforms.transform import report_of, transform
 from tests import tiny_models as tiny
 
