@@ -38,7 +38,7 @@ import torch
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import row_length
-from attar.distillation.draft import DRAFTS, Writer, report
+from attar.distillation.draft import DRAFTS, RolloutWriter, report
 from attar.distillation.learn import Signal, beginner, learn
 from attar.distillation.settings import DistillSettings
 from attar.models.load import load_model, load_tokenizer, save_model
@@ -116,11 +116,11 @@ def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
         print(",".join(map(str, way)), f"{found[way]['acceptance']:.4f}")
 
 
-def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Namespace) -> Writer:
+def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Namespace) -> RolloutWriter:
     """The teacher as a writer; its rows are shared by all runs of a seed."""
     source, work = open_checkpoint(arguments.teacher), arguments.work / f"rows-{settings.seed}"
     length = row_length(settings.sequence_length, source.config)
-    return Writer(teacher, load_tokenizer(source), settings, length, work, SILENT)
+    return RolloutWriter(teacher, load_tokenizer(source), settings, length, work, SILENT)
 
 
 def settings_of(name: str, seed: int, arguments: argparse.Namespace) -> DistillSettings:
@@ -168,7 +168,7 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     return found
 
 
-def seconds_of_writing(writer: Writer, file: Path) -> float:
+def seconds_of_writing(writer: RolloutWriter, file: Path) -> float:
     """How long the teacher takes for the rows of its settings, which are the same in every run of a seed;
     0 where it writes none."""
     if not writer.settings.share:

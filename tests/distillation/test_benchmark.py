@@ -22,7 +22,7 @@ FLAGS = shlex.split("--steps 4 --samples 4 --sequence-length 24 --batch-size 2 -
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 64)
-    monkeypatch.setattr(draft.Writer, "prompt", 4)
+    monkeypatch.setattr(draft.RolloutWriter, "prompt", 4)
     monkeypatch.setattr(drafting.torch, "set_num_threads", lambda count: None)  # other tests want theirs
     teacher = str(tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher"))
     data = str(Path(json.__file__).parent)

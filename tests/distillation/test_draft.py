@@ -11,7 +11,7 @@ from attar.checkpoint.hashing import sha256_file
 from attar.data.packing import PADDING
 from attar.distillation import draft
 from attar.distillation import samples as samples_module
-from attar.distillation.draft import Writer, report, words
+from attar.distillation.draft import RolloutWriter, report, words
 from attar.distillation.samples import write_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.stage import distill
@@ -113,7 +113,9 @@ def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
     changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
     writers = [
-        Writer(model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT)
+        RolloutWriter(
+            model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT
+        )
         for seed in (0, 1)
     ]
     one, other = (writer.held_out_rows() for writer in writers)

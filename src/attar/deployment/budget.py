@@ -22,7 +22,7 @@ SMALLEST = "every tensor in its smallest type"
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The tensors of a file: those whose type is to be chosen, and the others.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Budget:
+class TypeBudget:
     """What may be spent, in bits of stored tensors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Budget:
         head: bytes of the file before its data.
     """
 
-    layout: Layout
+    layout: FileLayout
     bits: float
     size: int
     head: int

@@ -50,7 +50,7 @@ from attar.quantization.exl2 import (
 )
 from attar.quantization.hessian import Hessian
 from attar.walks.stream import stream
-from attar.walks.sweep import Solution, Swept, sweep
+from attar.walks.sweep import Solution, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -100,7 +100,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
         bos=settings.bos,
     )
 
-    def walk(solver: Any, name: str) -> Swept:
+    def walk(solver: Any, name: str) -> SweepResult:
         return sweep(
             source,
             batches,
@@ -118,7 +118,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
     swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
     head = _rounded_head(source, batches, settings, output, progress)
-    made = _Made(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
+    made = _EXL2Conversion(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
     stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
     said = exl2.quantization_config(
         round(stored, 4),
@@ -252,7 +252,7 @@ def _head_name(source: Checkpoint) -> str:
 
 
 @dataclass
-class _Made:
+class _EXL2Conversion:
     """What each stored tensor becomes.
 
     Attributes:
@@ -266,7 +266,7 @@ class _Made:
     source: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
     chosen: Mapping[str, Pattern]
-    swept: Swept
+    swept: SweepResult
     head: Mapping[str, Tensor] | None
 
     def __post_init__(self) -> None:

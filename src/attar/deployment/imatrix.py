@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.progress import SILENT, Progress
-from attar.walks.activations import Activations
+from attar.walks.activations import HiddenStates
 from attar.walks.passes import StopForward
 from attar.walks.skeleton import Skeleton
 from attar.walks.sweep import Nothing, sweep
@@ -63,8 +63,8 @@ def compute(
     """
     if (work / RESULT).exists():
         return _kept(work / RESULT)
-    place, watch = torch.device(device), _Watch()
-    behind = Activations(work / "behind", MEMORY)
+    place, watch = torch.device(device), _SquaredInputs()
+    behind = HiddenStates(work / "behind", MEMORY)
 
     def prepare(model: nn.Module) -> None:
         anatomy = discover(model)
@@ -92,21 +92,21 @@ def compute(
     return found
 
 
-def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations) -> Sums:
+def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates) -> Sums:
     """The head's sums alone, of the hidden states that a sweep has left behind the last block; none for a
     model without a head."""
-    watch = _Watch()
+    watch = _SquaredInputs()
     _run_head(skeleton, batches, behind, watch)
     return _named(skeleton, watch)
 
 
-def _named(skeleton: Skeleton, watch: _Watch) -> Sums:
+def _named(skeleton: Skeleton, watch: _SquaredInputs) -> Sums:
     """Sums by the names of the stored weights."""
     names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in watch.sums}
     return {names[name]: (sums.float(), float(watch.counts[name])) for name, sums in watch.sums.items()}
 
 
-class _Watch:
+class _SquaredInputs:
     """Sums of the squared inputs of modules; an input that several have is squared once.
 
     Attributes:
@@ -135,14 +135,16 @@ class _Watch:
         self.counts[name] = self.counts.get(name, 0) + x.shape[:-1].numel()
 
 
-def _keep(behind: Activations, output: Any) -> None:
+def _keep(behind: HiddenStates, output: Any) -> None:
     """The hidden states of one more batch; those on the meta device are of no batch."""
     hidden = output if isinstance(output, Tensor) else output[0]
     if not hidden.is_meta:
         behind[len(behind)] = hidden.float()
 
 
-def _run_head(skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations, watch: _Watch) -> None:
+def _run_head(
+    skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates, watch: _SquaredInputs
+) -> None:
     """What is behind the blocks, up to the head's product; nothing for a model without a head."""
     if skeleton.anatomy.head is None:
         return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Importance:
+class InputImportance:
     """Mean squared inputs by tensor.
 
     Attributes:
@@ -54,7 +54,7 @@ def importance_of(
     settings: ExportSettings,
     work: Path,
     progress: Progress,
-) -> Importance:
+) -> InputImportance:
     """What the settings ask for; nothing with ``auto`` and a rounding with data, which sees the inputs of
     what it rounds itself (codes.py).
 
@@ -67,11 +67,11 @@ def importance_of(
     if settings.importance_rows:
         return _compute(source, view, placed, settings, work, progress)
     if settings.imatrix in ("auto", "none", ""):
-        return Importance()
+        return InputImportance()
     return _read(Path(settings.imatrix), placed)
 
 
-def _read(file: Path, placed: Sequence[Any]) -> Importance:
+def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
     entries = imatrix.read(file)
     for one in placed:
         entry = entries.get(one.gguf)
@@ -83,7 +83,7 @@ def _read(file: Path, placed: Sequence[Any]) -> Importance:
             )
     if not any(one.gguf in entries for one in placed):
         raise SettingsError("imatrix", str(file), "one of this model: no tensor of it is in there")
-    return Importance(entries, source=file.name)
+    return InputImportance(entries, source=file.name)
 
 
 def _compute(
@@ -93,7 +93,7 @@ def _compute(
     settings: ExportSettings,
     work: Path,
     progress: Progress,
-) -> Importance:
+) -> InputImportance:
     from attar.deployment.imatrix import compute
     from attar.models.load import load_tokenizer
 
@@ -122,4 +122,4 @@ def _compute(
         "chunk_size": length,
     }
     tokens = sum(batch.numel() for batch in batches)
-    return Importance(entries, origin, f"{tokens:,} tokens of {settings.data}")
+    return InputImportance(entries, origin, f"{tokens:,} tokens of {settings.data}")

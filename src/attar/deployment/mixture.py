@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
+from attar.deployment.budget import FileLayout, TypeBudget, data_bytes, head_bytes
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf.container import Value
@@ -118,7 +118,7 @@ def gguf_mixture(
     layout = _layout(on, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
-    budget = Budget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
+    budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
     budget.check_smallest(kinds_for)
     grids = candidates()
     found = measure(
@@ -169,7 +169,7 @@ def kinds_for(columns: int) -> tuple[str, ...]:
 
 def _layout(
     on: Ground, checkpoint: Checkpoint, placed: Sequence[Placement], overrides: Sequence[str], share: bool
-) -> Layout:
+) -> FileLayout:
     """Sort the tensors into those of a fixed type and groups of modules."""
     view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
@@ -188,7 +188,7 @@ def _layout(
     inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
     left = [name for names in tensors.values() for name in names if name not in inside]
     kinds = {one.gguf: "F32" for one in placed if one.gguf not in inside} | own | dict.fromkeys(left, "F16")
-    return Layout(shapes, kinds, tensors, groups)
+    return FileLayout(shapes, kinds, tensors, groups)
 
 
 def _groups(on: Ground, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
@@ -206,7 +206,7 @@ def _behind(on: Ground) -> list[str]:
 
 
 def _choose(
-    budget: Budget, found: Sequence[Measurement]
+    budget: TypeBudget, found: Sequence[Measurement]
 ) -> tuple[Allocation, tuple[tuple[float, float], ...]]:
     """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
@@ -219,7 +219,7 @@ def _choose(
     return allocate(options, budget.left), curve
 
 
-def _whole(on: Ground, layout: Layout, chosen: Allocation, grids: Mapping[str, Candidate]) -> Interaction:
+def _whole(on: Ground, layout: FileLayout, chosen: Allocation, grids: Mapping[str, Candidate]) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
     made = Mix(schemes, chosen.loss, chosen.gap, chosen.bits, chosen.bits / layout.weights, ())
@@ -235,7 +235,7 @@ def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) 
     return FILE_TYPES[ALIASES.get(most, most)]
 
 
-def _notes(layout: Layout, whole: Interaction, gap: float) -> Iterator[str]:
+def _notes(layout: FileLayout, whole: Interaction, gap: float) -> Iterator[str]:
     yield (
         f"types chosen by measured sensitivity: KL {whole.measured:.4g} nats a token on the calibration text "
         f"with weights to nearest, {whole.predicted:.4g} predicted"

@@ -37,7 +37,7 @@ HELD_OUT_SEED = 1 << 32  # held-out rows are never drawn like the training rows 
 
 
 @dataclass(frozen=True)
-class Writer:
+class RolloutWriter:
     """The teacher as a writer of rows.
 
     Attributes:

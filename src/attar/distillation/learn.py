@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from attar.data.packing import PADDING, pack, row_length
-from attar.distillation.draft import HELD_OUT_TOKENS, LOSSES, Writer
+from attar.distillation.draft import HELD_OUT_TOKENS, LOSSES, RolloutWriter
 from attar.distillation.forward_kl import forward_kl, sparse_forward_kl
 from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import DistillSettings, RecoverSettings
-from attar.distillation.teacher import KeptTeacher
+from attar.distillation.teacher import CachedTeacher
 from attar.models.anatomy import discover
 from attar.models.load import load_tokenizer
 from attar.models.student import fresh_student, student_by_depth
 from attar.progress import Progress
 from attar.walks.objectives import next_token_loss
 from attar.walks.precision import resolve
-from attar.walks.train import History, Loss, train
+from attar.walks.train import Loss, TrainHistory, train
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -47,10 +47,10 @@ class Signal:
     checkpoint: Checkpoint
     folder: Path
 
-    def kept(self, student: Any, teacher: Any, settings: RecoverSettings, precision: str) -> KeptTeacher:
+    def kept(self, student: Any, teacher: Any, settings: RecoverSettings, precision: str) -> CachedTeacher:
         """The teacher with its memory."""
         width = min(model.get_output_embeddings().weight.shape[0] for model in (student, teacher))
-        return KeptTeacher(
+        return CachedTeacher(
             teacher,
             self.folder,
             self.checkpoint.fingerprint(),
@@ -89,8 +89,8 @@ def learn(
     progress: Progress,
     what: str,
     signal: Signal,
-    writer: Writer | None = None,
-) -> History:
+    writer: RolloutWriter | None = None,
+) -> TrainHistory:
     """Train the student, in place.
 
     Args:
@@ -169,7 +169,7 @@ def soft_loss(teacher: nn.Module, temperature: float, alpha: float, soft: Soft =
     return loss
 
 
-def kept_loss(teacher: KeptTeacher, alpha: float) -> Loss:
+def kept_loss(teacher: CachedTeacher, alpha: float) -> Loss:
     """:func:`soft_loss` with forward KL, where the teacher's predictions are kept."""
 
     def loss(student: nn.Module, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
-from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
+from attar.distillation.draft import HELD_OUT_TOKENS, RolloutWriter, report
 from attar.distillation.learn import Signal, beginner, learn, training_rows
 from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
 from attar.errors import ModelError
@@ -28,7 +28,7 @@ from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.precision import precision_note, stored_precision
 from attar.progress import SILENT, Progress
-from attar.walks.train import History
+from attar.walks.train import TrainHistory
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -150,10 +150,10 @@ def recover(
 
 def _writer(
     model: Any, source: Checkpoint, settings: DistillSettings, work: Path, progress: Progress
-) -> Writer:
+) -> RolloutWriter:
     """The teacher, ready to write rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
-    return Writer(model, load_tokenizer(source), settings, length, work / "samples", progress)
+    return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
 
 
 def _records(stage: str, source: Checkpoint, settings: RecoverSettings) -> list[dict[str, Any]]:
@@ -197,7 +197,7 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
         )
 
 
-def _save(student: Any, source: Checkpoint, output: Any, history: History, progress: Progress) -> None:
+def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:
     if note := precision_note(source):
         progress.log(note)
     save_model(student, output.folder, dtype=stored_precision(source))

@@ -49,7 +49,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class KeptTeacher:
+class CachedTeacher:
     """A teacher that remembers what it predicted.
 
     Attributes:

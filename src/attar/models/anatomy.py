@@ -15,14 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from attar.errors import ModelError
 from attar.models.blocks import HINT, agree, common_parent, is_linear, is_norm, read_block
-from attar.models.parts import Anatomy, Attention, Block, Group, Linear, Mlp
+from attar.models.parts import Anatomy, Attention, Block, Mlp
 
 __all__ = [
     "Anatomy",
     "Attention",
     "Block",
-    "Group",
-    "Linear",
+    "KVGroup",
+    "Projection",
     "Mlp",
     "discover",
     "is_linear",

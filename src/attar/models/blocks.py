@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from attar.errors import ModelError
-from attar.models.parts import Attention, Block, Linear, Mlp
+from attar.models.parts import Attention, Block, Mlp, Projection
 from attar.models.roles import ALTERNATING, in_attention, role_of
 
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "activation")
@@ -20,7 +20,7 @@ HINT = "attar takes apart transformers with one self-attention and one dense MLP
 
 
 @dataclass(frozen=True)
-class Half:
+class BlockHalf:
     """The attention or the MLP of a block while it is read: its linear layers, by path from the model."""
 
     family: str
@@ -31,7 +31,7 @@ class Half:
         """Paths whose name says this role."""
         return [path for path in self.linears if role_of(self._inside(path)) == role]
 
-    def only(self, role: str) -> Linear:
+    def only(self, role: str) -> Projection:
         """The one projection with this role."""
         paths = self.paths(role)
         if len(paths) == 1:
@@ -61,7 +61,7 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
     """
     linears = {path: module for path, module in block.named_modules() if is_linear(module)}
     halves = [
-        Half(
+        BlockHalf(
             config.model_type,
             f"the {part} of {name}",
             {f"{name}.{path}": module for path, module in linears.items() if in_attention(path) == wanted},
@@ -86,7 +86,7 @@ def read_block(config: Any, index: int, name: str, block: nn.Module) -> Block:
     )
 
 
-def read_attention(config: Any, name: str, block: nn.Module, half: Half) -> Attention:
+def read_attention(config: Any, name: str, block: nn.Module, half: BlockHalf) -> Attention:
     """q, k, v, o and the numbers of heads; q, k and v may share one module."""
     o = half.only("o")
     fused = half.only("qkv") if half.paths("qkv") else None
@@ -112,16 +112,16 @@ def read_attention(config: Any, name: str, block: nn.Module, half: Half) -> Atte
     return Attention(holder, q, k, v, o, heads, kv_heads, width, norms)
 
 
-def read_mlp(config: Any, half: Half) -> Mlp:
+def read_mlp(config: Any, half: BlockHalf) -> Mlp:
     """up, gate and down; gate and up may share one module, gate first."""
     down = half.only("down")
     n = down.in_features
-    gate: Linear | None = None
+    gate: Projection | None = None
     if half.paths("gate_up"):
         whole = half.only("gate_up")
         rest = whole.out_features - n
-        gate = Linear(whole.name, whole.kind, n, whole.in_features, rows=(0, n))
-        up = Linear(whole.name, whole.kind, rest, whole.in_features, rows=(n, whole.out_features))
+        gate = Projection(whole.name, whole.kind, n, whole.in_features, rows=(0, n))
+        up = Projection(whole.name, whole.kind, rest, whole.in_features, rows=(n, whole.out_features))
     else:
         up = half.only("up")
         gate = half.only("gate") if half.paths("gate") else None
@@ -136,7 +136,7 @@ def read_mlp(config: Any, half: Half) -> Mlp:
     return Mlp(common_parent(up.name, down.name), up, gate, down, n, activation)
 
 
-def split(whole: Linear, q_rows: int, width: int) -> tuple[Linear, Linear, Linear]:
+def split(whole: Projection, q_rows: int, width: int) -> tuple[Projection, Projection, Projection]:
     """q, k and v inside a fused weight: q has as many rows as o has columns, k and v share the rest."""
     kv_rows = (whole.out_features - q_rows) // 2
     alternating = whole.name.rpartition(".")[2] in ALTERNATING
@@ -145,16 +145,16 @@ def split(whole: Linear, q_rows: int, width: int) -> tuple[Linear, Linear, Linea
     parts, start = [], 0
     for rows in (q_rows, kv_rows, kv_rows):
         run = (start, start + rows // groups)
-        parts.append(Linear(whole.name, whole.kind, rows, whole.in_features, rows=run, period=period))
+        parts.append(Projection(whole.name, whole.kind, rows, whole.in_features, rows=run, period=period))
         start = run[1]
     return parts[0], parts[1], parts[2]
 
 
-def measure(path: str, module: nn.Module) -> Linear:
+def measure(path: str, module: nn.Module) -> Projection:
     """A projection that has a module to itself."""
     conv = isinstance(module, Conv1D)
     rows, columns = reversed(module.weight.shape) if conv else module.weight.shape
-    return Linear(path, "conv1d" if conv else "linear", rows, columns)
+    return Projection(path, "conv1d" if conv else "linear", rows, columns)
 
 
 def head_width(config: Any, attention: nn.Module, columns: int) -> int:

@@ -18,11 +18,11 @@ from attar.errors import ModelError
 from attar.models.anatomy import discover, text_config
 from attar.models.blocks import NEURONS
 from attar.models.load import empty_model
-from attar.models.parts import Anatomy, Linear
+from attar.models.parts import Anatomy, Projection
 from attar.models.rebuild import fitting_model, named_config, rebuild
 
 
-class Cut:
+class RowColumnCut:
     """Rows and columns to remove, by module."""
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Cut:
         self.columns: dict[str, set[int]] = {}
         self.kinds: dict[str, str] = {}
 
-    def remove_rows(self, part: Linear, rows: Iterable[int]) -> None:
+    def remove_rows(self, part: Projection, rows: Iterable[int]) -> None:
         """Remove stored output rows of a projection (of the whole fused weight, where it is fused)."""
         self.kinds[part.name] = part.kind
         self.rows.setdefault(part.name, set()).update(rows)
 
-    def remove_columns(self, part: Linear, columns: Iterable[int]) -> None:
+    def remove_columns(self, part: Projection, columns: Iterable[int]) -> None:
         """Remove input columns of a projection."""
         self.kinds[part.name] = part.kind
         self.columns.setdefault(part.name, set()).update(columns)
@@ -99,7 +99,7 @@ def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
     anatomy = discover(model)
     before = [block.mlp.neurons for block in anatomy.blocks]
     count = _check_keep(keep, before, "neurons")
-    cut = Cut()
+    cut = RowColumnCut()
     for block, kept in zip(anatomy.blocks, keep, strict=True):
         mlp, stays = block.mlp, set(kept)
         removed = [index for index in range(mlp.neurons) if index not in stays]
@@ -174,7 +174,7 @@ def _without_heads(
     state: Mapping[str, Tensor], anatomy: Anatomy, keep: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
     """A copy of a state dict that has only the KV groups ``keep`` of each block."""
-    cut = Cut()
+    cut = RowColumnCut()
     for block, kept in zip(anatomy.blocks, keep, strict=True):
         attention = block.attention
         for index, group in enumerate(attention.groups()):

@@ -35,7 +35,7 @@ from attar.walks.sweep import weight_of
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-Cut = Callable[[Any, Sequence[Sequence[int]]], Any]
+UnitCut = Callable[[Any, Sequence[Sequence[int]]], Any]
 
 
 def prune(
@@ -115,7 +115,7 @@ def prune(
     return open_checkpoint(out)
 
 
-def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> Cut:
+def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> UnitCut:
     """How units are removed; a family that cannot express it is found out here, on a model without weights.
 
     Raises:

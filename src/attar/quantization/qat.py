@@ -33,7 +33,7 @@ from attar.quantization.grids.straight_through import into_cells, limits, on_uni
 from attar.quantization.ranges import ActivationRange
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
-from attar.walks.train import History, Loss
+from attar.walks.train import Loss, TrainHistory
 from attar.walks.train import train as run
 
 TRAINED = ("weights", "scales")
@@ -57,7 +57,7 @@ class Trained:
     weights: dict[str, Quantized]
     activations: dict[str, dict[str, Tensor]]
     dense: dict[str, Tensor]
-    history: History = field(default_factory=History)
+    history: TrainHistory = field(default_factory=TrainHistory)
 
 
 def learn(

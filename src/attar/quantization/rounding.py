@@ -39,7 +39,7 @@ from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
 from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, Swept, sweep
+from attar.walks.sweep import Behind, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ def _sweep(
     work: Path,
     progress: Progress,
     behind: Behind | None = None,
-) -> Swept:
+) -> SweepResult:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
     device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
@@ -225,7 +225,7 @@ class _Swept:
     """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
     order."""
 
-    def __init__(self, chosen: Plan, swept: Swept) -> None:
+    def __init__(self, chosen: Plan, swept: SweepResult) -> None:
         self.chosen, self.swept = chosen, swept
         self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 

@@ -50,7 +50,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.allocate import Option, allocate, frontier
 from attar.quantization.grids import Grid, IntGrid, Quantized
 from attar.quantization.grids.scales import choose_scales
-from attar.walks.activations import Activations
+from attar.walks.activations import HiddenStates
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
 
@@ -305,7 +305,7 @@ def _reference(
     shutil.rmtree(work, ignore_errors=True)
     try:
         with torch.no_grad():
-            stores = [Activations(work / name, memory) for name in ("hidden", "logits")]
+            stores = [HiddenStates(work / name, memory) for name in ("hidden", "logits")]
             dtype = torch.bfloat16 if precision == "bf16" else None
             yield _Reference(model, blocks, batches, stores[0], stores[1], dtype, behind)
     finally:
@@ -324,8 +324,8 @@ class _Reference:
         model: nn.Module,
         blocks: Sequence[str],
         batches: Sequence[Tensor],
-        hidden: Activations,
-        logits: Activations,
+        hidden: HiddenStates,
+        logits: HiddenStates,
         dtype: torch.dtype | None,
         behind: Sequence[str],
     ) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 
-class Activations:
+class HiddenStates:
     """Hidden states (B, S, D) by batch number.
 
     Args:

@@ -15,7 +15,7 @@ def _library() -> Any:
         return None
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Return what the C library holds free. Nothing happens where it is not glibc."""
     trim = _library()
     if trim is not None:

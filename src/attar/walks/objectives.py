@@ -94,14 +94,14 @@ def model_kl(reference: nn.Module, model: nn.Module, batches: Iterable[Tensor]) 
         model: likewise; may be on another device.
         batches: int64 (B, S), padded on the right with negative numbers, which are left out.
     """
-    total = Total()
+    total = DistanceSum()
     for batch in batches:
         kept = batch.flatten() >= 0
         total.add(*(_flat_logits(each, batch, kept) for each in (reference, model)))
     return total.distance()
 
 
-class Total:
+class DistanceSum:
     """Sums over tokens from which a :class:`Distance` follows; temporaries have :data:`CHUNK_ELEMENTS`."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass
-class History:
+class TrainHistory:
     """What a run has gone through.
 
     Attributes:
@@ -73,7 +73,7 @@ def train(
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,
     what: str = "train",
-) -> History:
+) -> TrainHistory:
     """Train ``model`` in place.
 
     Args:
@@ -97,7 +97,7 @@ def train(
     torch.manual_seed(settings.seed)
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
-    run = _Run(accelerator, prepared, tuned, work)
+    run = _TrainRun(accelerator, prepared, tuned, work)
     history = run.resume()
     history.precision = settings.precision
     batches = Batches(rows, settings.batch_size, settings.seed)
@@ -144,7 +144,7 @@ def _log_every(settings: TrainSettings) -> int:
     return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
 
 
-def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
+def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
     """One optimizer step; returns the mean loss of its micro-batches."""
     run.model.train()
     device = run.accelerator.device
@@ -171,7 +171,7 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
     return total
 
 
-def _arithmetic(run: _Run, settings: TrainSettings) -> torch.autocast:
+def _arithmetic(run: _TrainRun, settings: TrainSettings) -> torch.autocast:
     """Products in bf16 inside, where that was decided; sums and weights stay float32."""
     return torch.autocast(run.accelerator.device.type, torch.bfloat16, enabled=settings.precision == "bf16")
 
@@ -183,7 +183,7 @@ def _diverged(what: str, settings: TrainSettings) -> NumericsError:
 
 
 def _measure(
-    run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings
+    run: _TrainRun, held_out: Callable[[nn.Module], float], history: TrainHistory, settings: TrainSettings
 ) -> float:
     """Measure the held-out loss and keep count of how long it has not fallen."""
     run.model.eval()
@@ -200,7 +200,7 @@ def _measure(
 
 
 @dataclass
-class _Run:
+class _TrainRun:
     """What a run saves and restores: prepared model and optimizers, and the folder of its states."""
 
     accelerator: Any
@@ -209,7 +209,7 @@ class _Run:
     work: Path | None
     best: dict[str, Tensor] | None = None
 
-    def save(self, history: History) -> None:
+    def save(self, history: TrainHistory) -> None:
         """Write the state beside, rename it, and drop the one before."""
         if self.work is None:
             return
@@ -236,15 +236,15 @@ class _Run:
         """Complete states, oldest first."""
         return sorted(self.work.glob("state-*")) if self.work is not None and self.work.is_dir() else []
 
-    def resume(self) -> History:
+    def resume(self) -> TrainHistory:
         """Load the newest state, if there is one."""
         states = self.states()
         if not states:
             if self.work is not None:
                 self.work.mkdir(parents=True, exist_ok=True)
-            return History()
+            return TrainHistory()
         self.accelerator.load_state(str(states[-1]))
-        return History(**json.loads((states[-1] / "history.json").read_text()))
+        return TrainHistory(**json.loads((states[-1] / "history.json").read_text()))
 
     def save_best(self, settings: TrainSettings) -> None:
         """Keep the trainable weights of the best held-out loss, where they will be wanted."""
