@@ -15,20 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from attar.errors import ModelError
 from attar.models.blocks import HINT, agree, common_parent, is_linear, is_norm, read_block
-from attar.models.parts import Anatomy, Attention, Block, Mlp
-
-__all__ = [
-    "Anatomy",
-    "Attention",
-    "Block",
-    "KVGroup",
-    "Projection",
-    "Mlp",
-    "discover",
-    "is_linear",
-    "is_norm",
-    "text_config",
-]
+from attar.models.parts import Anatomy, Block
 
 
 def discover(model: Any) -> Anatomy:

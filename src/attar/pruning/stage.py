@@ -20,9 +20,10 @@ from attar.data.packing import row_length
 from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError
-from attar.models.anatomy import Anatomy, discover
+from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
+from attar.models.parts import Anatomy
 from attar.models.precision import precision_note, stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
