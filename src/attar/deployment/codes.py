@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from attar.deployment.imatrix import Sums
     from attar.quantization.rounding import RoundedModel
     from attar.quantization.scheme import Plan
-    from attar.walks.activations import HiddenStates
-    from attar.walks.skeleton import Skeleton
+    from attar.walks.skeleton import HiddenStates, Skeleton
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Plan:
     """The Linears of the blocks as sites on the grids of their types."""
     from attar.models.anatomy import discover
     from attar.models.load import empty_model
-    from attar.models.names import stored_names
+    from attar.models.stored import stored_names
     from attar.quantization.scheme import Plan, Site
 
     model = empty_model(view.config)

@@ -35,7 +35,7 @@ from attar.formats.readers import method, reader
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import Progress
 from attar.quantization.exl2 import (
     HEADS,

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.progress import SILENT, Progress
-from attar.walks.activations import HiddenStates
 from attar.walks.passes import StopForward
-from attar.walks.skeleton import Skeleton
+from attar.walks.skeleton import HiddenStates, Skeleton
 from attar.walks.sweep import Nothing, sweep
 
 if TYPE_CHECKING:

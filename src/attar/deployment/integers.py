@@ -26,7 +26,7 @@ from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:

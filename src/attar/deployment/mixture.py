@@ -30,7 +30,7 @@ from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.readers import method
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.allocate import Allocation, Option, allocate, frontier
 from attar.quantization.grids import Grid

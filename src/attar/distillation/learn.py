@@ -24,11 +24,11 @@ from attar.distillation.layer_map import layer_map
 from attar.distillation.settings import DistillSettings, RecoverSettings
 from attar.distillation.teacher import CachedTeacher
 from attar.models.anatomy import discover
+from attar.models.device import resolve
 from attar.models.load import load_tokenizer
 from attar.models.student import fresh_student, student_by_depth
 from attar.progress import Progress
 from attar.walks.objectives import next_token_loss
-from attar.walks.precision import resolve
 from attar.walks.train import Loss, TrainHistory, train
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.precision import precision_note, stored_precision
+from attar.models.stored import precision_note, stored_precision
 from attar.progress import SILENT, Progress
 from attar.walks.train import TrainHistory
 

@@ -24,8 +24,8 @@ from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
 from attar.merging.draws import Draws
 from attar.merging.plan import Input, Output, Plan
+from attar.models.device import trim_memory
 from attar.progress import SILENT, Progress
-from attar.walks.freed import trim_memory
 from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import discover
-from attar.models.blocks import is_linear
+from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, Block
 

@@ -10,11 +10,9 @@ import torch
 
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover, text_config
-from attar.models.configs import model_class, parse_config
-from attar.models.library import first_line, quiet
+from attar.models.configs import first_line, model_class, parse_config, quiet
 from attar.models.load import empty_model
-from attar.models.rebuild import named_config
-from attar.models.surgery import keep_layers, neurons_key
+from attar.models.surgery import keep_layers, named_config, neurons_key
 
 
 def student_by_depth(model: Any, layers: Sequence[int]) -> Any:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.models.device import resolve
 from attar.quantization.autoround import autoround, weight_of
 from attar.quantization.gptq import gptq
 from attar.quantization.grids import Grid, Quantized
 from attar.quantization.hessian import Hessian
-from attar.walks.precision import resolve
 from attar.walks.sweep import BlockView, Solution
 
 Start = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, Quantized]]

@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attar.models.device import free_memory, pick_device
+from attar.models.device import free_memory, pick_device, resolve
 from attar.models.load import load_model
 from attar.progress import Progress
 from attar.quantization.scheme import Plan, Site
 from attar.quantization.settings import QuantizeSettings
 from attar.walks.kronecker import collect
-from attar.walks.precision import resolve
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -23,7 +23,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
 from attar.models.parts import Anatomy
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid
 from attar.quantization.scheme import group_size, plan

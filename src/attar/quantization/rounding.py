@@ -20,7 +20,7 @@ from torch import Tensor
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
 from attar.quantization import qat
@@ -37,7 +37,6 @@ from attar.quantization.sensitivity import shared_groups
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.write import Codes
 from attar.walks.objectives import agreement
-from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import Behind, SweepResult, sweep
 

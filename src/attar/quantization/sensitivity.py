@@ -50,9 +50,9 @@ from attar.progress import SILENT, Progress
 from attar.quantization.allocate import Option, allocate, frontier
 from attar.quantization.grids import Grid, IntGrid, Quantized
 from attar.quantization.grids.scales import choose_scales
-from attar.walks.activations import HiddenStates
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
+from attar.walks.skeleton import HiddenStates
 
 FORMAT, VERSION = "attar sensitivity", 2
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk

@@ -26,7 +26,7 @@ from attar.data.seen import record, remember
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.judgement import judge
 from attar.quantization.loads import loads_in, warnings

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from attar.progress import SILENT, Progress
-from attar.walks.activations import HiddenStates
 from attar.walks.objectives import DistanceSum
 from attar.walks.passes import arithmetic
-from attar.walks.skeleton import BlockCall, Skeleton
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes

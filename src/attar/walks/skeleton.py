@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attar.errors import CheckpointError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
-from attar.models.names import stored_names
-from attar.walks.activations import HiddenStates
+from attar.models.stored import stored_names
 from attar.walks.passes import StopForward
 
 
@@ -258,3 +259,50 @@ def _remap(module: Any, used: Tensor) -> Any:
     lookup[used] = torch.arange(len(used), device=used.device)
     module.padding_idx = None
     return module.register_forward_pre_hook(lambda _, args: (lookup[args[0]], *args[1:]))
+
+
+class HiddenStates:
+    """Hidden states (B, S, D) by batch number.
+
+    Args:
+        folder: where those beyond the limit go.
+        limit: bytes held in memory.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit, self.held = folder, limit, 0
+        self.kept: dict[int, Tensor | Path] = {}
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __setitem__(self, number: int, value: Tensor) -> None:
+        value = value.detach().to("cpu")
+        old = self.kept.get(number)
+        if isinstance(old, Tensor):
+            self.held -= old.nbytes
+        if self.held + value.nbytes <= self.limit:
+            self.kept[number] = value
+            self.held += value.nbytes
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"{number}.safetensors"
+        save_file({"hidden": value.contiguous()}, file)
+        self.kept[number] = file
+
+    def __getitem__(self, number: int) -> Tensor:
+        value = self.kept[number]
+        if isinstance(value, Tensor):
+            return value
+        with safe_open(value, framework="pt") as opened:
+            hidden: Tensor = opened.get_tensor("hidden").clone()
+        return hidden
+
+    def clear(self) -> None:
+        """Forget everything, on disk too."""
+        for value in self.kept.values():
+            if isinstance(value, Path):
+                value.unlink(missing_ok=True)
+        self.kept.clear()
+        if self.folder.is_dir():
+            self.folder.rmdir()

@@ -32,13 +32,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attar.errors import NumericsError
-from attar.models.device import free_memory
+from attar.models.device import free_memory, resolve, trim_memory
 from attar.progress import SILENT, Progress
-from attar.walks.activations import HiddenStates
-from attar.walks.freed import trim_memory
 from attar.walks.passes import BlockPasses, arithmetic
-from attar.walks.precision import resolve
-from attar.walks.skeleton import BlockCall, Skeleton, on_meta
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 
 Select = Callable[[str], bool]
 Behind = Callable[[Skeleton, Sequence[Tensor], HiddenStates], None]

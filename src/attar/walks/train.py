@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from attar.data.batches import Batches
 from attar.errors import NumericsError
+from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
-from attar.walks.precision import resolve
 from attar.walks.settings import TrainSettings
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
