@@ -1,9 +1,9 @@
 """Anatomy: which module is a block, a projection, a norm, the embedding, the head.
 
 No model class is named here. The blocks are the longest list of modules of one class. Inside a block, module
-names propose which projection is which (:func:`role_of`); shapes and config must confirm it. A part that is not
-found, or does not fit, is an error that names it: a wrong guess would only show as bad output later. Works on
-models whose parameters are on the meta device.
+names propose which projection is which (:func:`role_of`); shapes and config must confirm it. What is not
+found, or does not fit, is an error that names it: a wrong guess would only show as bad output later. Works
+on models whose parameters are on the meta device.
 """
 
 from __future__ import annotations
