@@ -59,7 +59,7 @@ def test_the_least_important_go(tmp_path):
     """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
     from attar.models.anatomy import discover
     from attar.models.surgery import keep_neurons
-    from attar.pruning.importance import gradient_importance, keep_most_important
+    from attar.pruning.criteria.gradient import gradient_importance, keep_most_important
     from attar.pruning.stage import units
     from attar.walks.objectives import next_token_loss
 

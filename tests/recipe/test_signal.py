@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from attar.distillation.teacher import CachedTeacher
+from attar.distillation.signals.cached import CachedTeacher
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models

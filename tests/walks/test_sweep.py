@@ -6,8 +6,9 @@ import torch
 from attar.checkpoint import open_checkpoint
 from attar.models import device
 from attar.models.load import load_model
+from attar.models.parts import weight_of
 from attar.quantization.hessian import Hessian
-from attar.walks.sweep import Solution, sweep, weight_of
+from attar.walks.sweep import Solution, sweep
 from benchmarks import memory
 from tests import tiny_models
 

@@ -23,9 +23,9 @@ from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import Output
 from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
-from attar.deployment.codes import GGUFCodes, quantized_codes
-from attar.deployment.importance import importance_of
-from attar.deployment.kinds import TensorTypes, choose_kinds, refuse_type
+from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
+from attar.deployment.gguf_types import TensorTypes, choose_kinds, refuse_type
+from attar.deployment.imatrix import importance_of
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError

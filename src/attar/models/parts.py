@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,9 @@ class Anatomy:
     tied: bool
     hidden_size: int
     vocab_size: int
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight (N, K) of a Linear, Embedding or Conv1D (stored transposed), a view of the parameter."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T

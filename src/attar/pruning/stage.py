@@ -23,14 +23,13 @@ from attar.errors import ModelError, SettingsError, UsageError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
-from attar.models.parts import Anatomy
+from attar.models.parts import Anatomy, weight_of
 from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
-from attar.pruning.importance import gradient_importance, keep_most_important, units_of
+from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, units_of
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.walks.objectives import masked_token_loss, next_token_loss
-from attar.walks.sweep import weight_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attar.models.device import resolve
-from attar.quantization.autoround import autoround, weight_of
+from attar.models.parts import weight_of
+from attar.quantization.autoround import autoround
 from attar.quantization.gptq import gptq
 from attar.quantization.grids import Grid, Quantized
 from attar.quantization.hessian import Hessian

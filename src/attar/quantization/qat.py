@@ -85,7 +85,7 @@ def learn(
         activations: how inputs are rounded, by module name; static scales are learned.
         rows: int64 (R, S) training rows.
         settings: of the train walk.
-        loss: see attar.walks.train; :func:`attar.walks.objectives.agreement` distils from the original model.
+        loss: see attar.walks.train; distillation from the original model, say.
         train: "weights": weights and scales; "scales": the codes of ``start`` stay, or the nearest ones.
         others: train everything else of the model too (norms, biases, embeddings).
         work: folder of resumable states.

@@ -36,7 +36,7 @@ from attar.quantization.scheme import Plan, Site
 from attar.quantization.sensitivity import shared_groups
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.write import Codes
-from attar.walks.objectives import agreement
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import Behind, SweepResult, sweep
 
@@ -206,7 +206,7 @@ def _trained(
         {name: rule for name, rule in rules.items() if rule is not None},
         rows,
         schedule,
-        loss=agreement(teacher, settings.distill),
+        loss=distillation_loss(soft_loss(teacher), settings.distill),
         train="scales" if settings.train == "scales" else "weights",
         work=work / "train",
         progress=progress,

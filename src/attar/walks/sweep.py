@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from attar.errors import NumericsError
 from attar.models.device import free_memory, resolve, trim_memory
+from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.walks.passes import BlockPasses, arithmetic
 from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
@@ -263,12 +264,6 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]
             found.setdefault(name, {})[short] = opened.get_tensor(key)
         reports = json.loads(opened.metadata()["reports"])
     return found, reports
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The weight (N, K) of a Linear or a Conv1D (which stores it transposed)."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear) else weight.T
 
 
 def put_weight(module: nn.Module, weight: Tensor) -> None:

@@ -33,10 +33,8 @@ from attar.errors import NumericsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
+from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
-"""``loss(model, tokens)``: tokens int64 (B, S) to a scalar, the mean over the predicted tokens."""
 
 
 @dataclass
@@ -79,7 +77,8 @@ def train(
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
             only).
-        loss: see :data:`Loss`; called under autocast where products are in bf16, and so is ``held_out``.
+        loss: see :data:`attar.walks.objectives.Loss`; called under autocast where products are in bf16, as is
+            ``held_out``.
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.

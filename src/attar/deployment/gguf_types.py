@@ -169,7 +169,7 @@ def _budget(
     metadata: Mapping[str, Any],
     progress: Progress,
 ) -> TensorTypes:
-    from attar.deployment.mixture import gguf_mixture
+    from attar.deployment.gguf_mixture import gguf_mixture
 
     found = gguf_mixture(
         source,

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from attar.data.packing import PADDING
-from attar.distillation.learn import kept_loss, soft_loss
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.distillation.signals.cached import CachedTeacher, summary
 from attar.distillation.stage import recover
-from attar.distillation.teacher import CachedTeacher, summary
 from attar.errors import SettingsError
 from attar.walks import train as walk
+from attar.walks.objectives import distillation_loss, soft_loss
 from tests import tiny_models
 
 SMALL = {
@@ -42,8 +43,8 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
         plain, kept = (
             loss(student, tokens)
             for loss in (
-                soft_loss(teacher, 2.0, alpha),
-                kept_loss(keeping(teacher, tmp_path, top=10**6, temperature=2.0), alpha),
+                distillation_loss(soft_loss(teacher, 2.0, OBJECTIVES["kl"]), alpha),
+                distillation_loss(keeping(teacher, tmp_path, top=10**6, temperature=2.0).soft_loss, alpha),
             )
         )
         assert kept.item() == pytest.approx(plain.item(), rel=1e-3)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.deployment.importance import InputImportance
-from attar.deployment.kinds import FLOATS, TensorTypes
+from attar.deployment.gguf_types import FLOATS, TensorTypes
+from attar.deployment.imatrix import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
