@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.distillation.adapters import add_adapters, save_adapter
 from attar.distillation.for_drafting import draft_report
@@ -62,18 +61,11 @@ def distill(
     settings = fit(settings, source, progress)
     model = _causal(source, settings)
     layers, student = make_student(model, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="distill",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (source, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("distill", source, settings), progress)
+        note_texts(output, _records("distill", source, settings), progress)
         rollouts = (
             _rollouts(model, source, settings, output.work, progress) if settings.for_drafting else None
         )
@@ -126,18 +118,11 @@ def recover(
     _check_same_tokens(source, original)
     student, guide = _causal(source, settings), _causal(original, settings)
     student = _trainable(student, guide, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="recover",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (original, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "recover", settings, VERSION, [source], signals=[original], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("recover", source, settings), progress)
+        note_texts(output, _records("recover", source, settings), progress)
         origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
         history = learn(student, origin, source, settings, progress=progress, what="recover")
         if settings.adapter_rank:

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
 from attar.data.batches import numbered_generator
 from attar.data.packing import PADDING
@@ -126,9 +127,7 @@ class CachedTeacher:
         except (OSError, SafetensorError):
             prediction = self._predict(row, int(digest[:8], 16))
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        save_file(prediction, partial)
-        partial.rename(file)
+        atomic.save_tensors(file, prediction)
         return prediction
 
     @property
