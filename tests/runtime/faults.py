@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from attar.runtime import drawing
+from attar.runtime.completion import Completion
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.text import Text
 
 TEXT = ("sample", "logprobs", "detokenize", "stop", "grammar", "row")
 RUNNER = ("run", "move", "fork", "pack")
@@ -167,7 +167,7 @@ class Faults:
         self._named[id(made)] = (made, name)
         return made
 
-    def _wrap_text(self, text: Text, params: SamplingParams, name: str) -> None:
+    def _wrap_text(self, text: Completion, params: SamplingParams, name: str) -> None:
         text.params = params
         parts = [
             (text, "row", "row"),

@@ -14,13 +14,13 @@ import torch
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
 from attar.runtime.engine import Engine
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import REFUSED
-from attar.runtime.kv.manager import Manager
 from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key, sample
-from attar.runtime.sampling.warp import Row
+from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.scheduler import Scheduler
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 
@@ -34,7 +34,7 @@ def letters(ids: Sequence[int], skip_special: bool) -> str:
 
 def engine(runner: FakeRunner | None = None, *, limits: Limits | None = None, **options: object) -> Engine:
     runner = runner or FakeRunner()
-    manager = Manager(runner.capacity, runner.block_size)
+    manager = BlockManager(runner.capacity, runner.block_size)
     scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)
     return Engine(runner, scheduler, ends=(END,), decode=letters, **options)  # type: ignore[arg-type]
 
@@ -62,7 +62,9 @@ def alone(prompt: list[int], params: SamplingParams, sample_index: int = 0) -> l
     tokens: list[int] = []
     assert params.seed is not None and params.max_tokens is not None
     while len(tokens) < params.max_tokens:
-        row = Row(params, History(prompt, tokens), (END,) if len(tokens) < params.min_tokens else ())
+        row = SamplingRow(
+            params, TokenHistory(prompt, tokens), (END,) if len(tokens) < params.min_tokens else ()
+        )
         key = noise_key(params.seed, sample_index, len(prompt) + len(tokens))
         tokens += sample(logits_after(prompt + tokens)[None], [row], [key])
         if tokens[-1] == END and not params.ignore_eos:

@@ -7,7 +7,7 @@ import pytest
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
 from attar.runtime.batch import divide
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request, Sequence, State
 from tests.runtime.model import Runner, drawn, text
@@ -20,7 +20,7 @@ class Engine:
 
     def __init__(self, capacity=64, *, drafts=None, context=None, manager=None, **limits):
         self.runner = Runner(capacity, B)
-        self.manager = manager or Manager(capacity, B)
+        self.manager = manager or BlockManager(capacity, B)
         limits = {"step_tokens": 16, "sequences": 8, **limits}
         self.scheduler = Scheduler(self.manager, Limits(**limits), context=context, memory=self.runner)
         self.texts, self.prompts, self.drafts, self.now = {}, {}, drafts, 0.0
@@ -244,7 +244,7 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
 
 def test_where_nothing_runs_any_more_the_next_one_starts_in_the_same_step():
     """The second is preempted for the first, which has no room all the same: then the second goes on."""
-    engine = Engine(capacity=5, manager=Manager(5, B, most=8), step_tokens=32)
+    engine = Engine(capacity=5, manager=BlockManager(5, B, most=8), step_tokens=32)
     first, second = engine.add(range(5), 30), engine.add([20, 21], 3)
     engine.step()
     first.drafts = [0] * 20
@@ -454,7 +454,7 @@ def test_a_failed_step_begins_again():
 
 
 def test_a_pool_that_is_smaller_than_it_said_ends_the_text_and_not_the_engine():
-    engine = Engine(capacity=4, manager=Manager(4, B, most=8))
+    engine = Engine(capacity=4, manager=BlockManager(4, B, most=8))
     sequence = engine.add(range(5), 30)
     while not engine.scheduler.idle:
         engine.step()

@@ -15,9 +15,9 @@ from attar.data.auto import AUTO, CODE, fitting
 from attar.data.prose import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
-from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.tokenizer import PromptTokenizer
 
 SAMPLES = {
     CODE: "def __init__(self",
@@ -61,7 +61,7 @@ def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
     text = SAMPLES[kind]
     if kind != CHAT:
         return text, encode(subject, text, "the sample's prompt")
-    ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    ids = PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
     return f"{text}\n", ids
 
 

@@ -2,7 +2,7 @@
 
     request → scheduler → step → runner → logits → sampling → scheduler
 
-Bookkeeping (``kv/blocks.py``, ``table.py``, ``radix.py``, ``manager.py``; ``sequence.py``, ``queue.py``,
+Bookkeeping (``kv/blocks.py``, ``table.py``, ``prefix_tree.py``, ``block_manager.py``; ``sequence.py``, ``queue.py``,
 ``scheduler.py``) knows integers only: no torch, no model. A runner sees only a ``Step`` (``step.py``):
 tokens, positions and slots.
 """

@@ -10,8 +10,8 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from attar.errors import AttarError, DataError, SettingsError
-from attar.runtime.kv.compose import Asked, check_together
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.kv.compose import FeatureRequests, check_together
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sequence import Request
 
@@ -54,7 +54,7 @@ class Limits:
             raise SettingsError("patience_s", self.patience_s, "0 or more seconds")
 
 
-def check_params(params: SamplingParams, features: Asked, *, words: bool, grammars: bool) -> None:
+def check_params(params: SamplingParams, features: FeatureRequests, *, words: bool, grammars: bool) -> None:
     """Raises SettingsError where they ask for what the model cannot do.
 
     Args:
@@ -80,7 +80,7 @@ def check_tokens(prompt: Tokens[int], vocabulary: int) -> None:
             )
 
 
-def most_tokens(request: Request, manager: Manager, limits: Limits, context: int | None) -> int:
+def most_tokens(request: Request, manager: BlockManager, limits: Limits, context: int | None) -> int:
     """Tokens, the prompt's included, that each text of a request may have.
 
     Args:
@@ -115,7 +115,7 @@ def refuse_if_busy(request: Request, limits: Limits, waiting: int, waiting_token
         raise BusyError(message, hint="try again later")
 
 
-def _within(request: Request, manager: Manager, context: int | None) -> int:
+def _within(request: Request, manager: BlockManager, context: int | None) -> int:
     """The limit of tokens by ``max_tokens``, context and pool; the last token needs no place in the pool."""
     prompt, pool = len(request.prompt), manager.capacity * manager.block_size
     limit = min(prompt + (request.max_tokens or pool + 1), context or prompt + pool + 1)

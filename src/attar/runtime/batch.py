@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.sequence import Sequence
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 Planned = list[tuple[Sequence, int]]
 """Sequences of a step, each with its tokens, for which places are reserved."""
-Drafting = Callable[[Planned], Planned]
+PlanDrafts = Callable[[Planned], Planned]
 """Gives drafts to sequences of a planned step, in what they leave of it."""
 
 
 @dataclass(frozen=True)
-class Output:
+class StepOutput:
     """A sequence's logits in a step.
 
     Args:
@@ -48,7 +48,7 @@ def divide(running: Iterable[Sequence], budget: int, chunk: int | None = None) -
     return shares
 
 
-def make_step(planned: Iterable[tuple[Sequence, int]], manager: Manager) -> Step:
+def make_step(planned: Iterable[tuple[Sequence, int]], manager: BlockManager) -> StepInput:
     """The step that runs the next so many tokens of each sequence; drafts beyond them are dropped.
 
     Args:
@@ -56,15 +56,15 @@ def make_step(planned: Iterable[tuple[Sequence, int]], manager: Manager) -> Step
         manager: has their tables and the copies that are due.
     """
     tokens: list[int] = []
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     trees: list[tuple[int, ...] | None] = []
     for sequence, count in planned:
         start, stop = sequence.computed, sequence.computed + count
         sequence.cut_drafts(stop - len(sequence.tokens))
         table = manager.table(sequence.id)
         kept = table.length if table.packed else None
-        spans.append(Span(sequence.id, start, stop, table.row, sequence.wants(stop), kept))
+        spans.append(TokenSpan(sequence.id, start, stop, table.row, sequence.wants(stop), kept))
         tokens += sequence.tokens[start:stop] + sequence.drafts
         tree = sequence.parents if sequence.drafts else None
         trees.append(None if tree is None else (-1, *tree))
-    return Step(tokens, tuple(spans), manager.copies(), tuple(trees) if any(trees) else None)
+    return StepInput(tokens, tuple(spans), manager.copies(), tuple(trees) if any(trees) else None)

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from attar.runtime.batch import Output
-from attar.runtime.job import Job
+from attar.runtime.batch import StepOutput
+from attar.runtime.completion import Completion
+from attar.runtime.job import RequestState
 from attar.runtime.results import TokenLogprob
 from attar.runtime.sampling.logprobs import token_logprob
 from attar.runtime.sampling.sample import sample
-from attar.runtime.text import Text
 
 if TYPE_CHECKING:
     from attar.runtime.speculate.speculator import Speculator
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """New tokens of a text, before it has said whether it ends with one of them.
 
     Args:
@@ -54,11 +54,14 @@ class Drawn:
 
 
 def draw_tokens(
-    logits: Tensor, outputs: Sequence[Output], texts: Sequence[Text], speculator: Speculator | None = None
-) -> list[Drawn | Exception]:
+    logits: Tensor,
+    outputs: Sequence[StepOutput],
+    texts: Sequence[Completion],
+    speculator: Speculator | None = None,
+) -> list[SampledTokens | Exception]:
     """Tokens for each output, from all rows of the step (R, V), or what went wrong with it: an error of one
     does not stop the others."""
-    found: dict[int, Drawn | Exception] = {}
+    found: dict[int, SampledTokens | Exception] = {}
     plain = []
     for place, (output, text) in enumerate(zip(outputs, texts, strict=True)):
         if speculator is None or not speculator.has(output):
@@ -71,11 +74,11 @@ def draw_tokens(
     rows = [outputs[place].rows[-1] for place in plain]
     drawn = _drawn(logits, rows, [texts[place] for place in plain])
     for place, row, token in zip(plain, rows, drawn, strict=True):
-        found[place] = token if isinstance(token, Exception) else Drawn((token,), (row,))
+        found[place] = token if isinstance(token, Exception) else SampledTokens((token,), (row,))
     return [found[place] for place in range(len(outputs))]
 
 
-def _drawn(logits: Tensor, rows: Sequence[int], texts: Sequence[Text]) -> list[int | Exception]:
+def _drawn(logits: Tensor, rows: Sequence[int], texts: Sequence[Completion]) -> list[int | Exception]:
     """A token for each of some rows of (R, V); where they cannot be drawn together, each by itself."""
     if not texts:
         return []
@@ -88,7 +91,7 @@ def _drawn(logits: Tensor, rows: Sequence[int], texts: Sequence[Text]) -> list[i
         return [_drawn(logits, [row], [text])[0] for row, text in zip(rows, texts, strict=True)]
 
 
-def score_prompt(job: Job, output: Output, logits: Tensor) -> None:
+def score_prompt(job: RequestState, output: StepOutput, logits: Tensor) -> None:
     """Log-probabilities of the prompt's tokens, where they are asked for; the job keeps them."""
     count = job.params.prompt_logprobs
     if count is None or output.sequence.index:

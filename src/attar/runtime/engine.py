@@ -4,7 +4,7 @@
     step() → events                   schedule → run → commit → draw (or verify) → append or finish
     cancel(id) → events
 
-One thread calls it (``stream.py`` is for several). It knows tokens; text only through ``decode``.
+One thread calls it (``async_engine.py`` is for several). It knows tokens; text only through ``decode``.
 
 An error ends its own request, with all its texts, and no other: its blocks come back, and its last events
 have the reason "error" and the exception. That holds for a step that cannot be run (``retry.py`` finds out
@@ -27,9 +27,10 @@ from torch import Tensor
 from attar.errors import SettingsError
 from attar.runtime import retry
 from attar.runtime.admission import check_params, check_tokens
-from attar.runtime.batch import Output, Planned
-from attar.runtime.drawing import Drawn, draw_tokens, score_prompt
-from attar.runtime.job import Job, make_texts
+from attar.runtime.batch import Planned, StepOutput
+from attar.runtime.completion import Completion
+from attar.runtime.drawing import SampledTokens, draw_tokens, score_prompt
+from attar.runtime.job import RequestState, make_completions
 from attar.runtime.kv.evict import Eviction
 from attar.runtime.packing import pack_due
 from attar.runtime.results import Event, FinishReason
@@ -39,11 +40,10 @@ from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.step import Runner, Step
-from attar.runtime.text import Text
+from attar.runtime.step import Runner, StepInput
 
 T = TypeVar("T")
-Words = Callable[[Sequence[int], bool], str]
+DecodeTokens = Callable[[Sequence[int], bool], str]
 """Tokens to text; the flag says whether special tokens are left out."""
 DEFAULT = SamplingParams()
 CHECK_S = 10.0
@@ -71,7 +71,7 @@ class Engine:
         scheduler: Scheduler,
         *,
         ends: Sequence[int] = (),
-        decode: Words | None = None,
+        decode: DecodeTokens | None = None,
         vocabulary: int | None = None,
         eviction: Eviction | None = None,
         grammars: Grammars | None = None,
@@ -81,7 +81,7 @@ class Engine:
         self.runner, self.scheduler, self.clock, self.speculator = runner, scheduler, clock, speculator
         self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, RequestState] = {}
         self._numbers = map(str, itertools.count())
         self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are rounded
         self._ran, self._last_check = False, -math.inf  # whether anything ran since the last check
@@ -142,11 +142,13 @@ class Engine:
         left = sequence.limit - len(request.prompt)
         decode = self.decode and partial(_decoded, self.decode, params.skip_special_tokens)
         try:
-            texts = make_texts(request, params, ends=self.ends, limit=left, decode=decode, matcher=matcher)
+            texts = make_completions(
+                request, params, ends=self.ends, limit=left, decode=decode, matcher=matcher
+            )
         except BaseException:
             self.scheduler.finish(sequence, "error")
             raise
-        self._jobs[name] = Job(name, request.prompt, params, texts, now)
+        self._jobs[name] = RequestState(name, request.prompt, params, texts, now)
         return name
 
     def step(self) -> list[Event]:
@@ -212,7 +214,7 @@ class Engine:
         """The next number that no request has taken for a name."""
         return next(number for number in self._numbers if number not in self._jobs)
 
-    def _text(self, sequence: Running) -> Text:
+    def _text(self, sequence: Running) -> Completion:
         return self._jobs[sequence.request.id].texts[sequence.index]
 
     def _rested(self, events: list[Event]) -> list[Event]:
@@ -222,7 +224,7 @@ class Engine:
             self._ran = True
         return events
 
-    def _scheduled(self, now: float) -> tuple[Step | None, list[Event]]:
+    def _scheduled(self, now: float) -> tuple[StepInput | None, list[Event]]:
         """The next step, and what ended before it."""
         try:
             step = self.scheduler.schedule(now, None if self.speculator is None else self._drafts)
@@ -255,12 +257,12 @@ class Engine:
             self.speculator.stop(failure)
             return None
 
-    def _started(self, step: Step, now: float) -> None:
+    def _started(self, step: StepInput, now: float) -> None:
         running = {sequence.id: sequence for sequence in self.scheduler.running}
         for span in step.spans:
             self._jobs[running[span.sequence].request.id].start(now, span.start)
 
-    def _drawn(self, outputs: Sequence[Output], logits: Tensor) -> list[Event]:
+    def _drawn(self, outputs: Sequence[StepOutput], logits: Tensor) -> list[Event]:
         """Tokens for every sequence that is due some."""
         events: list[Event] = []
         for output in outputs:
@@ -280,7 +282,9 @@ class Engine:
                 events += self._grown(output.sequence, text, drawn, logits)
         return events
 
-    def _grown(self, sequence: Running, text: Text, drawn: Drawn, logits: Tensor) -> list[Event]:
+    def _grown(
+        self, sequence: Running, text: Completion, drawn: SampledTokens, logits: Tensor
+    ) -> list[Event]:
         """A text has more tokens, and may end with one of them."""
         try:
             event = text.take(drawn.tokens, drawn.logprobs(logits, text.params.logprobs))
@@ -297,7 +301,7 @@ class Engine:
             return [self._stamped(event), *self._fail(sequence, failure)]
         return [self._stamped(event)]
 
-    def _append(self, sequence: Running, drawn: Drawn) -> None:
+    def _append(self, sequence: Running, drawn: SampledTokens) -> None:
         table = self.scheduler.manager.table(sequence.id)
         if moves := drawn.moves(table.length):
             self.runner.move([(table.slot(old), table.slot(new)) for old, new in moves])
@@ -326,7 +330,7 @@ class Engine:
         return event
 
 
-def _decoded(decode: Words, skip: bool, ids: Sequence[int]) -> str:
+def _decoded(decode: DecodeTokens, skip: bool, ids: Sequence[int]) -> str:
     """Text of tokens; a panic of the tokenizer's library, which is no Exception, becomes one."""
     try:
         return decode(ids, skip)

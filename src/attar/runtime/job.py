@@ -6,16 +6,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from attar.runtime.completion import Completion
 from attar.runtime.results import Event, TokenLogprob, Usage
 from attar.runtime.sampling.detokenize import Decode
 from attar.runtime.sampling.grammar import Matcher
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sequence import Request
-from attar.runtime.text import Text
 
 
 @dataclass(eq=False)
-class Job:
+class RequestState:
     """What the engine keeps of a request.
 
     Args:
@@ -35,7 +35,7 @@ class Job:
     id: str
     prompt: Sequence[int]
     params: SamplingParams
-    texts: list[Text]
+    texts: list[Completion]
     arrival: float
     cached: int = 0
     started: float | None = None
@@ -77,7 +77,7 @@ class Job:
         )
 
 
-def make_texts(
+def make_completions(
     request: Request,
     params: SamplingParams,
     *,
@@ -85,11 +85,11 @@ def make_texts(
     limit: int,
     decode: Decode | None,
     matcher: Matcher | None,
-) -> list[Text]:
+) -> list[Completion]:
     """The n texts of a request, each at the beginning of the grammar; the arguments are those of Text."""
     seed = secrets.randbits(64) if params.seed is None else params.seed
     return [
-        Text(
+        Completion(
             request.id,
             index,
             request.prompt,

@@ -11,11 +11,11 @@ from bisect import insort
 from collections.abc import Iterator
 
 from attar.runtime.admission import Limits
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.sequence import Sequence
 
 
-class Queue:
+class WaitingQueue:
     """Sequences without blocks.
 
     Args:
@@ -23,7 +23,7 @@ class Queue:
         limits: ``prefix_first`` and ``patience_s``.
     """
 
-    def __init__(self, manager: Manager, limits: Limits) -> None:
+    def __init__(self, manager: BlockManager, limits: Limits) -> None:
         self._manager, self._limits = manager, limits
         self._sequences: list[Sequence] = []
 

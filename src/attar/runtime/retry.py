@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attar.runtime.step import Runner, Step
+from attar.runtime.step import Runner, StepInput
 
 Failures = dict[int, Exception]
 """What went wrong, by sequence."""
 
 
-def run(runner: Runner, step: Step) -> tuple[Step, Tensor, Failures]:
+def run(runner: Runner, step: StepInput) -> tuple[StepInput, Tensor, Failures]:
     """Run a step.
 
     Returns:
@@ -33,7 +33,7 @@ def run(runner: Runner, step: Step) -> tuple[Step, Tensor, Failures]:
     return _apart(runner, step)
 
 
-def _apart(runner: Runner, step: Step) -> tuple[Step, Tensor, Failures]:
+def _apart(runner: Runner, step: StepInput) -> tuple[StepInput, Tensor, Failures]:
     """Every span by itself. The first that can be run brings the copies, which are made again until then."""
     done: list[int] = []
     logits = [torch.empty(0, runner.vocabulary)]

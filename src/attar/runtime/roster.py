@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from attar.runtime.admission import Limits
-from attar.runtime.kv.manager import Manager
-from attar.runtime.queue import Queue
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.queue import WaitingQueue
 from attar.runtime.sequence import Request, Sequence, State
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,10 @@ class Roster:
         live: all of them by id, in the order they came.
     """
 
-    def __init__(self, manager: Manager, limits: Limits, memory: Memory | None) -> None:
+    def __init__(self, manager: BlockManager, limits: Limits, memory: Memory | None) -> None:
         self.manager, self.memory = manager, memory
         self.running: list[Sequence] = []
-        self.waiting = Queue(manager, limits)
+        self.waiting = WaitingQueue(manager, limits)
         self.live: dict[int, Sequence] = {}
         self._next = 0
 

@@ -21,12 +21,12 @@ from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
 from attar.runtime.admission import Limits, most_tokens, refuse_if_busy
-from attar.runtime.batch import Drafting, Output, Planned, divide, make_step
-from attar.runtime.kv.manager import Manager
+from attar.runtime.batch import PlanDrafts, Planned, StepOutput, divide, make_step
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.table import Packing
 from attar.runtime.roster import Memory, Roster
 from attar.runtime.sequence import Request, Sequence, State
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 
 class Scheduler:
@@ -41,7 +41,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: BlockManager,
         limits: Limits | None = None,
         *,
         context: int | None = None,
@@ -100,7 +100,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def schedule(self, now: float = 0.0, drafting: Drafting | None = None) -> Step | None:
+    def schedule(self, now: float = 0.0, drafting: PlanDrafts | None = None) -> StepInput | None:
         """The next step; None where nothing can run.
 
         Args:
@@ -125,11 +125,11 @@ class Scheduler:
             planned = drafting(planned)
         return make_step(planned, self.manager) if planned else None
 
-    def commit(self, step: Step) -> list[Output]:
+    def commit(self, step: StepInput) -> list[StepOutput]:
         """Notes that a step was run: full blocks are published, finished prompts fork into their n texts. A
         request whose memory fails is among ``ended`` and has no output.
         """
-        outputs: list[Output] = []
+        outputs: list[StepOutput] = []
         row = 0
         for span in step.spans:
             rows, row = range(row, row + span.wants), row + span.wants
@@ -170,7 +170,7 @@ class Scheduler:
             self._preempt(self.running[-1])
         return packing
 
-    def abandon(self, step: Step) -> None:
+    def abandon(self, step: StepInput) -> None:
         """A step failed: what it would have written is not there, so its sequences begin again."""
         for span in step.spans:
             if span.sequence in self._live:
@@ -260,15 +260,15 @@ class Scheduler:
         self._roster.start(sequence, found)
         return share
 
-    def _computed(self, sequence: Sequence, span: Span, rows: range) -> list[Output]:
+    def _computed(self, sequence: Sequence, span: TokenSpan, rows: range) -> list[StepOutput]:
         self.manager.commit(sequence.id, span.count, sequence.tokens)
         sequence.computed = span.stop
         if sequence.request.prompt_logits:
             sequence.scored = max(sequence.scored, min(span.stop, sequence.prompt))
         draws = 1 + len(sequence.drafts) if span.stop >= len(sequence.tokens) else 0
-        outputs = [Output(sequence, rows, span.stop - span.wants, draws)] if rows else []
+        outputs = [StepOutput(sequence, rows, span.stop - span.wants, draws)] if rows else []
         if sequence.width > 1 and sequence.computed >= sequence.prompt:
-            outputs += [Output(child, rows[-1:], span.stop - 1, 1) for child in self._texts(sequence)]
+            outputs += [StepOutput(child, rows[-1:], span.stop - 1, 1) for child in self._texts(sequence)]
         return outputs
 
     def _texts(self, sequence: Sequence) -> list[Sequence]:

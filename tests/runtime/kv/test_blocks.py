@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from attar.runtime.kv.blocks import Blocks
+from attar.runtime.kv.blocks import BlockAllocator
 
 
 def test_a_block_is_free_when_its_last_holder_releases_it():
-    blocks = Blocks(2)
+    blocks = BlockAllocator(2)
     block = blocks.take()
     blocks.hold(block)
     assert not blocks.writable(block)
@@ -19,7 +19,7 @@ def test_a_block_is_free_when_its_last_holder_releases_it():
 
 
 def test_misuse_is_an_error_and_not_a_slow_death():
-    blocks = Blocks(1)
+    blocks = BlockAllocator(1)
     block = blocks.take()
     blocks.release(block)
     with pytest.raises(AssertionError, match=f"block {block} is released twice"):
@@ -27,11 +27,11 @@ def test_misuse_is_an_error_and_not_a_slow_death():
     with pytest.raises(AssertionError, match="is free and cannot be shared"):
         blocks.hold(block)
     with pytest.raises(AssertionError, match="at least one block"):
-        Blocks(0)
+        BlockAllocator(0)
 
 
 def test_random_operations_agree_with_a_dictionary():
-    draw, blocks, held = random.Random(0), Blocks(13), {}
+    draw, blocks, held = random.Random(0), BlockAllocator(13), {}
     for _ in range(20_000):
         choice = draw.random()
         if choice < 0.4 and blocks.free:
@@ -54,7 +54,7 @@ def test_random_operations_agree_with_a_dictionary():
 
 
 def test_check_names_a_lost_block():
-    blocks = Blocks(3)
+    blocks = BlockAllocator(3)
     blocks._counts[1] = 1
     with pytest.raises(AssertionError, match=r"\[0, 2\] are not the free ones \[0, 1, 2\]"):
         blocks.check()

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from attar.runtime import stream
+from attar.runtime import async_engine as stream
 from attar.runtime.engine import Engine
 from attar.runtime.server import bodies, chat, completions, flow, journal, lanes, limits, metrics, service
 from attar.runtime.server.adapter import EngineBackend

@@ -10,7 +10,7 @@ Source: vLLM 0.6.1 (``core/block``). Differs: the prefix tree is a holder like a
 from __future__ import annotations
 
 
-class Blocks:
+class BlockAllocator:
     """Counts of ``capacity`` blocks, numbered from 0.
 
     Args:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attar.runtime.kv.blocks import Blocks
-from attar.runtime.kv.radix import PrefixTree
+from attar.runtime.kv.blocks import BlockAllocator
+from attar.runtime.kv.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
-class Counts:
+class PrefixCacheStats:
     """What happened since the start, in tokens."""
 
     asked: int  # of sequences that were admitted
@@ -36,7 +36,7 @@ class Stock:
     """
 
     def __init__(self, capacity: int, block_size: int) -> None:
-        self.blocks = Blocks(capacity)
+        self.blocks = BlockAllocator(capacity)
         self.tree = PrefixTree(self.blocks, block_size)
         self.cached = self.evicted = 0
 

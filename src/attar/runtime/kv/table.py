@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from attar.runtime.step import HOLE
+from attar.runtime.step import FREED
 
 
 def blocks_for(places: int, block_size: int) -> int:
@@ -44,7 +44,7 @@ class Packing:
 
 
 @dataclass
-class Table:
+class BlockTable:
     """One sequence's blocks.
 
     Args:
@@ -101,12 +101,12 @@ class Table:
 
     def held(self) -> Iterator[int]:
         """The blocks, last first: so the end of a chain becomes idle before its beginning."""
-        return (block for block in reversed(self.blocks) if block != HOLE)
+        return (block for block in reversed(self.blocks) if block != FREED)
 
-    def copy(self) -> Table:
+    def copy(self) -> BlockTable:
         """The same places of the same blocks, without what is only reserved."""
         used = self.blocks[: blocks_for(self.length, self.block_size)]
-        return Table(
+        return BlockTable(
             self.block_size,
             used,
             self.length,
@@ -121,7 +121,7 @@ class Table:
         """Keeps places [0, length); the blocks behind, last first, are the caller's to release."""
         assert 0 <= length <= self.length, f"places [0, {self.length}) cannot be cut to {length}"
         keep = blocks_for(length, self.block_size)
-        behind = [block for block in reversed(self.blocks[keep:]) if block != HOLE]
+        behind = [block for block in reversed(self.blocks[keep:]) if block != FREED]
         del self.blocks[keep:]
         self._row = None
         self.length = length
@@ -136,10 +136,10 @@ class Table:
         """
         stop = min(stop, self.length)
         first, last = max(blocks_for(start, self.block_size), self.punched), stop // self.block_size
-        found = [index for index in range(first, last) if self.blocks[index] != HOLE]
+        found = [index for index in range(first, last) if self.blocks[index] != FREED]
         given = [self.blocks[index] for index in reversed(found)]
         for index in found:
-            self.put(index, HOLE)
+            self.put(index, FREED)
         self.punched = max(self.punched, last)
         return given
 
@@ -152,4 +152,6 @@ class Table:
         held = list(self.held())
         assert len(set(held)) == len(held), f"a table holds a block twice: {self.blocks}"
         assert self._row in (None, tuple(self.blocks)), "the row that steps take is out of date"
-        assert self.tail is None or self.blocks[self.tail] != HOLE, "the block that is written next is a hole"
+        assert self.tail is None or self.blocks[self.tail] != FREED, (
+            "the block that is written next is a hole"
+        )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
+from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.server.backend import Stats
-from attar.runtime.stream import Streams
 
 
 class EngineBackend:
@@ -17,7 +17,7 @@ class EngineBackend:
         streams: the engine; closed by ``close``.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: AsyncEngine) -> None:
         self._streams, self._open = streams, True
 
     @property

@@ -7,7 +7,7 @@
 | ``SnapKV`` | for each layer and head what the prompt's end looks at, and all that follows | packed once |
 | ``Reread`` | what a second reading of the prompt looks at, and all that follows | once, heads together |
 
-The choice is pure NumPy. Who packs: the engine asks ``due`` after a step, ``kv/manager.py`` gives the blocks,
+The choice is pure NumPy. Who packs: the engine asks ``due`` after a step, ``kv/block_manager.py`` gives the blocks,
 the runner moves the rows. What each method allows beside it is said in ``kv/compose.py``.
 """
 

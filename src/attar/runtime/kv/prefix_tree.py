@@ -22,8 +22,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from attar.runtime.kv.blocks import Blocks
-from attar.runtime.step import HOLE
+from attar.runtime.kv.blocks import BlockAllocator
+from attar.runtime.step import FREED
 
 Edge = tuple[int, ...]
 ROOT = -2  # the block of a root: none
@@ -49,7 +49,7 @@ class PrefixTree:
         block_size: B.
     """
 
-    def __init__(self, blocks: Blocks, block_size: int) -> None:
+    def __init__(self, blocks: BlockAllocator, block_size: int) -> None:
         self.block_size = block_size
         self._blocks = blocks
         self._roots: dict[str, Node] = {}
@@ -172,7 +172,7 @@ class PrefixTree:
         return self._roots[salt]
 
     def _hang(self, parent: Node, edge: Edge, block: int) -> Node:
-        assert block != HOLE, "a block that was given back cannot be published"
+        assert block != FREED, "a block that was given back cannot be published"
         assert block not in self._nodes, f"block {block} is in the tree with other tokens"
         node = Node(block, edge, parent, parent.salt)
         parent.children[edge] = self._nodes[block] = node

@@ -16,13 +16,13 @@ from attar.runtime.results import Event, FinishReason, TokenLogprob
 from attar.runtime.sampling.detokenize import Decode, Detokenizer
 from attar.runtime.sampling.grammar import Matcher
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key
 from attar.runtime.sampling.stop import StopFinder
-from attar.runtime.sampling.warp import Row
+from attar.runtime.sampling.warp import SamplingRow
 
 
-class Text:
+class Completion:
     """A sample of a request.
 
     Args:
@@ -56,18 +56,18 @@ class Text:
         self.count = 0  # tokens generated
         self.finished = False
         self._start = len(prompt)
-        self._history = History(prompt) if params.penalises else None
+        self._history = TokenHistory(prompt) if params.penalises else None
         self._words = Detokenizer(decode, prompt) if decode else None
         self._stops = StopFinder(params.stop)
         self._matcher = matcher
 
-    def row(self, drafted: Sequence[int] = ()) -> Row:
+    def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """What decides the next token, or the one after tokens that are only drafted."""
         history = self._history.after(drafted) if self._history and drafted else self._history
         early = self.count + len(drafted) < self.params.min_tokens
         matcher = self._matcher.after(drafted) if self._matcher and drafted else self._matcher
         allowed = None if matcher is None else matcher.allowed(self.ends)
-        return Row(self.params, history, self.ends if early else (), allowed)
+        return SamplingRow(self.params, history, self.ends if early else (), allowed)
 
     def key(self, ahead: int = 0) -> int:
         """The noise of the next token, or of the one so many places later."""

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from attar.runtime.kv.stock import Counts, Stock
-from attar.runtime.kv.table import Packing, Table, blocks_for
-from attar.runtime.step import HOLE
+from attar.runtime.kv.stock import PrefixCacheStats, Stock
+from attar.runtime.kv.table import BlockTable, Packing, blocks_for
+from attar.runtime.step import FREED
 
 
-class Manager:
+class BlockManager:
     """Memory of all sequences, which are known by their ids.
 
     Args:
@@ -51,7 +51,7 @@ class Manager:
         self._stock = Stock(capacity, block_size)
         self._tree = self._stock.tree
         self._asked = self._hit = 0
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[int, BlockTable] = {}
         self._copies: dict[int, int] = {}  # to -> from, in the order they were asked for
 
     @property
@@ -70,9 +70,9 @@ class Manager:
         return self._stock.cached
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> PrefixCacheStats:
         """What happened since the start."""
-        return Counts(self._asked, self._hit, self._stock.evicted * self.block_size)
+        return PrefixCacheStats(self._asked, self._hit, self._stock.evicted * self.block_size)
 
     @property
     def usage(self) -> float:
@@ -106,7 +106,7 @@ class Manager:
         assert sequence not in self._tables, f"sequence {sequence} has a table"
         found = self._tree.match(tokens[: len(tokens) - 1], salt) if self.reuse and reuse else []
         length = len(found) * self.block_size
-        self._tables[sequence] = Table(self.block_size, found, length, salt, published=len(found))
+        self._tables[sequence] = BlockTable(self.block_size, found, length, salt, published=len(found))
         self._stock.hold(found)
         needed = blocks_for(min(len(tokens), self.most or len(tokens)), self.block_size) - len(found)
         if needed + spare > self.free + self.cached:
@@ -174,11 +174,11 @@ class Manager:
         assert 0 < kept <= table.length, f"{kept} of {table.length} places cannot be kept"
         old, length = table.row, table.length
         count = blocks_for(kept, self.block_size)
-        closed = [i for i in range(count) if old[i] == HOLE or not self._stock.blocks.writable(old[i])]
+        closed = [i for i in range(count) if old[i] == FREED or not self._stock.blocks.writable(old[i])]
         new = self._stock.take(len(closed))
         if new is None:
             return None
-        replaced = [old[index] for index in reversed(closed) if old[index] != HOLE]
+        replaced = [old[index] for index in reversed(closed) if old[index] != FREED]
         for index, block in zip(closed, new, strict=True):
             table.put(index, block)
         table.sealed = table.packed = True
@@ -195,7 +195,7 @@ class Manager:
         """Ids with a table, in the order they came."""
         return list(self._tables)
 
-    def table(self, sequence: int) -> Table:
+    def table(self, sequence: int) -> BlockTable:
         """The table of a sequence: to look at."""
         return self._tables[sequence]
 
@@ -219,7 +219,7 @@ class Manager:
         for table in self._tables.values():
             table.check()
 
-    def _publish(self, table: Table, tokens: Sequence[int]) -> None:
+    def _publish(self, table: BlockTable, tokens: Sequence[int]) -> None:
         """Publishes blocks [published, full); where the tree has the same tokens, its blocks are used."""
         full = min(table.length, len(tokens)) // self.block_size
         if full <= table.published:

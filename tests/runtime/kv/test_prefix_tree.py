@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from attar.runtime.kv.blocks import Blocks
-from attar.runtime.kv.radix import PrefixTree
+from attar.runtime.kv.blocks import BlockAllocator
+from attar.runtime.kv.prefix_tree import PrefixTree
 
 B = 2
 
@@ -22,7 +22,7 @@ def published(tree, blocks, tokens, salt=""):
 
 @pytest.fixture
 def blocks():
-    return Blocks(16)
+    return BlockAllocator(16)
 
 
 @pytest.fixture
