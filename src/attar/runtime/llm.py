@@ -3,7 +3,7 @@
     llm = LLM("attar:tiny")
     llm.generate(["def ", "class "], SamplingParams(temperature=0.7, n=2))  → one Result per prompt
     for event in llm.stream("def "): ...                                      → pieces as they come
-    async with llm.streams() as streams: ...                                  → many at a time (async_engine.py)
+    async with llm.streams() as streams: ...                                  → many at a time, for asyncio
 
 One thread uses it.
 """

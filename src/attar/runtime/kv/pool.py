@@ -1,7 +1,6 @@
 """The tensors of the KV cache: blocks of slots for every layer, in one of the formats of ``kv/store``.
 
-Who owns a block is the business of ``kv/block_manager.py``; the pool only writes where it is told, reads what block
-tables name, and knows its bytes.
+``kv/block_manager.py`` decides which sequence owns a block; the pool writes to slots and reads block tables.
 
     pool.begin(step)                               copy-on-write, before anything is run
     pool.write(layer, slots, k, v)                 of the step's tokens
