@@ -29,12 +29,12 @@ from torch import Tensor
 
 from attar.data.sources import documents
 from attar.runtime.admission import Limits
+from attar.runtime.execution import pack_due
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.layout import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.llm import LLM
-from attar.runtime.packing import pack_due
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler

@@ -5,12 +5,13 @@ import random
 import pytest
 
 from attar.runtime.admission import BusyError, Limits
+from attar.runtime.execution import pack_due
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, SnapKV
-from attar.runtime.packing import pack_due
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request, State
 from attar.runtime.step import FREED
+from tests.runtime.model import preempt_all
 
 B, CAPACITY, CHUNK = 4, 22, 7
 
@@ -119,7 +120,7 @@ class World:
         if step is not None:
             choice = self.draw.random()
             if choice < 0.02:
-                self.scheduler.abandon(step)
+                preempt_all(self.scheduler, step)
             else:
                 self.run(step, fails=choice < 0.05)
 
@@ -201,7 +202,7 @@ def lived(kind, turns, seed):
     least = turns // 400
     assert min(world.finished, world.forks, world.scheduler.preemptions) > least, "the world was too quiet"
     assert world.eviction is None or world.packed > least
-    assert not world.manager.reuse or world.manager.counts.hit > turns // 4
+    assert not world.manager.reuse or world.manager.stats.hit > turns // 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

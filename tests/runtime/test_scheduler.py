@@ -6,11 +6,10 @@ import pytest
 
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
-from attar.runtime.batch import divide
 from attar.runtime.kv.block_manager import BlockManager
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.scheduler import Scheduler, divide
 from attar.runtime.sequence import Request, Sequence, State
-from tests.runtime.model import Runner, drawn, text
+from tests.runtime.model import Runner, drawn, preempt_all, text
 
 B = 4
 
@@ -238,7 +237,7 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
     assert (first.drafts, first.parents) == ([7, 8], [0, 0])
     assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
     assert step.parents == ((-1, 0, 0), (-1, 0, 0, 0, 0))
-    engine.scheduler.abandon(step)
+    preempt_all(engine.scheduler, step)
     engine.finish()
 
 
@@ -251,7 +250,7 @@ def test_where_nothing_runs_any_more_the_next_one_starts_in_the_same_step():
     step = engine.scheduler.schedule()
     assert (first.reason, engine.scheduler.preemptions) == ("capacity", 1)
     assert [span.sequence for span in step.spans] == [second.id]
-    engine.scheduler.abandon(step)
+    preempt_all(engine.scheduler, step)
     engine.finish()
 
 
@@ -445,7 +444,7 @@ def test_a_failed_step_begins_again():
     engine.step()
     for _ in range(2):
         step = engine.scheduler.schedule()
-        engine.scheduler.abandon(step)
+        preempt_all(engine.scheduler, step)
         engine.runner.states = [None] * len(engine.runner.states)
         engine.manager.clear()
         engine.scheduler.check()
@@ -478,7 +477,7 @@ def test_check_finds_a_sequence_that_lost_its_place():
     sequence = engine.add(range(6))
     engine.step()
     sequence.computed -= 1
-    with pytest.raises(AssertionError, match="table of 0: 6 places"):
+    with pytest.raises(AssertionError, match="table of 0: 6 entries"):
         engine.scheduler.check()
 
 
@@ -508,7 +507,7 @@ def test_texts_stay_right_whatever_happens(capacity, prefix_first):
         elif choice < 0.35 and engine.prompts:
             engine.scheduler.cancel(draw.choice(list(engine.prompts)))
         elif choice < 0.36 and (step := engine.scheduler.schedule(engine.now)):
-            engine.scheduler.abandon(step)
+            preempt_all(engine.scheduler, step)
         else:
             engine.step()
     engine.finish()

@@ -144,7 +144,7 @@ class AsyncEngine:
             if self.engine.grammars is not None:
                 self.engine.grammars.prepare()
             while self._open:
-                pause = self.engine.rest()
+                pause = self.engine.check_idle()
                 self._obey(wait=self.engine.idle, seconds=pause)
                 self._deliver(self.engine.step())
             self._obey(wait=False)

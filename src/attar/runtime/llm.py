@@ -272,4 +272,4 @@ class LLM:
         for name in names:
             self.engine.cancel(name)
             del self._inbox[name]
-        self.engine.rest()
+        self.engine.check_idle()

@@ -51,7 +51,7 @@ def test_released_blocks_stay_cached_until_they_are_needed():
     assert manager.reserve(1, 12)
     assert (manager.free, manager.cached, manager.usage) == (0, 1, 0.75)
     assert manager.matched(tokens) == 4  # the end of the chain went first
-    assert manager.counts.evicted == 4
+    assert manager.stats.evicted == 4
     manager.check()
 
 
@@ -300,4 +300,4 @@ def test_nothing_is_lost_or_mixed_up_in_many_operations(turns, options):
     assert world.manager.free == 24
     world.manager.check()
     if not options:
-        assert world.manager.counts.hit > 1000 and world.manager.counts.evicted > 1000
+        assert world.manager.stats.hit > 1000 and world.manager.stats.evicted > 1000

@@ -10,9 +10,9 @@ from transformers import AttentionInterface
 
 from attar.errors import ModelError, SettingsError
 from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.compose import reason
 from attar.runtime.kv.evict import H2O, Reread, SnapKV, Streaming
-from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import AttentionOptions, attention
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary

@@ -124,7 +124,7 @@ def test_prefix_hits() -> None:
     longer = [(whole[:45], replace(GREEDY, max_tokens=10)), *requests]
     made.proposer.texts = truths(longer)  # type: ignore[attr-defined]
     same(running, longer)
-    assert running.scheduler.manager.counts.hit >= 40  # generated blocks, too
+    assert running.scheduler.manager.stats.hit >= 40  # generated blocks, too
 
 
 def test_prompts_are_not_starved() -> None:

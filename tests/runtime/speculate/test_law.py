@@ -173,7 +173,8 @@ def test_a_verifier_without_a_residual_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_coins_that_are_shared_by_all_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text is right by itself then, but they are not independent."""
-    from attar.runtime import job
 
-    monkeypatch.setattr(job.secrets, "randbits", lambda bits: 7)
+    from attar.runtime import completion
+
+    monkeypatch.setattr(completion.secrets, "randbits", lambda bits: 7)
     assert not fits(texts(drafting("draft"), WARPED, FEW), law("warped"))

@@ -70,7 +70,7 @@ def plain(mine: Completion, count: int) -> list[int]:
     tokens: list[int] = []
     for _ in range(count):
         tokens += sample(language(tuple(tokens))[None], [mine.row()], [mine.key()])
-        mine.take(tokens[-1:])
+        mine.append(tokens[-1:])
     return tokens
 
 
@@ -94,7 +94,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         draft = Draft.trie(guesses)
         target = Logits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
-        said += tuple(mine.take(found).token_ids)
+        said += tuple(mine.append(found).token_ids)
         passes += 1
     assert list(said[:40]) == wanted and passes < 20
 
@@ -116,7 +116,7 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
 
 def test_logits_are_warped_as_the_path_to_them_asks() -> None:
     mine = text(temperature=0.9, top_k=5, frequency_penalty=1.5, repetition_penalty=1.3)
-    mine.take([7])
+    mine.append([7])
     draft = Draft((7, 8, 7, 9), (0, 0, 1, 3))
     target = Logits(passed(draft), mine, draft)
     for node, path in enumerate([(), (7,), (8,), (7, 7), (7, 7, 9)]):

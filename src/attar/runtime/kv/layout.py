@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import ModelError, SettingsError, nearest
-from attar.runtime.kv.table import blocks_for
+from attar.runtime.kv.blocks import blocks_for
 
 GROUP = 32  # tokens of a group of keys, channels of a group of values (KIVI)
 

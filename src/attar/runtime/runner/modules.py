@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from attar.kernels.structures import library
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.compose import FeatureRequests, check_together, evicting, store_feature
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store import PoolGeometry
-from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.probe import ModelShape, probe

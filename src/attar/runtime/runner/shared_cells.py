@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.pool import KVPool
 from attar.runtime.kv.store.geometry import Cells, PlaneStore
-from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import AttentionObserver, AttentionOptions, AttentionPass, attention
 from attar.runtime.runner.view import SpanView
 from attar.runtime.step import StepInput

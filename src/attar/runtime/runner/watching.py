@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.evict import H2O, Reread, SnapKV
 from attar.runtime.kv.evict.h2o import EntryIndices, Scores
 from attar.runtime.kv.evict.reread import PIECE as REREAD
-from attar.runtime.kv.table import Packing
 from attar.runtime.runner.attention import AttentionOptions, weights
 from attar.runtime.runner.rotary import Rotary
 from attar.runtime.step import TokenSpan

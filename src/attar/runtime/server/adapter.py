@@ -64,8 +64,8 @@ class EngineBackend:
             free=max(scheduler.limits.sequences - len(scheduler.running), 0),
             cache_usage=1 - (free + cached) / manager.capacity,
             blocks={"free": free, "cached": cached, "used": manager.capacity - free - cached},
-            prefix_queries=manager.counts.asked,
-            prefix_hits=manager.counts.hit,
+            prefix_queries=manager.stats.asked,
+            prefix_hits=manager.stats.hit,
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),
         )

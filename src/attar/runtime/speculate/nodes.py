@@ -33,4 +33,4 @@ class Nodes(Logits):
         return super().p(node)
 
     def _over(self, node: int) -> bool:
-        return self.text.over(self.draft.text(self.draft.path(node)))
+        return self.text.ends_within(self.draft.text(self.draft.path(node)))

@@ -27,10 +27,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attar.runtime.batch import Planned, StepOutput
 from attar.runtime.completion import Completion
-from attar.runtime.drawing import SampledTokens
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.sampling.sampled_tokens import SampledTokens
+from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.counts import Counts
