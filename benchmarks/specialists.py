@@ -106,14 +106,7 @@ def specialist(part: str, out: Path, steps: int, progress: Progress) -> Checkpoi
     rows = rows_of(part, "train", tokenizer)
     shown = rows_of(part, "calibration", tokenizer, HELD_OUT_ROWS)
     written = {**asdict(settings), "part": part, "data": " ".join(PARTS[part])}
-    with produce(
-        out,
-        stage="specialist",
-        version=VERSION,
-        settings=written,
-        seed=settings.seed,
-        parents=[(base, "weights")],
-    ) as output:
+    with produce(out, "specialist", written, VERSION, [base]) as output:
         output.command = "python benchmarks/specialists.py --train"
         model = load_model(base, dtype=torch.float32)
         history = train(

@@ -52,7 +52,7 @@ BITS: dict[str, int] = {
 """Bits of one element, by the format's dtype name."""
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """One tensor of a safetensors file; ``begin`` and ``end`` are positions in the file, in bytes."""
 
     name: str
@@ -67,7 +67,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     return (math.prod(shape) * BITS[dtype] + 7) // 8
 
 
-def read_header(path: Path) -> list[Entry]:
+def read_header(path: Path) -> list[HeaderEntry]:
     """The tensors of a safetensors file in the order of their bytes. Reads the header and nothing else.
 
     Raises:
@@ -91,7 +91,7 @@ def read_header(path: Path) -> list[Entry]:
     return entries
 
 
-def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
+def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[HeaderEntry]]:
     """Header bytes of a file that holds these (name, dtype, shape) in this order, and where each tensor goes.
 
     The header is padded with spaces to a multiple of 8 bytes, so that tensors sorted by element size are
@@ -102,7 +102,7 @@ def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     for name, dtype, shape in entries:
         end = position + tensor_bytes(dtype, shape)
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        places.append(Entry(name, dtype, tuple(shape), position, end))
+        places.append(HeaderEntry(name, dtype, tuple(shape), position, end))
         position = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -148,7 +148,7 @@ def _fields(path: Path, raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _entry(path: Path, name: str, field: Any, start: int) -> Entry:
+def _entry(path: Path, name: str, field: Any, start: int) -> HeaderEntry:
     """One checked header entry, with offsets counted from the beginning of the file."""
     try:
         dtype, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
@@ -164,7 +164,7 @@ def _entry(path: Path, name: str, field: Any, start: int) -> Entry:
         raise _damaged(
             path, f"tensor {name!r} ({dtype} {shape}) has {end - begin} bytes, expected {expected}"
         )
-    return Entry(name, dtype, tuple(shape), begin + start, end + start)
+    return HeaderEntry(name, dtype, tuple(shape), begin + start, end + start)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -25,7 +25,7 @@ UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class LicenceSource:
     """One licence that applies, and through which ancestor.
 
     Attributes:
@@ -71,7 +71,7 @@ class Duties:
     duties: tuple[str, ...] = ()
     display: tuple[str, ...] = ()
     name_prefix: str | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[LicenceSource, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON content."""
@@ -86,7 +86,7 @@ def duties(lineage: Sequence[Parent]) -> Duties:
     """
     roots = list(_roots(lineage, "weights"))
     family = [known for role, root in roots if role == "weights" for known in licence_ids(root)]
-    sources: list[Source] = []
+    sources: list[LicenceSource] = []
     words: list[str] = []
     display: list[str] = []
     prefixes: list[str] = []
@@ -173,11 +173,13 @@ def _effect(entry: dict[str, Any], role: str, family: list[str]) -> tuple[str, l
     ]
 
 
-def _source(known: str, entry: dict[str, Any], role: str, model: str, status: str) -> Source:
+def _source(known: str, entry: dict[str, Any], role: str, model: str, status: str) -> LicenceSource:
     texts = {key: str(entry.get(key, "")) for key in ("clause", "says", "released", "source", "confidence")}
     checked = str(data()["checked_on"]) if entry else ""
     title = entry.get("title", "licence unknown")
-    return Source(id=known, title=title, role=role, model=model, status=status, checked_on=checked, **texts)
+    return LicenceSource(
+        id=known, title=title, role=role, model=model, status=status, checked_on=checked, **texts
+    )
 
 
 def _texts(entry: dict[str, Any] | None, key: str, role: str) -> list[str]:

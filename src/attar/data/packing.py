@@ -37,7 +37,7 @@ CHUNK = 256  # documents tokenized in one call, at most: enough to keep every co
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedRows:
     """Rows of a split.
 
     Attributes:
@@ -182,7 +182,7 @@ def pack_split(
     seed: int,
     packing: str = "stream",
     bos: str = "auto",
-) -> Packed:
+) -> PackedRows:
     """:func:`pack`, and whether the rows are the split's own.
 
     A source of few documents whose split holds less than one row gives rows of its whole text, and says so.
@@ -195,7 +195,7 @@ def pack_split(
         text = read_split(data, split, seed, whole=whole)
         packed = cut(tokenize(text.documents, tokenizer), length, end, rows, front)
         if len(packed):
-            return Packed(packed, text.shared)
+            return PackedRows(packed, text.shared)
     raise DataError(
         f"{data}: the {split} split holds less than one row of {length} tokens",
         hint="give more text, or a smaller --sequence-length",
@@ -235,7 +235,7 @@ def evaluation_batches(
 
 def evaluation_rows(
     tokenizer: Any, data: str, *, tokens: int, sequence_length: int, seed: int, bos: str = "auto"
-) -> Packed:
+) -> PackedRows:
     """Rows of the evaluation split, about ``tokens`` tokens in all, and whether they are held out."""
     count = max(tokens // sequence_length, 1)
     return pack_split(tokenizer, data, "evaluation", length=sequence_length, rows=count, seed=seed, bos=bos)

@@ -40,7 +40,7 @@ SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
 WHOLE = "whole:"
 
 
-class Conversation(list[dict[str, Any]]):
+class MessageList(list[dict[str, Any]]):
     """The messages of a conversation that know where they were read.
 
     Args:
@@ -202,7 +202,7 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
             yield value
     elif value:
         _check_messages(f"{where}: {wanted}", value)
-        yield Conversation(value, where)
+        yield MessageList(value, where)
 
 
 def _check_unicode(where: str, value: Any) -> None:

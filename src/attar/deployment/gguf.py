@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.checkpoint.lineage import duties_of
-from attar.checkpoint.output import Output
+from attar.checkpoint.output import StageOutput
 from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
 from attar.deployment.codes import Codes, quantized_codes
@@ -76,7 +76,7 @@ def dense_view(source: Checkpoint) -> Any:
     return Decoded(source) if method(source) else source
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the file (or its parts) into the output folder; what was checked, in words."""
     view = dense_view(source)
     placed = placements(view.config, view.tensors)

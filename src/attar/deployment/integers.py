@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
@@ -165,7 +165,7 @@ class Integers:
         """Look at every Linear's codes once."""
         model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
         slots = {
-            info.name: Slot(*found)
+            info.name: TensorSpec(*found)
             for info in self.source.tensors.values()
             if (found := self.read.slot(info))
         }
@@ -262,7 +262,7 @@ class Integers:
 class _Names:
     """What :func:`stored_names` wants to know of a checkpoint: names and shapes of its dense tensors."""
 
-    def __init__(self, tensors: Mapping[str, Slot]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors
 
 

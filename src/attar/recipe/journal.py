@@ -9,7 +9,7 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.recipe.machine import machine
-from attar.recipe.plan import Plan, Step
+from attar.recipe.plan import RecipePlan, RecipeStep
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.runfolder import RUN, own_folders
 from attar.recipe.schema import ORIGINAL
@@ -17,7 +17,7 @@ from attar.recipe.settings import plain, title
 
 
 def write_run(
-    plan: Plan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
+    plan: RecipePlan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
 ) -> dict[str, Any]:
     """Write ``run.json``, whole; ``folders`` are those that the run may replace or remove.
 
@@ -46,7 +46,7 @@ def write_run(
     return written
 
 
-def original_entry(plan: Plan) -> dict[str, Any]:
+def original_entry(plan: RecipePlan) -> dict[str, Any]:
     """The row of the model that the recipe starts from."""
     receipt = read_receipt(plan.out, ORIGINAL_RECEIPT)
     return _entry(
@@ -57,7 +57,7 @@ def original_entry(plan: Plan) -> dict[str, Any]:
     }
 
 
-def stage_entry(plan: Plan, step: Step) -> dict[str, Any]:
+def stage_entry(plan: RecipePlan, step: RecipeStep) -> dict[str, Any]:
     """The row of a finished stage."""
     entry = step.entry
     receipt = read_receipt(plan.out, entry.folder)

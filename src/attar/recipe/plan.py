@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attar.checkpoint.atomic import beside
+from attar.checkpoint.atomic import hidden
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
 from attar.checkpoint.jsonfile import read_json
@@ -35,7 +35,7 @@ DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
 
 
 @dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """One stage of a plan.
 
     Args:
@@ -65,7 +65,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecipePlan:
     """All steps of a run.
 
     Args:
@@ -81,7 +81,7 @@ class Plan:
     original_key: str
     original_evaluation_key: str
     original_seconds: float
-    steps: tuple[Step, ...]
+    steps: tuple[RecipeStep, ...]
 
     @property
     def seconds(self) -> float:
@@ -95,7 +95,7 @@ class Plan:
         return next(step.folder for step in self.steps if step.entry.name == name)
 
 
-def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> Plan:
+def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> RecipePlan:
     """Decide what is to be done.
 
     Args:
@@ -109,7 +109,7 @@ def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = 
     """
     recipe = fitted(recipe, original)
     receipts = {} if fresh else _receipts(recipe, out)
-    return _Planner(recipe, out, original, receipts, fresh).plan()
+    return _RecipePlanner(recipe, out, original, receipts, fresh).plan()
 
 
 def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) -> Recipe:
@@ -126,14 +126,14 @@ def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) ->
 
 
 @dataclass
-class _Planner:
+class _RecipePlanner:
     recipe: Recipe
     out: Path
     original: Checkpoint
     receipts: Mapping[str, Receipt]
     fresh: bool
 
-    def plan(self) -> Plan:
+    def plan(self) -> RecipePlan:
         root = self.original.fingerprint()
         keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
         rates, errors = measure_rates(), _errors(self.recipe, self.receipts)
@@ -149,11 +149,13 @@ class _Planner:
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
             seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(made, rates)
             folder = self.out / entry.folder
-            steps.append(Step(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds))
+            steps.append(
+                RecipeStep(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds)
+            )
         evaluation = self._evaluation_key(root, root, data)
         needed = evaluation and not self._evaluated(ORIGINAL_RECEIPT, evaluation)
         seconds = self._evaluation_seconds(shapes[ORIGINAL], rates) if needed else 0.0
-        return Plan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
+        return RecipePlan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
 
     def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
         parents = [keys[name] for name in entry.parents]
@@ -246,6 +248,6 @@ def _card_key(folder: Path) -> str | None:
 def _work_key(folder: Path) -> str | None:
     """The key of the half-done work beside a folder."""
     try:
-        return str(read_json(beside(folder, "work") / "key.json").get("key"))
+        return str(read_json(hidden(folder, "work") / "key.json").get("key"))
     except CheckpointError:
         return None

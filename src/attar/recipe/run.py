@@ -31,7 +31,7 @@ from attar.progress import SILENT, Progress
 from attar.recipe.journal import original_entry, stage_entry, write_run
 from attar.recipe.lock import locked
 from attar.recipe.machine import versions
-from attar.recipe.plan import DONE, HALF, Plan, Step, error_factor, fitted, make_plan
+from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, error_factor, fitted, make_plan
 from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
 from attar.recipe.runfolder import (
     RECIPE,
@@ -49,7 +49,7 @@ from attar.recipe.stages import STAGES, load
 from attar.recipe.table import seconds_text
 
 if TYPE_CHECKING:
-    from attar.measure.run_folder import Run as RunRecord
+    from attar.measure.run_folder import RunRecord as RunRecord
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Tools:
 
     evaluate: str = "attar.measure.evaluate:evaluate"
     make_reference: str = "attar.measure.reference:make_reference"
-    report: str = "attar.measure.report.build:build"
-    reset_peak: str = "attar.measure.memory:reset_peak"
-    peak: str = "attar.measure.memory:peak_rss_bytes"
+    report: str = "attar.measure.report.page:write_report"
+    reset_peak: str = "attar.measure.footprint:reset_peak"
+    peak: str = "attar.measure.footprint:peak_rss_bytes"
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def run_recipe(
             plan = make_plan(fitted(recipe, original, progress), out, original)
             _check_strangers(plan)
             progress.log(plan_text(plan))
-            return _Run(plan, progress, tools or Tools()).run()
+            return _RecipeRun(plan, progress, tools or Tools()).run()
         except AttarError:
             undo(out, created)
             raise
 
 
-def _check_strangers(plan: Plan) -> None:
+def _check_strangers(plan: RecipePlan) -> None:
     """Refuse to replace a folder that this run did not make."""
     own = own_folders(plan.out)
     for step in plan.steps:
@@ -152,10 +152,10 @@ def _check_strangers(plan: Plan) -> None:
 
 
 @dataclass
-class _Run:
+class _RecipeRun:
     """One call of :func:`run_recipe`."""
 
-    plan: Plan
+    plan: RecipePlan
     progress: Progress
     tools: Tools
     reference: Any = None
@@ -176,7 +176,7 @@ class _Run:
         load(self.tools.report)(plan.out)
         return RunResult(plan.out, content)
 
-    def make(self, step: Step) -> None:
+    def make(self, step: RecipeStep) -> None:
         """Have the checkpoint of a step: from disk, or from its stage."""
         name = step.folder.name
         receipt = read_receipt(self.plan.out, name)
@@ -194,7 +194,7 @@ class _Run:
         if not receipt.finished:
             write_receipt(self.plan.out, name, replace(receipt, finished=True, files=sizes(step.folder)))
 
-    def work(self, step: Step, receipt: Receipt) -> Receipt:
+    def work(self, step: RecipeStep, receipt: Receipt) -> Receipt:
         """Call the stage function; the time it took is kept even when it is interrupted."""
         entry = step.entry
         function, peak = STAGES[entry.stage].run(), load(self.tools.peak)
@@ -212,7 +212,7 @@ class _Run:
             write_receipt(self.plan.out, step.folder.name, receipt)
         return receipt
 
-    def call(self, function: Any, step: Step) -> None:
+    def call(self, function: Any, step: RecipeStep) -> None:
         """Call a stage function with the models it takes."""
         entry = step.entry
         common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}

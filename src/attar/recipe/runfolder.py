@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import beside
+from attar.checkpoint.atomic import hidden
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, OutputError
 from attar.recipe.lock import FILE as LOCK
@@ -81,7 +81,7 @@ def remove_own(run: Path) -> None:
     """Remove what this run created, and nothing else: a file that attar did not put there stays."""
     names = own_folders(run)
     for name in names:
-        for path in (run / name, *(beside(run / name, suffix) for suffix in ("work", "partial", "old"))):
+        for path in (run / name, *(hidden(run / name, suffix) for suffix in ("work", "partial", "old"))):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
     for name in (*names, ORIGINAL_RECEIPT):

@@ -30,7 +30,7 @@ from attar.recipe.merges import read_merge
 from attar.recipe.origin import RecipeOrigin, did_you_mean
 from attar.recipe.overrides import override
 from attar.recipe.settings import parse, plain, settings_of
-from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, Stage, load
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
 
 ORIGINAL = "original"
 """Name of the model that the recipe starts from."""
@@ -250,7 +250,7 @@ def _is_stage(item: Located, key: str) -> bool:
     return isinstance(item.value, dict) and key in item.value
 
 
-def _verb(item: Located) -> Stage:
+def _verb(item: Located) -> StageSpec:
     if not isinstance(item.value, dict):
         raise RecipeError(f"{item.where}: a stage is a mapping such as {{stage: prune, ratio: 0.25}}")
     if "stage" not in item.value:

@@ -188,7 +188,7 @@ class _Part(NamedTuple):
 
     @property
     def partial(self) -> Path:
-        return atomic.beside(self.file, "partial")
+        return atomic.hidden(self.file, "partial")
 
 
 def _check(slots: list[Slot], metadata: Mapping[str, Value], alignment: int) -> None:
