@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from attar.checkpoint import Card, open_checkpoint
-from attar.checkpoint.identify import identify
+from attar.checkpoint.licences import identify
 from attar.checkpoint.lineage import as_parent, duties_of
 
 APACHE = "\n                Apache License\n           Version 2.0, January 2004\n"

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from attar.errors import OutputError
-from attar.recipe.lock import FILE, locked
+from attar.recipe.runfolder import FILE, locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from attar.recipe.lock import locked
+from attar.recipe.runfolder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

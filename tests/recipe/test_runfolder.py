@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from attar.checkpoint.units import number, seconds_text, table
 from attar.recipe.runfolder import default_folder, missing_folders, own_folders, remove_own, undo
-from attar.recipe.table import number, seconds_text, table
 
 
 def make(run: Path, folders: list[str]) -> None:
