@@ -24,22 +24,22 @@ SOLVERS = (
     *(
         f"quantization/{name}.py"
         for name in (
-            "allocate",
-            "autoround",
-            "awq",
             "columns",
             "gates",
-            "gptaq",
-            "gptq",
             "hessian",
-            "lsq",
-            "qronos",
-            "refine",
-            "rotation",
+            "methods/autoround",
+            "methods/gptaq",
+            "methods/gptq",
+            "methods/lsq",
+            "methods/qronos",
+            "methods/refine",
+            "methods/rtn",
+            "methods/yaqa",
+            "mixed_precision/allocate",
             "rounded",
-            "rtn",
-            "smoothquant",
-            "yaqa",
+            "transforms/awq",
+            "transforms/rotation",
+            "transforms/smoothquant",
         )
     ),
     "formats/dense_pack.py",
@@ -87,10 +87,10 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
-    "quantization/awq.py": {"attar.kernels"},
+    "quantization/transforms/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/gates.py": {"attar.kernels"},
-    "quantization/refine.py": {"attar.kernels"},
+    "quantization/methods/refine.py": {"attar.kernels"},
 }
 ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 

@@ -18,8 +18,8 @@ from attar.formats.gguf.mixes import bits, tensor_bytes
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML
-from attar.quantization.mixture import ground
-from attar.quantization.sensitivity import read
+from attar.quantization.mixed_precision.mixture import ground
+from attar.quantization.mixed_precision.sensitivity import read
 from tests import tiny_models
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -55,7 +55,7 @@ def cache(tmp_path, monkeypatch):
     """A folder for measurements; what else is cached (compiled kernels) stays where it is."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr("attar.quantization.mixture.cache_folder", lambda: folder)
+    monkeypatch.setattr("attar.quantization.mixed_precision.mixture.cache_folder", lambda: folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from attar.formats.rules import WeightRule
 from attar.models.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from tests.quantization.packing import pack, save
 
 

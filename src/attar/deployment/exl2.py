@@ -36,18 +36,18 @@ from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
 from attar.models.names import stored_names
 from attar.progress import Progress
-from attar.quantization.exl2 import (
+from attar.quantization.hessian import Hessian
+from attar.quantization.methods.exl2 import (
     HEADS,
-    Inputs,
-    Measured,
-    Pattern,
+    BitPattern,
+    PatternError,
+    SortedHessian,
     choose,
     measure,
     order_inputs,
     patterns,
     quantize_layer,
 )
-from attar.quantization.hessian import Hessian
 from attar.walks.stream import stream
 from attar.walks.sweep import Solution, Swept, sweep
 
@@ -165,7 +165,7 @@ class _Measuring:
             name: Solution(weight, {}, self._report(weight, H, inputs)) for name, weight in weights.items()
         }
 
-    def _report(self, weight: Tensor, H: Tensor, inputs: Inputs) -> dict[str, Any]:
+    def _report(self, weight: Tensor, H: Tensor, inputs: SortedHessian) -> dict[str, Any]:
         shape = (weight.shape[0], weight.shape[1])
         near = patterns(shape, self.bits - 1.6, self.bits + 2.2)
         return {
@@ -181,7 +181,7 @@ class _Measuring:
 class _Rounding:
     """Rounds each Linear under its pattern."""
 
-    chosen: Mapping[str, Pattern]
+    chosen: Mapping[str, BitPattern]
     original = False
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
@@ -203,11 +203,11 @@ class _Rounding:
         return decode(tensors)
 
 
-def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[Measured]:
+def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[PatternError]:
     made = []
     for parts, error in row["measured"]:
-        pattern = Pattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
-        made.append(Measured(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
+        pattern = BitPattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
+        made.append(PatternError(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
     return made
 
 
@@ -233,7 +233,7 @@ def _rounded_head(
 
 
 def _head(
-    source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: Pattern
+    source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: BitPattern
 ) -> dict[str, Tensor]:
     """The tensors of the head."""
     stored = _head_name(source)
@@ -264,7 +264,7 @@ class _Made:
 
     source: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
-    chosen: Mapping[str, Pattern]
+    chosen: Mapping[str, BitPattern]
     swept: Swept
     head: Mapping[str, Tensor] | None
 

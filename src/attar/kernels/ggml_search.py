@@ -24,7 +24,7 @@ ROWS = 16  # rows that the kernel takes at a time, at most
 
 
 class Layout(Protocol):
-    """What this room needs to know of a format: attar.quantization.grids.ggml_search.Layout."""
+    """What this room needs to know of a format: attar.quantization.grids.ggml_search.GGMLLayout."""
 
     @property
     def block(self) -> int:
@@ -56,7 +56,7 @@ class Found:
     """What the search ends with, for a weight (N, K).
 
     Attributes:
-        stored: what the file holds, by name, as ``Parameters.stored`` of a GGMLGrid has it.
+        stored: what the file holds, by name, as ``TileParameters.stored`` of a GGMLGrid has it.
         codes: (N, K), int8 for Q8_0 and uint8 for the others, those that the grid's ``encode`` gives; None
             where they were not asked for.
     """

@@ -27,13 +27,13 @@ from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.judgement import judge
+from attar.quantization.judgement import check_result
 from attar.quantization.loads import loads_in, warnings
-from attar.quantization.mixture import mixture
-from attar.quantization.preparation import prepare
+from attar.quantization.mixed_precision.mixture import mixture
+from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import round_all
-from attar.quantization.scheme import Plan, group_sizes, plan
 from attar.quantization.settings import VERSION, QuantizeSettings
+from attar.quantization.transforms.preparation import prepare
 from attar.quantization.write import write
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def quantize(
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
         reports = rounded.reports()
-        gates = judge(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
+        gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
         for warning in gates["warnings"]:
             progress.log(f"warning: {warning}")
@@ -120,13 +120,15 @@ def quantize(
     return open_checkpoint(out)
 
 
-def _calibrates(settings: QuantizeSettings, chosen: Plan) -> bool:
+def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
     nearest = settings.rounding == "rtn" and settings.smoothing == "none" and not settings.bits
     return not nearest or bool(chosen.caches) or any(site.static for site in chosen.sites.values())
 
 
-def _records(checkpoint: Checkpoint, settings: QuantizeSettings, chosen: Plan) -> list[dict[str, Any]]:
+def _records(
+    checkpoint: Checkpoint, settings: QuantizeSettings, chosen: QuantizationPlan
+) -> list[dict[str, Any]]:
     """The text that the quantization reads."""
     if not _calibrates(settings, chosen):
         return []
