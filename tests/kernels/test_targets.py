@@ -9,7 +9,7 @@ import torch
 
 from attar.kernels.build import load
 from attar.kernels.packed import pack, pack_codes
-from attar.kernels.product import Team, reference
+from attar.kernels.product import ThreadPool, reference
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.step import Span, Step
 from tests import tiny_models
@@ -44,7 +44,7 @@ def target(request, monkeypatch):
 def test_products_and_a_step(target):
     torch.manual_seed(0)
     w, x = torch.randn(70, 256) * 0.05, torch.randn(11, 256)
-    with Team(2) as team:
+    with ThreadPool(2) as team:
         for kind, bits in itertools.product(("int4", "int8"), (8, 16)):
             packed = pack(w, kind, group=64)
             torch.testing.assert_close(

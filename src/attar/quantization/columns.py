@@ -65,7 +65,7 @@ def round_columns(
     return codes.T
 
 
-def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.Tiles | None:
+def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
     """What the compiled loop decodes with; None where it does not know the grid, or does not run.
 
     Args:
@@ -76,7 +76,7 @@ def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> ker
     if book is None or not kernel.available(parameters.scale.device):
         return None
     across = parameters.each(lambda value: value.float().T.contiguous())
-    return kernel.Tiles(book, across.scale, across.zero, across.minimum, group)
+    return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
 
 
 def _round_in_torch(

@@ -17,7 +17,7 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.formats.decoded import Decoded
-from attar.kernels.build import slower
+from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
@@ -110,7 +110,9 @@ def load(
         runner = _modules(checkpoint, asked, kv_tokens)
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
     if why and asked.runner == "auto" and pick_device(asked.device).type == "cpu":
-        slower(f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}")
+        warn_slower(
+            f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
+        )
     tokenizer = _tokenizer(checkpoint)
     ends = end_tokens(checkpoint, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
@@ -157,7 +159,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
         try:
             loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:
-            slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
+            warn_slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
     if loaded is None:
         loaded = load_model(checkpoint, dtype=torch_dtype(asked.dtype, asked.device), device=asked.device)
     if not loaded.can_generate():

@@ -9,8 +9,8 @@ import torch
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import decode
-from attar.kernels.batch import structure
 from attar.kernels.build import load
+from attar.kernels.structures import batch_struct
 from attar.runtime.runner.compiled import Compiled, compiled, seen
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
@@ -316,12 +316,12 @@ def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models, monkeyp
     wanted = run(found, part)
 
     def too_many(tokens, logits):
-        batch, kept = structure(tokens, logits)
+        batch, kept = batch_struct(tokens, logits)
         batch.tokens = 1 << 50
         return batch, kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "structure", too_many)
+        patch.setattr(decode, "batch_struct", too_many)
         for _ in range(3):
             with pytest.raises(MemoryError, match="a step: there is not enough memory"):
                 run(found, part)

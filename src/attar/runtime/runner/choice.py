@@ -12,9 +12,9 @@ from typing import Any
 
 from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 from attar.kernels.decode import TILE
-from attar.kernels.product import usual_bits
+from attar.kernels.product import default_activation_bits
 from attar.kernels.structures import library
 from attar.models.device import pick_device
 from attar.runtime.kv.evict import Eviction
@@ -64,7 +64,7 @@ class Asked:
     @property
     def bits(self) -> int:
         """Of activations."""
-        return usual_bits() if self.activations == "auto" else int(self.activations)
+        return default_activation_bits() if self.activations == "auto" else int(self.activations)
 
 
 def obstacle(checkpoint: Any, asked: Asked) -> str:
@@ -107,4 +107,4 @@ def _model(checkpoint: Any, asked: Asked) -> str:
 
 
 def _machine() -> str:
-    return "" if library() is not None else f"there are no compiled kernels here: {missing('decode')}"
+    return "" if library() is not None else f"there are no compiled kernels here: {why_missing('decode')}"

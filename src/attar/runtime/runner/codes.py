@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.formats.uniform import Uniform
 from attar.kernels.memory import Arena
-from attar.kernels.packed import BITS, GROUPS, Kind, Packed, pack_codes
+from attar.kernels.packed import BITS, GROUPS, Kind, PackedWeight, pack_codes
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Codes:
         """G."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
-    def pack(self, bias: Tensor | None = None, arena: Arena | None = None) -> Packed:
+    def pack(self, bias: Tensor | None = None, arena: Arena | None = None) -> PackedWeight:
         """The bytes that a product reads, columns in the order ``order``."""
         return pack_codes(self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena)
 

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import UsageError
-from attar.kernels.batch import Tokens
 from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
-from attar.kernels.structures import PRODUCTS
+from attar.kernels.structures import PRODUCTS, StepTokens
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.step import Span, Step
 
@@ -103,12 +102,12 @@ class Compiled:
         for span in step.spans:
             self._check(span)
         return self._program.run(
-            Tokens(
+            StepTokens(
                 ids=np.asarray(step.tokens, dtype=np.int64),
                 positions=step.positions,
                 slots=step.slots(self.block_size),
                 counts=[span.count for span in step.spans],
-                places=[span.place for span in step.spans],
+                past=[span.place for span in step.spans],
                 blocks=[span.blocks for span in step.spans],
                 rows=step.rows,
                 copies=step.copies,

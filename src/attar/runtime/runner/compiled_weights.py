@@ -21,7 +21,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
-from attar.kernels.packed import Kind, Packed, pack
+from attar.kernels.packed import Kind, PackedWeight, pack
 from attar.runtime.runner.codes import Codes, fused
 from attar.runtime.runner.rotary_tables import layer_kind, rope, rotary_tables
 
@@ -173,7 +173,7 @@ class _Parts:
         found = self._ask(name)
         return None if found is None else _norm(self.config, found)
 
-    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> Packed:
+    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> PackedWeight:
         """Several Linears with the same inputs as one."""
         if whole and f"{self.prefix}{room}{whole}.weight" in self.source.names:
             names = (whole,)
@@ -189,7 +189,7 @@ class _Parts:
         return pack(torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena)
 
 
-def _head(source: Source, table: Tensor, kind: Kind, group: int, arena: Arena) -> Packed:
+def _head(source: Source, table: Tensor, kind: Kind, group: int, arena: Arena) -> PackedWeight:
     """The head; tied to the embedding ``table`` where it is not stored."""
     own = HEAD if HEAD in source.names else EMBEDDING
     parts = source.codes([own])

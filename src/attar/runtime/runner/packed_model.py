@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
-from attar.kernels.product import Team
+from attar.kernels.product import ThreadPool
 from attar.models.blocks import is_linear
 from attar.models.configs import load_config
 from attar.models.load import empty_model
@@ -61,7 +61,7 @@ def packed_model(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = empty_model(config)
-    filling = _Filling(model, checkpoint, dtype, Team(threads), bits)
+    filling = _Filling(model, checkpoint, dtype, ThreadPool(threads), bits)
     weakref.finalize(model, filling.team.close)
     for name in filling.decoded.tensors:
         filling.place(name)
@@ -76,7 +76,7 @@ def packed_model(
 class _Filling:
     """Puts tensors into an empty model."""
 
-    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: Team, bits: int) -> None:
+    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: ThreadPool, bits: int) -> None:
         self.model, self.dtype, self.team, self.bits = model, dtype, team, bits
         self.decoded, self.held = Decoded(checkpoint), Decoded(Held(checkpoint))
         self.prefix = f"{getattr(model, 'base_model_prefix', '')}."

@@ -1,34 +1,34 @@
-// What becomes of a product's integers, whatever made them: product.h's loops or the tiles of amx.h.
+// From a product's integer sums to its output, whether matmul.h's loops or the tiles of amx.h computed them.
 
 #pragma once
 
 #include <algorithm>
 
-#include "taken.h"
+#include "activations.h"
 
-// Sums stay in registers only where the loops over tokens are gone.
+// Sums stay in registers only if the loops over tokens are unrolled.
 #define ATTAR_UNROLL _Pragma("GCC unroll 16")
 
 namespace attar {
 
-// out + s t (sum q c - z sum c): a token's part of one group, of sixteen rows. `offset` is Taken's.
-static inline F with_group(int zeros, const F& out, const I& total, const F& scale, const F& zero, float t,
+// out + s t (sum q c - z sum c): a token and a group, sixteen rows. `offset` is of Activations.
+static inline F add_group(int zeros, const F& out, const I& total, const F& scale, const F& zero, float t,
                            float offset) {
-    F part = floats(total);
-    if (zeros == POINTS) part = fma(zero, all(offset), part);
-    const F sum = fma(part, scale * all(t), out);
-    return zeros == PRODUCTS ? fma(zero, all(offset), sum) : sum;
+    F part = to_floats(total);
+    if (zeros == POINTS) part = fma(zero, broadcast(offset), part);
+    const F sum = fma(part, scale * broadcast(t), out);
+    return zeros == PRODUCTS ? fma(zero, broadcast(offset), sum) : sum;
 }
 
-// Where products go: to[token * stride + row], added to what is there if ADD.
+// Destination of a product: to[token * stride + row], overwritten, or added to.
 struct Output {
     float* to;
     std::int64_t stride;
     bool add;
 };
 
-// A token's sums of a panel, to where they go.
-static inline void put_out(const Linear& linear, const F& low, const F& high, std::int64_t panel,
+// Stores a token's sums of a panel.
+static inline void store_output(const Linear& linear, const F& low, const F& high, std::int64_t panel,
                            std::int64_t token, const Output& output) {
     const std::int64_t row = panel * PANEL;
     const int rows = int(std::min<std::int64_t>(PANEL, linear.rows - row));
