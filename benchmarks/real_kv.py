@@ -32,7 +32,7 @@ from needle import RIVALS, hidden
 from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
-from attar.data.stdlib import texts as python_files
+from attar.data.python_text import texts as python_files
 from attar.models.load import load_tokenizer
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
-from attar.formats.gguf.container import Value
+from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
@@ -55,7 +55,7 @@ WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 """Candidates elsewhere."""
 
-KEYS: dict[str, Value] = {"general.file_type": 0, "general.quantization_version": 0}
+KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
 """Metadata that depends on the choice, and so is not known before it; its size does not."""
 
 
@@ -95,7 +95,7 @@ def gguf_mixture(
     *,
     bits: float = 0.0,
     size: int = 0,
-    metadata: Mapping[str, Value] | None = None,
+    metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
     progress: Progress = SILENT,
 ) -> GGUFMix:

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from attar.checkpoint import atomic
-from attar.data.batches import numbered_generator
-from attar.data.packing import PADDING
+from attar.data.packing import PADDING, numbered_generator
 from attar.progress import Progress
 
 ROWS = 64  # drawn together

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
-from attar.data.batches import numbered_generator
+from attar.data.packing import numbered_generator
 
 VERSION = 1  # of what a file holds
 SMALLEST = 1e-30  # keeps a draw possible where the K have everything

@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from attar.data.auto import AUTO, CODE, fitting
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
 from attar.runtime.bench import measure
