@@ -31,7 +31,7 @@ from transformers import (
 
 from attar.checkpoint.card import Card, versions
 from attar.checkpoint.hashing import sha256_file
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import pack
 from attar.progress import Terminal
 from attar.walks.settings import TrainSettings
@@ -83,7 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for _, text in stdlib.texts("train")), trainer)
+    tokenizer.train_from_iterator((text for _, text in python_text.texts("train")), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",

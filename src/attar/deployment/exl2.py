@@ -21,8 +21,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.deployment import imatrix
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings

@@ -21,7 +21,7 @@ from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
 from attar.formats.gguf.imatrix import ImportanceEntry
-from attar.formats.gguf.reader import Reader as GGUFReader
+from attar.formats.gguf.reader import GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.kernels.threads import one_thread

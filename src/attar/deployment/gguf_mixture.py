@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
-from attar.formats.gguf.container import Value
+from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
@@ -57,7 +57,7 @@ WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 """Candidates elsewhere."""
 
-KEYS: dict[str, Value] = {"general.file_type": 0, "general.quantization_version": 0}
+KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
 """Metadata that depends on the choice, and so is not known before it; its size does not."""
 
 
@@ -97,7 +97,7 @@ def gguf_mixture(
     *,
     bits: float = 0.0,
     size: int = 0,
-    metadata: Mapping[str, Value] | None = None,
+    metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
     progress: Progress = SILENT,
 ) -> GGUFMix:
@@ -348,7 +348,7 @@ class TypeBudget:
         self.check(least)
 
 
-def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Value]) -> int:
+def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:
     """Bytes of a GGUF file of one part before its data."""
     said = sum(len(encode(key, value)) for key, value in metadata.items())
     infos = sum(len(string(name)) + 16 + 8 * len(shape) for name, shape in shapes.items())

@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError, SettingsError
 from attar.formats.gguf import imatrix

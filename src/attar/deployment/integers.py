@@ -272,6 +272,6 @@ def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[
     groups = []
     for number, rule in enumerate(ranked):
         modules = tuple(name for name, one in rules.items() if one == rule)
-        groups.append(compressed_tensors.Group(modules if number else ("Linear",), rule, None, PACK))
+        groups.append(compressed_tensors.ConfigGroup(modules if number else ("Linear",), rule, None, PACK))
     alone = len(groups) == 1 and not ranked[0].symmetric
     return compressed_tensors.quantization_config(groups, ignore=ignore, dequantize=alone)

@@ -20,8 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from attar.checkpoint import atomic
-from attar.data.batches import numbered_generator
-from attar.data.packing import PADDING, pack
+from attar.data.packing import PADDING, numbered_generator, pack
 from attar.distillation.settings import DistillSettings
 from attar.progress import Progress
 

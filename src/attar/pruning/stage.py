@@ -15,8 +15,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError

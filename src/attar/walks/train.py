@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.data.batches import Batches
+from attar.data.packing import Batches
 from attar.errors import NumericsError
 from attar.models.device import resolve
 from attar.progress import SILENT, Progress

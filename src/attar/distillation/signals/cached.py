@@ -30,8 +30,7 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
-from attar.data.batches import numbered_generator
-from attar.data.packing import PADDING
+from attar.data.packing import PADDING, numbered_generator
 from attar.distillation.objectives.forward_kl import forward_kl, sparse_forward_kl
 from attar.distillation.settings import RecoverSettings
 from attar.distillation.signals.online import SignalSource

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.hashing import sha256_text
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
 from attar.models.anatomy import discover
 from attar.models.device import pick_device

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.formats.rules import ActivationRule
 from attar.models.device import pick_device
 from attar.models.load import load_tokenizer

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from attar.runtime.kv.manager import Manager
-from attar.runtime.step import HOLE
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.step import FREED
 
 B = 4
 
@@ -18,7 +18,7 @@ def grow(manager, sequence, tokens, places=None):
 
 
 def test_a_prefix_is_found_only_after_it_was_computed_and_never_whole():
-    manager, tokens = Manager(8, B), list(range(8))
+    manager, tokens = BlockManager(8, B), list(range(8))
     manager.admit(0, tokens)
     manager.reserve(0, 8)
     assert manager.matched(tokens) == 0
@@ -33,7 +33,7 @@ def test_a_prefix_is_found_only_after_it_was_computed_and_never_whole():
 
 
 def test_without_reuse_nothing_is_published():
-    manager, tokens = Manager(8, B, reuse=False), list(range(8))
+    manager, tokens = BlockManager(8, B, reuse=False), list(range(8))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     assert manager.matched([*tokens, 9]) == 0
@@ -42,7 +42,7 @@ def test_without_reuse_nothing_is_published():
 
 
 def test_released_blocks_stay_cached_until_they_are_needed():
-    manager, tokens = Manager(4, B), list(range(9))
+    manager, tokens = BlockManager(4, B), list(range(9))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     manager.release(0)
@@ -51,12 +51,12 @@ def test_released_blocks_stay_cached_until_they_are_needed():
     assert manager.reserve(1, 12)
     assert (manager.free, manager.cached, manager.usage) == (0, 1, 0.75)
     assert manager.matched(tokens) == 4  # the end of the chain went first
-    assert manager.counts.evicted == 4
+    assert manager.stats.evicted == 4
     manager.check()
 
 
 def test_a_fork_shares_all_blocks_and_copies_only_the_tail_it_writes():
-    manager, tokens = Manager(8, B), list(range(6))
+    manager, tokens = BlockManager(8, B), list(range(6))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     manager.fork(0, 1)
@@ -71,7 +71,7 @@ def test_a_fork_shares_all_blocks_and_copies_only_the_tail_it_writes():
 
 
 def test_a_published_block_is_copied_before_it_is_written_again():
-    manager, tokens = Manager(8, B), list(range(8))
+    manager, tokens = BlockManager(8, B), list(range(8))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     first = list(manager.table(0).blocks)
@@ -83,7 +83,7 @@ def test_a_published_block_is_copied_before_it_is_written_again():
 
 
 def test_a_copy_whose_target_is_released_is_not_made():
-    manager, tokens = Manager(4, B), list(range(6))
+    manager, tokens = BlockManager(4, B), list(range(6))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     manager.fork(0, 1)
@@ -93,7 +93,7 @@ def test_a_copy_whose_target_is_released_is_not_made():
 
 
 def test_out_of_blocks_changes_nothing():
-    manager, tokens = Manager(3, B), list(range(6))
+    manager, tokens = BlockManager(3, B), list(range(6))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     manager.fork(0, 1)
@@ -107,7 +107,7 @@ def test_out_of_blocks_changes_nothing():
 
 
 def test_equal_work_of_two_sequences_is_kept_once():
-    manager, tokens = Manager(8, B), list(range(8))
+    manager, tokens = BlockManager(8, B), list(range(8))
     for sequence in (0, 1):
         manager.admit(sequence, tokens)
         manager.reserve(sequence, 8)
@@ -119,7 +119,7 @@ def test_equal_work_of_two_sequences_is_kept_once():
 
 
 def test_drafts_are_not_published():
-    manager, tokens = Manager(8, B), list(range(6))
+    manager, tokens = BlockManager(8, B), list(range(6))
     manager.admit(0, tokens)
     grow(manager, 0, tokens, places=8)  # two drafts
     assert manager.matched([0, 1, 2, 3, 4, 5, 6, 7, 8]) == 4
@@ -129,11 +129,11 @@ def test_drafts_are_not_published():
 
 
 def test_blocks_behind_the_window_are_given_back_but_sinks_stay():
-    manager, tokens = Manager(16, B, window=8, sinks=4), list(range(24))
+    manager, tokens = BlockManager(16, B, window=8, sinks=4), list(range(24))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     table = manager.table(0)
-    assert [block == HOLE for block in table.blocks] == [False, True, True, True, False, False]
+    assert [block == FREED for block in table.blocks] == [False, True, True, True, False, False]
     assert manager.matched([*tokens, 1]) == 24  # given back, and still cached
     assert manager.cached == 3
     manager.check()
@@ -143,16 +143,16 @@ def test_blocks_behind_the_window_are_given_back_but_sinks_stay():
 
 
 def test_the_window_counts_from_what_is_certain():
-    manager, tokens = Manager(16, B, window=4), list(range(9))
+    manager, tokens = BlockManager(16, B, window=4), list(range(9))
     manager.admit(0, tokens)
     grow(manager, 0, tokens, places=16)  # seven drafts, of which all may be rejected
-    assert manager.table(0).blocks.count(HOLE) == 1
+    assert manager.table(0).blocks.count(FREED) == 1
     manager.truncate(0, 9)
     manager.check()
 
 
 def test_packing_leaves_published_blocks_alone_and_ends_publishing():
-    manager, tokens = Manager(8, B), list(range(14))
+    manager, tokens = BlockManager(8, B), list(range(14))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     old = tuple(manager.table(0).blocks)
@@ -169,7 +169,7 @@ def test_packing_leaves_published_blocks_alone_and_ends_publishing():
 
 
 def test_packing_without_blocks_changes_nothing():
-    manager, tokens = Manager(2, B), list(range(8))
+    manager, tokens = BlockManager(2, B), list(range(8))
     manager.admit(0, tokens)
     grow(manager, 0, tokens)
     assert manager.pack(0, 5) is None
@@ -178,7 +178,7 @@ def test_packing_without_blocks_changes_nothing():
 
 
 def test_check_finds_a_leak():
-    manager = Manager(4, B)
+    manager = BlockManager(4, B)
     manager.admit(0, [1, 2])
     manager.reserve(0, 2)
     manager._tables[0].blocks.clear()
@@ -191,7 +191,7 @@ class World:
 
     def __init__(self, seed, capacity, **options):
         self.draw = random.Random(seed)
-        self.manager = Manager(capacity, B, **options)
+        self.manager = BlockManager(capacity, B, **options)
         self.pool = [None] * capacity * B
         self.prefixes = {(): 0}  # (prefix, token) -> number
         self.live, self.next = {}, 0  # id -> (tokens, contents of its places, salt)
@@ -207,7 +207,7 @@ class World:
 
     def slot(self, sequence, place):
         block = self.manager.table(sequence).blocks[place // B]
-        return None if block == HOLE else block * B + place % B
+        return None if block == FREED else block * B + place % B
 
     def copy(self):
         for old, new in self.manager.copies():
@@ -300,4 +300,4 @@ def test_nothing_is_lost_or_mixed_up_in_many_operations(turns, options):
     assert world.manager.free == 24
     world.manager.check()
     if not options:
-        assert world.manager.counts.hit > 1000 and world.manager.counts.evicted > 1000
+        assert world.manager.stats.hit > 1000 and world.manager.stats.evicted > 1000

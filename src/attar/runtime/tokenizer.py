@@ -10,7 +10,7 @@ from attar.errors import DataError
 Prompt = str | Sequence[int]
 
 
-class Codec:
+class PromptTokenizer:
     """A tokenizer.
 
     Args:
@@ -60,7 +60,7 @@ class Codec:
         return str(self.tokenizer.decode(list(ids), **skip))
 
 
-def each_prompt(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, also where one was given: a text, or its token ids."""
     if isinstance(prompts, str):
         return [prompts]

@@ -11,9 +11,9 @@ from threading import Event, current_thread
 import pytest
 
 from attar.errors import AttarError, DataError, GrammarError
+from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import gather
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.stream import Streams
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.faults import Fault, FaultError, Faults
 from tests.runtime.test_engine import alone, engine
@@ -22,14 +22,14 @@ from tests.runtime.test_request_faults import Even, EvenGrammars
 PARAMS = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
 
 
-async def read(streams: Streams, prompt: list[int], params: SamplingParams = PARAMS) -> list[int]:
+async def read(streams: AsyncEngine, prompt: list[int], params: SamplingParams = PARAMS) -> list[int]:
     events = [event async for event in streams.stream(prompt, params)]
     return list(gather(events).token_ids)
 
 
 def test_many_readers_get_their_own_texts() -> None:
     async def main() -> None:
-        async with Streams(engine(FakeRunner(40))) as streams:
+        async with AsyncEngine(engine(FakeRunner(40))) as streams:
             prompts = [[number, number + 1] for number in range(20)]
             got = await asyncio.gather(*(read(streams, prompt) for prompt in prompts))
             assert got == [alone(prompt, PARAMS) for prompt in prompts]
@@ -39,7 +39,7 @@ def test_many_readers_get_their_own_texts() -> None:
 
 
 def test_readers_that_leave_cancel_their_requests() -> None:
-    async def leave(streams: Streams, after: int) -> None:
+    async def leave(streams: AsyncEngine, after: int) -> None:
         events = streams.stream([after], SamplingParams(max_tokens=190, n=2, ignore_eos=True))
         async for _ in events:
             after -= 1
@@ -49,7 +49,7 @@ def test_readers_that_leave_cancel_their_requests() -> None:
 
     async def main() -> None:
         draws = random.Random(0)
-        async with Streams(engine(FakeRunner(100))) as streams:
+        async with AsyncEngine(engine(FakeRunner(100))) as streams:
             stay = [read(streams, [number]) for number in range(10)]
             go = [leave(streams, draws.randint(0, 10)) for _ in range(10)]
             texts = await asyncio.gather(*stay, *go)
@@ -66,7 +66,7 @@ def test_readers_that_leave_cancel_their_requests() -> None:
 
 def test_a_reader_that_is_cancelled_before_its_request_has_a_name() -> None:
     async def main() -> None:
-        async with Streams(engine()) as streams:
+        async with AsyncEngine(engine()) as streams:
             task = asyncio.create_task(read(streams, [1], SamplingParams(max_tokens=150, ignore_eos=True)))
             await asyncio.sleep(0)
             task.cancel()
@@ -81,7 +81,7 @@ def test_a_reader_that_is_cancelled_before_its_request_has_a_name() -> None:
 
 def test_a_wrong_request_raises_where_it_was_made() -> None:
     async def main() -> None:
-        async with Streams(engine()) as streams:
+        async with AsyncEngine(engine()) as streams:
             with pytest.raises(DataError, match="empty"):
                 await read(streams, [])
             assert await read(streams, [2]) == alone([2], PARAMS)
@@ -92,7 +92,7 @@ def test_a_wrong_request_raises_where_it_was_made() -> None:
 def test_a_runner_that_breaks_ends_the_step_and_not_the_thread() -> None:
     async def main() -> None:
         runner = FakeRunner()
-        async with Streams(engine(runner)) as streams:
+        async with AsyncEngine(engine(runner)) as streams:
             runner.fails = MemoryError("no room")
             events = [event async for event in streams.stream([1], PARAMS)]
             assert [(event.finish_reason, event.error) for event in events] == [
@@ -106,7 +106,7 @@ def test_a_runner_that_breaks_ends_the_step_and_not_the_thread() -> None:
 
 def test_a_bug_ends_the_thread_and_every_reader_hears_of_it() -> None:
     async def main() -> None:
-        async with Streams(engine()) as streams:
+        async with AsyncEngine(engine()) as streams:
             wrong = AssertionError("a block leaked")
 
             def breaks() -> list[object]:
@@ -126,7 +126,7 @@ def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
     """SystemExit is no Exception, and ends a thread without a word."""
 
     async def main() -> None:
-        async with Streams(engine()) as streams:
+        async with AsyncEngine(engine()) as streams:
             streams.engine.step = lambda: sys.exit(3)  # type: ignore[method-assign]
             with pytest.raises(RuntimeError, match="SystemExit"):
                 await asyncio.wait_for(read(streams, [1]), 10)
@@ -153,7 +153,7 @@ def test_grammars_are_compiled_beside_the_engine_s_thread() -> None:
     async def main() -> None:
         running = engine()
         running.grammars = Slow()  # type: ignore[assignment]
-        async with Streams(running) as streams:
+        async with AsyncEngine(running) as streams:
             guided = asyncio.create_task(read(streams, [1], replace(PARAMS, regex="even")))
             await asyncio.to_thread(begun.wait, 10)
             assert await asyncio.wait_for(read(streams, [2]), 10) == alone([2], PARAMS)
@@ -172,7 +172,7 @@ def test_a_failed_request_is_logged_with_its_place_and_a_clients_fault_is_not(
         faults = Faults(running, monkeypatch)
         errors = [FaultError, lambda place: GrammarError("regex", "a", "simpler")]
         faults.choose = lambda name, params: Fault("sample", 2, errors.pop(0))
-        async with Streams(running) as streams:
+        async with AsyncEngine(running) as streams:
             for _ in range(2):
                 assert len([event async for event in streams.stream([1], PARAMS)]) == 3
 
@@ -194,7 +194,7 @@ def test_the_books_are_looked_at_behind_the_last_event() -> None:
             done.set()
 
         running.check = slow  # type: ignore[method-assign]
-        async with Streams(running) as streams:
+        async with AsyncEngine(running) as streams:
             assert await asyncio.wait_for(read(streams, [1]), 10) == alone([1], PARAMS)
             go_on.set()
             assert await asyncio.to_thread(done.wait, 10)
@@ -204,7 +204,7 @@ def test_the_books_are_looked_at_behind_the_last_event() -> None:
 
 def test_a_leak_ends_the_thread() -> None:
     async def main() -> None:
-        async with Streams(engine()) as streams:
+        async with AsyncEngine(engine()) as streams:
             manager = streams.engine.scheduler.manager
             await streams.ask(lambda: manager.admit(99, [1, 2, 3]))
             await streams.ask(lambda: manager.reserve(99, 3))
@@ -218,7 +218,7 @@ def test_a_leak_ends_the_thread() -> None:
 
 def test_closing_cancels_what_is_left_and_draining_waits_for_it() -> None:
     async def main(drain_s: float) -> str | None:
-        streams = Streams(engine(FakeRunner(100)))
+        streams = AsyncEngine(engine(FakeRunner(100)))
         reader = streams.stream([1], SamplingParams(seed=0, max_tokens=190, ignore_eos=True))
         await anext(reader)
         await streams.close(drain_s=drain_s)

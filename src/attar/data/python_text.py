@@ -1,30 +1,67 @@
-"""``python-docs``: English prose that every machine with attar has: the running Python's own documentation.
+"""Text that every machine with attar has: the running Python's own source and documentation.
 
-Two parts, both of the Python Software Foundation: the help topics of the language reference
-(``pydoc_data/topics.py``, about 380,000 characters without what topics repeat of each other), and the
-docstrings of 300 characters or more of the standard library without its tests.
-
-A docstring is in the split of its file in ``python-stdlib``, so that no text evaluated here was trained on
-there. Topics, which are no part of ``python-stdlib``, are divided 20 : 60 : 20: calibration needs most and
-has little otherwise. ``python-docs-chat`` is the same as conversations, for the model's own chat
-template.
+python-stdlib    source files of the standard library. A whole file is in one split, by a hash of its path in
+                 the library: the same on every machine and in every version of Python.
+python-docs      English prose of the Python Software Foundation: the help topics of the language reference
+                 (``pydoc_data/topics.py``, about 380,000 characters without repetitions) and the docstrings
+                 of 300 characters or more of the standard library without its tests. A docstring is in the
+                 split of its source file, so that no text evaluated here was trained on there. The topics are
+                 divided 20 : 60 : 20, because calibration needs most and has little otherwise.
+python-docs-chat the same as conversations, for the model's own chat template.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import os
+import sysconfig
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 
-from attar.data import stdlib
-from attar.data.splits import LONG, Document, by_position
+from attar.data.splits import LONG, Document, by_position, split_of
 
 PROSE, CHAT = "python-docs", "python-docs-chat"
 SHARES = {"train": 0.2, "calibration": 0.6, "evaluation": 0.2}
 LEAST = 300  # characters of a docstring
 ANSWER = 1_500  # characters of an answer, about
 TURNS = 4  # questions of a conversation, at most
+SKIP = ("site-packages", "dist-packages", "__pycache__", "lib2to3/tests/data", "config-")
+LARGEST = 400_000  # bytes: longer files are generated tables
+
+
+def files(split: str) -> list[tuple[str, Path]]:
+    """(relative path, file) of one split, sorted by the path."""
+    return [(name, file) for name, file in all_files() if split_of(name) == split]
+
+
+def all_files() -> list[tuple[str, Path]]:
+    """(relative path, file) of every split, sorted by the path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = []
+    for folder, folders, names in os.walk(root):
+        here = Path(folder).relative_to(root)
+        # an environment's site-packages have many times the files of the library
+        folders[:] = [name for name in folders if not _skipped(here / name)]
+        paths += [here / name for name in names if name.endswith(".py") and not _skipped(here / name)]
+    return sorted((path.as_posix(), root / path) for path in paths)
+
+
+def _skipped(path: Path) -> bool:
+    return any(part in path.as_posix() for part in SKIP)
+
+
+def texts(split: str) -> Iterator[tuple[str, str]]:
+    """(relative path, source text) of the readable UTF-8 files of one split, sorted by the path."""
+    for name, file in files(split):
+        raw = file.read_bytes()
+        if not 0 < len(raw) <= LARGEST:
+            continue
+        try:
+            yield name, raw.decode("utf-8")
+        except UnicodeDecodeError:  # test data in other encodings
+            continue
 
 
 def documents(data: str, split: str) -> list[Document]:
@@ -105,7 +142,7 @@ def _topics() -> list[tuple[str, str]]:
 
 def _docstrings(split: str) -> Iterator[tuple[str, str]]:
     """(question, docstring) of the library's modules, classes and functions."""
-    for name, text in stdlib.texts(split):
+    for name, text in texts(split):
         if "test" in name or name.startswith(("pydoc_data/", "lib2to3/")):
             continue
         module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

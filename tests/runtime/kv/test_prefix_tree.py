@@ -4,25 +4,25 @@ import random
 
 import pytest
 
-from attar.runtime.kv.blocks import Blocks
-from attar.runtime.kv.radix import PrefixTree
+from attar.runtime.kv.blocks import BlockAllocator
+from attar.runtime.kv.prefix_tree import PrefixTree
 
 B = 2
 
 
 def published(tree, blocks, tokens, salt=""):
     """Publishes tokens on fresh blocks and lets go of them: only the tree holds them."""
-    own = [blocks.take() for _ in range(len(tokens) // B)]
+    own = [blocks.allocate() for _ in range(len(tokens) // B)]
     found = tree.publish(tokens, own, 0, salt)
     for block in reversed(own):
         if blocks.release(block) == 1:
-            tree.idle(block)
+            tree.note_idle(block)
     return found
 
 
 @pytest.fixture
 def blocks():
-    return Blocks(16)
+    return BlockAllocator(16)
 
 
 @pytest.fixture
@@ -70,18 +70,18 @@ def test_what_a_sequence_holds_is_not_evicted(tree, blocks):
         blocks.hold(block)
     assert tree.evict(9) == 0
     blocks.release(found[0])  # given back early: its child keeps it in the tree
-    tree.idle(found[0])
+    tree.note_idle(found[0])
     assert tree.evict(9) == 0 and tree.match([1, 2, 3, 4]) == found
     blocks.release(found[1])
-    tree.idle(found[1])
+    tree.note_idle(found[1])
     assert tree.evict(9) == 2 and blocks.free == 16
 
 
 def test_a_chain_that_was_evicted_is_not_continued(tree, blocks):
-    own = [blocks.take() for _ in range(2)]
+    own = [blocks.allocate() for _ in range(2)]
     tree.publish([1, 2], own[:1], 0)
     blocks.release(own[0])
-    tree.idle(own[0])
+    tree.note_idle(own[0])
     tree.evict(1)
     assert tree.publish([1, 2, 3, 4], own, 1) is None
     tree.check()
@@ -149,16 +149,16 @@ def test_random_operations_agree_with_brute_force(blocks, tree):
                 held[block] += 1
             users.append(found)
         elif choice < 0.6 and blocks.free >= len(tokens) // B > 0:
-            own = [blocks.take() for _ in range(len(tokens) // B)]
+            own = [blocks.allocate() for _ in range(len(tokens) // B)]
             assert tree.publish(tokens, own, 0, salt) == oracle.publish(tokens, own, salt)
             for block in reversed(own):
                 if blocks.release(block) == 1:
-                    tree.idle(block)
+                    tree.note_idle(block)
         elif choice < 0.8 and users:
             for block in reversed(users.pop(draw.randrange(len(users)))):
                 held[block] -= 1
                 if blocks.release(block) == 1:
-                    tree.idle(block)
+                    tree.note_idle(block)
         else:
             assert tree.evict(1) == oracle.evict(held)
         assert len(tree) == len(oracle.nodes)

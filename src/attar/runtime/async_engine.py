@@ -28,12 +28,12 @@ from attar.runtime.sampling.params import SamplingParams
 
 T = TypeVar("T")
 Loop = asyncio.AbstractEventLoop
-News = asyncio.Queue["Event | Exception"]
+EventInbox = asyncio.Queue["Event | Exception"]
 
 logger = logging.getLogger(__name__)
 
 
-class Streams:
+class AsyncEngine:
     """An engine for asyncio.
 
     Args:
@@ -43,13 +43,13 @@ class Streams:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._readers: dict[str, tuple[Loop, News]] = {}
+        self._readers: dict[str, tuple[Loop, EventInbox]] = {}
         self._open, self._closing = True, Lock()  # every order is given before the thread looks for the last
         self.failure: Exception | None = None  # what ended the thread, where it should not have ended
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
         self._thread.start()
 
-    async def __aenter__(self) -> Streams:
+    async def __aenter__(self) -> AsyncEngine:
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -70,7 +70,7 @@ class Streams:
         Raises:
             as :meth:`Engine.add`, before the first event; AttarError when the engine is closed.
         """
-        reader: tuple[Loop, News] = asyncio.get_running_loop(), asyncio.Queue()
+        reader: tuple[Loop, EventInbox] = asyncio.get_running_loop(), asyncio.Queue()
         options: dict[str, Any] = {"id": id, "priority": priority, "deadline_s": deadline_s, "salt": salt}
         if params.guide is not None and self.engine.grammars is not None:
             options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
@@ -144,7 +144,7 @@ class Streams:
             if self.engine.grammars is not None:
                 self.engine.grammars.prepare()
             while self._open:
-                pause = self.engine.rest()
+                pause = self.engine.check_idle()
                 self._obey(wait=self.engine.idle, seconds=pause)
                 self._deliver(self.engine.step())
             self._obey(wait=False)
@@ -171,7 +171,7 @@ class Streams:
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """To each loop what its readers wait for, in one call."""
-        mail: dict[Loop, list[tuple[News, Event]]] = {}
+        mail: dict[Loop, list[tuple[EventInbox, Event]]] = {}
         for event in events:
             reader = self._readers.get(event.request)
             if event.failure is not None and not isinstance(event.failure, AttarError):
@@ -185,7 +185,7 @@ class Streams:
             _tell(loop, _hand_out, letters)
 
 
-def _hand_out(letters: Sequence[tuple[News, Event]]) -> None:
+def _hand_out(letters: Sequence[tuple[EventInbox, Event]]) -> None:
     """One that cannot be handed out ends its own request."""
     for news, event in letters:
         try:
