@@ -30,7 +30,7 @@ from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import packed_model
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
@@ -47,7 +47,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 def logits(runner, ids):
     blocks = tuple(range(-(-len(ids) // runner.block_size)))
-    return runner.run(Step(ids, (Span(0, 0, len(ids), blocks, len(ids)),)))
+    return runner.run(StepInput(ids, (TokenSpan(0, 0, len(ids), blocks, len(ids)),)))
 
 
 def dense(checkpoint):

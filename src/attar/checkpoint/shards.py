@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import canonical_json, sha256_text
-from attar.checkpoint.headers import BITS, HeaderEntry, tensor_bytes, write_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import INDEX, SINGLE
-from attar.checkpoint.tensors import stored_dtype
+from attar.checkpoint.tensors import BITS, HeaderEntry, stored_dtype, tensor_bytes, write_header
 from attar.errors import CheckpointError
 
 if TYPE_CHECKING:

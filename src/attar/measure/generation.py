@@ -18,13 +18,13 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from attar.data.auto import AUTO, CODE, fitting
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
 from attar.runtime.bench import measure
-from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.tokenizer import PromptTokenizer
 
 SAMPLE_PROMPTS = {
     CODE: "def __init__(self",
@@ -68,7 +68,7 @@ def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
     text = SAMPLE_PROMPTS[kind]
     if kind != CHAT:
         return text, encode_prompt(subject, text, "the sample's prompt")
-    ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    ids = PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
     return f"{text}\n", ids
 
 

@@ -18,7 +18,7 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
 from attar.data.auto import AUTO, fit
 from attar.data.packing import PackedRows, evaluation_rows
-from attar.data.prose import PROSE
+from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.logits import next_token_logits, predicted, split

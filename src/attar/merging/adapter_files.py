@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.headers import read_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.parts import part_of
-from attar.checkpoint.tensors import TensorInfo
+from attar.checkpoint.tensors import TensorInfo, read_header
 from attar.errors import AttarError, CheckpointError, ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -177,7 +176,7 @@ class _Known:
         """Stored names by those of transformers' model, for a family whose checkpoints have names of their
         own; empty for one that transformers does not know."""
         from attar.models.load import empty_model
-        from attar.models.names import stored_names
+        from attar.models.stored import stored_names
 
         try:
             return stored_names(empty_model(self.checkpoint.config), self.checkpoint, strict=False)

@@ -22,10 +22,10 @@ from typing import Any
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
-from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, command_line, finished, produce
+from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint

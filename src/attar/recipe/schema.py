@@ -17,8 +17,9 @@ merges.py). All other keys are the stage's settings. This file imports nothing h
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from typing import Any
 from attar.data.settings import SOURCES
 from attar.errors import RecipeError
 from attar.recipe.located import Entry, Located, parse_yaml, read_yaml
-from attar.recipe.merges import read_merge
 from attar.recipe.origin import RecipeOrigin, did_you_mean
 from attar.recipe.overrides import override
 from attar.recipe.settings import parse, plain, settings_of
@@ -321,3 +321,48 @@ def _unpruned(source: str, done: list[StageEntry]) -> str:
     while name in by_name and by_name[name].stage == "prune":
         name = by_name[name].source
     return name if name != source else ORIGINAL
+
+
+@dataclass(frozen=True)
+class MergeEntry:
+    """What a recipe's merge reads.
+
+    Args:
+        config: the configuration's text, in place of what the recipe said.
+        stages: the earlier stages that it names, in its order, "original" included.
+    """
+
+    config: Entry
+    stages: tuple[str, ...]
+
+
+def read_merge(entry: Entry, recipe: str, known: Sequence[str]) -> MergeEntry:
+    """Read the configuration of a merge.
+
+    Args:
+        entry: the recipe's key ``config``: a mapping, a path beside the recipe, or a text.
+        recipe: the recipe's file.
+        known: names of earlier stages.
+
+    Raises:
+        RecipeError: the configuration is wrong; names file and line.
+    """
+    value = entry.value
+    if isinstance(value.value, dict):
+        documents: Any = load("attar.merging.reading:read_located")(value)
+        text = _dump(value.plain())
+    elif not isinstance(value.value, str):
+        raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
+    else:
+        sibling = str(Path(recipe).parent / value.value)
+        path = sibling if os.path.isfile(sibling) else value.value  # noqa: PTH113 (Path's raises at long names)
+        documents, text = load("attar.merging.written:read_configs")(path, value.where)
+    names = [reference.model for document in documents for reference in document.models()]
+    stages = tuple(dict.fromkeys(name for name in names if name in known))
+    return MergeEntry(Entry(entry.where, Located(text, value.where)), stages)
+
+
+def _dump(content: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000))
