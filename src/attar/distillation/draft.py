@@ -26,8 +26,9 @@ from torch import Tensor
 from attar.data.packing import PADDING, pack
 from attar.distillation.drafting import acceptance, expected_tokens, lk, total_variation
 from attar.distillation.forward_kl import forward_kl
-from attar.distillation.samples import end_tokens, write_rows
+from attar.distillation.samples import write_rows
 from attar.distillation.settings import DistillSettings
+from attar.models.plain_config import end_tokens
 from attar.progress import Progress
 
 LOSSES = {"lk": lk, "tv": total_variation, "kl": forward_kl}
@@ -86,7 +87,9 @@ class Writer:
             prompts[:, :length],
             self.length,
             vocabulary=len(self.tokenizer),
-            ends=end_tokens(self.teacher, self.tokenizer),
+            ends=end_tokens(
+                getattr(self.teacher, "generation_config", None), self.teacher.config, self.tokenizer
+            ),
             temperature=temperature,
             seed=seed,
             work=self.work / name,

@@ -64,15 +64,6 @@ def write_rows(
     return torch.cat(done)
 
 
-def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation config's, else the model's, else the tokenizer's."""
-    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()
-
-
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def _write(
     teacher: Any,
