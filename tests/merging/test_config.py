@@ -10,7 +10,7 @@ from attar.errors import RecipeError, SettingsError
 from attar.merging.config import Filtered, ModelReference, ModelToken, Setting, TokenChoice
 from attar.merging.parameters import method_of
 from attar.merging.reading import load_configs, parse_configs, read_located
-from attar.recipe.located import parse_yaml
+from attar.yaml import parse_yaml
 
 PAIR = "models: [{model: a}, {model: b}]\n"
 

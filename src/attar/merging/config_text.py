@@ -22,7 +22,7 @@ from attar.merging.config import (
     TokenChoice,
     TokenizerChoice,
 )
-from attar.recipe.located import scalar
+from attar.yaml import scalar
 
 
 def config_text(config: MergeConfig) -> str:

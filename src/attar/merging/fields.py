@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from attar.errors import RecipeError
+from attar.errors import RecipeError, did_you_mean
 from attar.merging.config import Filtered, Scalar, Setting
-from attar.recipe.located import Entry, Located
-from attar.recipe.origin import did_you_mean
+from attar.yaml import Located, YamlEntry
 
 
 class Fields:
@@ -31,7 +30,7 @@ class Fields:
         if not isinstance(located.value, dict):
             keys = ", ".join(known)
             raise RecipeError(f"{located.where}: {what} must be a mapping with the keys {keys}")
-        self.entries: dict[str, Entry] = located.value
+        self.entries: dict[str, YamlEntry] = located.value
         for name, entry in self.entries.items():
             if name in known:
                 continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from attar.errors import RecipeError
+from attar.errors import RecipeError, did_you_mean
 from attar.merging.config import (
     SEARCHED,
     MergeConfig,
@@ -27,8 +27,7 @@ from attar.merging.methods.method import Method
 from attar.merging.parameters import check_kind, method_of
 from attar.merging.reference import ModelReference, parse_reference
 from attar.merging.tokenizer_choice import parse_tokenizer
-from attar.recipe.located import Located, parse_documents, read_documents
-from attar.recipe.origin import did_you_mean
+from attar.yaml import Located, parse_documents, read_documents
 
 DTYPES = ("bfloat16", "float16", "float32")
 

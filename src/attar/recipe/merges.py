@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import RecipeError
-from attar.recipe.located import Entry, Located
 from attar.recipe.stages import load
+from attar.yaml import Located, YamlEntry
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class MergeEntry:
         stages: the earlier stages that it names, in its order, "original" included.
     """
 
-    config: Entry
+    config: YamlEntry
     stages: tuple[str, ...]
 
 
-def read_merge(entry: Entry, recipe: str, known: Sequence[str]) -> MergeEntry:
+def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntry:
     """Read the configuration of a merge.
 
     Args:
@@ -58,7 +58,7 @@ def read_merge(entry: Entry, recipe: str, known: Sequence[str]) -> MergeEntry:
         documents, text = load("attar.merging.written:read_configs")(path, value.where)
     names = [reference.model for document in documents for reference in document.models()]
     stages = tuple(dict.fromkeys(name for name in names if name in known))
-    return MergeEntry(Entry(entry.where, Located(text, value.where)), stages)
+    return MergeEntry(YamlEntry(entry.where, Located(text, value.where)), stages)
 
 
 def _dump(content: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attar.errors import RecipeError
-from attar.recipe.located import parse_documents, parse_yaml, read_documents, read_yaml, scalar
+from attar.yaml import parse_documents, parse_yaml, read_documents, read_yaml, scalar
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""YAML read with the place of every value kept, so that an error can name file and line.
+"""YAML with the line number of every key and value, so that an error can name file and line.
 
-Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number. A
-key given twice, an anchor that contains itself and a second document are errors
-(:func:`parse_documents` takes several).
+Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
+Duplicate keys, an anchor that contains itself and a second document are errors (:func:`parse_documents`
+takes several documents).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import yaml
 
 from attar.errors import RecipeError
 
-_MOST_VALUES = 100_000  # a recipe is small; aliases of aliases are not allowed to grow without end
+_MAX_VALUES = 100_000  # aliases of aliases grow exponentially
 
 
 @dataclass(frozen=True)
 class Located:
-    """A value and where it stands.
+    """A value and its location.
 
     Args:
-        value: a scalar, a list of Located, or a dict of name to :class:`Entry`.
-        where: ``file:line``, or the words of the command line that set it.
+        value: a scalar, a list of Located, or a dict of name to :class:`YamlEntry`.
+        where: ``file:line``, or the command-line option that set it.
     """
 
     value: Any
     where: str
 
     def plain(self) -> Any:
-        """The value without places: scalars, lists and dicts."""
+        """The value without locations: scalars, lists and dicts."""
         if isinstance(self.value, dict):
             return {name: entry.value.plain() for name, entry in self.value.items()}
         if isinstance(self.value, list):
@@ -43,13 +43,8 @@ class Located:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One ``key: value`` of a mapping.
-
-    Args:
-        where: place of the key.
-        value: what it is set to.
-    """
+class YamlEntry:
+    """The location of a mapping's key, and its value."""
 
     where: str
     value: Located
@@ -63,16 +58,17 @@ class _Loader(yaml.SafeLoader):
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}\Z")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
-_WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
-_WORDS |= dict.fromkeys(("true", "True", "TRUE"), True) | dict.fromkeys(("false", "False", "FALSE"), False)
+_CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_CONSTANTS |= dict.fromkeys(("true", "True", "TRUE"), True)
+_CONSTANTS |= dict.fromkeys(("false", "False", "FALSE"), False)
+_CONSTANTS |= {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 _TAGS = ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")))
-_WORDS |= {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 
 
 def scalar(text: str) -> Any:
     """The value of an unquoted YAML scalar: None, bool, int, float or the text itself."""
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     if _INT.match(text):
         return int(text.replace("_", ""))
     if _FLOAT.match(text):
@@ -85,39 +81,39 @@ def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Located:
 
     Args:
         text: the document.
-        name: what to call it in errors and places, usually the file's path.
-        line_numbers: append ``:line`` to places (False for a value from the command line).
+        name: its name in errors and locations, usually the file's path.
+        line_numbers: append ``:line`` to locations (False for a value from the command line).
 
     Raises:
-        RecipeError: one line with the place, for anything that is not one well-formed document.
+        RecipeError: one line with the location, for anything that is not one well-formed document.
     """
-    with _one_line(text, name, line_numbers):
+    with _yaml_errors(text, name, line_numbers):
         node = _Loader(text).get_single_node()
-    reader = _Reader(name, line_numbers)
+    reader = _NodeReader(name, line_numbers)
     if node is None:
-        return Located(None, reader.place(0))
+        return Located(None, reader.location(0))
     return reader.read(node, ())
 
 
 def parse_documents(text: str, name: str) -> list[Located]:
-    """Parse a file of several YAML documents, divided by ``---``; empty ones are left out.
+    """Parse a file of several YAML documents, separated by ``---``; empty ones are left out.
 
     Args:
-        text: the file.
-        name: what to call it in errors and places; lines are counted through the whole file.
+        text: the content of the file.
+        name: its name in errors and locations; lines are counted from the start of the file.
 
     Raises:
-        RecipeError: one line with the place, for anything that is not well-formed.
+        RecipeError: one line with the location, for anything that is not well-formed.
     """
     nodes: list[yaml.Node] = []
-    with _one_line(text, name, True):
+    with _yaml_errors(text, name, True):
         loader = _Loader(text)
         while loader.check_node():
             node = loader.get_node()
             if node is not None:
                 nodes.append(node)
-    reader = _Reader(name, True)
-    return [each for each in (reader.read(node, ()) for node in nodes) if each.value is not None]
+    reader = _NodeReader(name, True)
+    return [root for root in (reader.read(node, ()) for node in nodes) if root.value is not None]
 
 
 def read_documents(path: Path) -> list[Located]:
@@ -139,7 +135,7 @@ def read_yaml(path: Path) -> Located:
 
 
 def _text(path: Path) -> str:
-    """The text of a file that a person wrote."""
+    """The content of a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -151,12 +147,12 @@ def _text(path: Path) -> str:
 
 
 @contextmanager
-def _one_line(text: str, name: str, line_numbers: bool) -> Iterator[None]:
-    """PyYAML's errors as ours."""
+def _yaml_errors(text: str, name: str, line_numbers: bool) -> Iterator[None]:
+    """Raise PyYAML's errors as :class:`RecipeError`."""
     try:
         yield
     except yaml.MarkedYAMLError as error:
-        raise RecipeError(_syntax(error, name, line_numbers)) from None
+        raise RecipeError(_syntax_message(error, name, line_numbers)) from None
     except RecursionError:
         raise RecipeError(f"{name}: nested too deeply") from None
     except yaml.reader.ReaderError as error:
@@ -164,48 +160,48 @@ def _one_line(text: str, name: str, line_numbers: bool) -> Iterator[None]:
         raise RecipeError(f"{name}:{line}: a character that YAML does not allow") from None
 
 
-def _syntax(error: yaml.MarkedYAMLError, name: str, line_numbers: bool) -> str:
-    """One line out of PyYAML's several."""
+def _syntax_message(error: yaml.MarkedYAMLError, name: str, line_numbers: bool) -> str:
+    """PyYAML's message in one line."""
     mark = error.problem_mark or error.context_mark
-    place = f"{name}:{mark.line + 1}" if line_numbers and mark else name
+    where = f"{name}:{mark.line + 1}" if line_numbers and mark else name
     problem = ": ".join(part for part in (error.context, error.problem) if part)
     if "'\\t'" in problem:
         problem = "a tab where YAML wants spaces"
-    return f"{place}: not valid YAML: {problem}"
+    return f"{where}: not valid YAML: {problem}"
 
 
 @dataclass
-class _Reader:
+class _NodeReader:
     """Turns PyYAML's nodes into Located values."""
 
     name: str
     line_numbers: bool
     values: int = 0
 
-    def place(self, line: int) -> str:
+    def location(self, line: int) -> str:
         return f"{self.name}:{line + 1}" if self.line_numbers else self.name
 
-    def read(self, node: yaml.Node, above: tuple[int, ...]) -> Located:
-        where = self.place(node.start_mark.line)
+    def read(self, node: yaml.Node, parents: tuple[int, ...]) -> Located:
+        where = self.location(node.start_mark.line)
         self.values += 1
-        if id(node) in above or self.values > _MOST_VALUES:
+        if id(node) in parents or self.values > _MAX_VALUES:
             raise RecipeError(f"{where}: an alias that repeats itself without end")
         if node.tag not in _TAGS:
             raise RecipeError(f"{where}: the tag {node.tag!r} is not allowed", hint="recipes need no tags")
         if isinstance(node, yaml.MappingNode):
-            return Located(dict(self.entries(node, (*above, id(node)))), where)
+            return Located(dict(self.entries(node, (*parents, id(node)))), where)
         if isinstance(node, yaml.SequenceNode):
-            return Located([self.read(item, (*above, id(node))) for item in node.value], where)
+            return Located([self.read(item, (*parents, id(node))) for item in node.value], where)
         plain = getattr(node, "style", None) is None
         return Located(scalar(node.value) if plain else node.value, where)
 
-    def entries(self, node: yaml.MappingNode, above: tuple[int, ...]) -> Iterator[tuple[str, Entry]]:
+    def entries(self, node: yaml.MappingNode, parents: tuple[int, ...]) -> Iterator[tuple[str, YamlEntry]]:
         first: dict[str, str] = {}
         for key, value in node.value:
-            where = self.place(key.start_mark.line)
+            where = self.location(key.start_mark.line)
             if not isinstance(key, yaml.ScalarNode):
                 raise RecipeError(f"{where}: a key must be a word")
             if key.value in first:
                 raise RecipeError(f"{where}: key {key.value!r} is given twice (first at {first[key.value]})")
             first[key.value] = where
-            yield key.value, Entry(where, self.read(value, above))
+            yield key.value, YamlEntry(where, self.read(value, parents))
