@@ -65,20 +65,23 @@ SOLVERS = (
         )
     ),
     *(
-        f"merging/{name}.py"
-        for name in ("consensus", "draws", "low_rank", "pieces", "selection", "soup", "sparsify")
+        f"merging/methods/common/{name}.py"
+        for name in ("chunked", "random_masks", "selection", "task_vectors")
     ),
+    "merging/adapters/low_rank.py",
+    "merging/consensus.py",
+    "merging/search/soup.py",
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.kernels.threads",
     "attar.progress",
     "attar.merging.consensus",
-    "attar.merging.draws",
-    "attar.merging.journal",
-    "attar.merging.pieces",
-    "attar.merging.selection",
-    "attar.merging.sparsify",
+    "attar.merging.methods.common.random_masks",
+    "attar.merging.search.loss_cache",
+    "attar.merging.methods.common.chunked",
+    "attar.merging.methods.common.selection",
+    "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.quantization.rounded",

@@ -48,7 +48,7 @@ def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntr
     """
     value = entry.value
     if isinstance(value.value, dict):
-        documents: Any = load("attar.merging.reading:read_located")(value)
+        documents: Any = load("attar.merging.config.parse:read_located")(value)
         text = _dump(value.plain())
     elif not isinstance(value.value, str):
         raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
