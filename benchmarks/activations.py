@@ -34,7 +34,7 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "8 bits, KV bfloat16": {"bits": 8, "kv_dtype": "bfloat16"},
@@ -138,7 +138,7 @@ def shown(loaded: Loaded, ids: list[int]) -> str:
 def runner_logits(runner: Attar) -> Callable[[list[int]], Tensor]:
     def logits(row: list[int]) -> Tensor:
         blocks = tuple(range(-(-len(row) // 16)))
-        return runner.runner.run(Step(row, (Span(0, 0, len(row), blocks, len(row)),)))
+        return runner.runner.run(StepInput(row, (TokenSpan(0, 0, len(row), blocks, len(row)),)))
 
     return logits
 

@@ -43,8 +43,8 @@ from decode_cases import (
 )
 from torch import Tensor
 
-from attar.kernels.memory import huge
-from attar.kernels.product import Team
+from attar.kernels.memory import huge_pages
+from attar.kernels.product import ThreadPool
 
 PROBE = 1 << 28
 TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
@@ -75,7 +75,7 @@ def main() -> None:
     for shape in arguments.shapes:
         for kind in arguments.weights:
             runners = dict(made(shape, kind, arguments))
-            with Team(arguments.threads) as team:
+            with ThreadPool(arguments.threads) as team:
                 seen = measure(runners, shape, team, arguments)
             for task in arguments.tasks:
                 report(f"{shape} {kind:<4}", task, {name: seen[name, task] for name in runners})
@@ -115,10 +115,10 @@ def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple
 
 
 def measure(
-    runners: dict[str, Runner], shape: str, team: Team, arguments: argparse.Namespace
+    runners: dict[str, Runner], shape: str, team: ThreadPool, arguments: argparse.Namespace
 ) -> dict[tuple[str, str], Timed]:
     """Every task once a round by every runner, after a round that does not count."""
-    room = huge(PROBE).fill_(1)
+    room = huge_pages(PROBE).fill_(1)
     seen = {(name, task): Timed() for name in runners for task in arguments.tasks}
     for number in range(arguments.rounds + 1):
         for task in arguments.tasks:
@@ -158,7 +158,7 @@ def cache_bytes(shape: str, task: str, arguments: argparse.Namespace) -> float:
     return count * places * sizes["num_hidden_layers"] * width * KV_BYTES[arguments.kv]
 
 
-def bandwidth(team: Team, room: Tensor) -> float:
+def bandwidth(team: ThreadPool, room: Tensor) -> float:
     """GB/s, the best of three readings."""
     best = 0.0
     for _ in range(3):

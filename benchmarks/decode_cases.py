@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 CONTEXT = 4352
 LLAMA_CPP = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16"}  # the same bits per weight
@@ -71,13 +71,13 @@ class Attar:
         tables = [tuple(range(n * each, (n + 1) * each)) for n in range(count)]
         began = time.perf_counter()
         for at in range(start, start + tokens):
-            spans = tuple(Span(n, at, at + 1, table, 1) for n, table in enumerate(tables))
-            self.runner.run(Step([at % 1000] * count, spans)).argmax(1)
+            spans = tuple(TokenSpan(n, at, at + 1, table, 1) for n, table in enumerate(tables))
+            self.runner.run(StepInput([at % 1000] * count, spans)).argmax(1)
         return time.perf_counter() - began
 
     def prompt(self, tokens: int) -> float:
         """In one step."""
-        step = Step(list(range(tokens)), (Span(0, 0, tokens, tuple(range(tokens // 16)), 1),))
+        step = StepInput(list(range(tokens)), (TokenSpan(0, 0, tokens, tuple(range(tokens // 16)), 1),))
         began = time.perf_counter()
         self.runner.run(step)
         return time.perf_counter() - began

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.units import table
 from attar.measure.evaluate import evaluate
 from attar.measure.reference import make_reference
 from attar.recipe.plan import error_factor, make_plan
-from attar.recipe.receipts import read_receipt
 from attar.recipe.run import run_recipe
+from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import Recipe, parse_recipe
-from attar.recipe.table import table
 
 LEARNING = "optimizer: muon, learning_rate: 0.0025, final: 0.02, rows: 768, teacher_top: 64"
 STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from attar.data.sources import documents
 from attar.runtime.admission import Limits
+from attar.runtime.execution import pack_due
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.layout import LayerShape, block_bytes
-from attar.runtime.kv.manager import Manager
 from attar.runtime.kv.store import STORES
 from attar.runtime.llm import LLM
-from attar.runtime.packing import pack_due
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
@@ -208,7 +208,7 @@ def scheduling(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str
     """Microseconds of Python for schedule, commit and append, without a model."""
     yield "| sequences | context | a step, us: median | mean |\n|---|---|---|---|"
     for count, context in ((1, 2_000), (1, 100_000), (8, 2_000), (64, 2_000)):
-        manager = Manager(count * (context + 4000) // 16, 16)
+        manager = BlockManager(count * (context + 4000) // 16, 16)
         scheduler = Scheduler(manager, Limits(step_tokens=count * context, sequences=count))
         for number in range(count):
             prompt = [number, *range(context - 1)]

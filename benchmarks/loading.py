@@ -31,7 +31,7 @@ def make(folder: Path, shape: str) -> None:
     from safetensors.torch import save_file
 
     from attar.formats.coded import Coded
-    from attar.formats.compressed_tensors import Group, quantization_config
+    from attar.formats.compressed_tensors import ConfigGroup, quantization_config
     from attar.formats.layouts import encode
     from attar.formats.rules import PACK, WeightRule
 
@@ -73,7 +73,7 @@ def make(folder: Path, shape: str) -> None:
         "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "hidden_act": "silu",
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "quantization_config": quantization_config([Group(("Linear",), rule)], ignore=["lm_head"]),
+        "quantization_config": quantization_config([ConfigGroup(("Linear",), rule)], ignore=["lm_head"]),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))

@@ -32,17 +32,17 @@ from needle import RIVALS, hidden
 from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
-from attar.data.stdlib import texts as python_files
+from attar.data.python_text import texts as python_files
 from attar.models.load import load_tokenizer
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
 from attar.runtime.kv.layout import LayerShape, block_bytes
-from attar.runtime.kv.manager import Manager
 from attar.runtime.kv.store import STORES
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.watching import RereadWatch, TailWatch
-from attar.runtime.step import Span, Step
+from attar.runtime.runner.watching import LastQueries, StridedQueries
+from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
 CHUNK, BLOCK = 512, 32
@@ -57,7 +57,9 @@ class Sequences:
         most = runner.most(CHUNK)
         self.runner = runner
         self.tokens: dict[int, list[int]] = {}
-        self.manager = Manager(runner.capacity, BLOCK, reuse=False, window=window, sinks=sinks, most=most)
+        self.manager = BlockManager(
+            runner.capacity, BLOCK, reuse=False, window=window, sinks=sinks, most=most
+        )
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """A prompt in chunks, packed as its method says; nothing is returned."""
@@ -76,8 +78,8 @@ class Sequences:
         assert self.manager.reserve(sequence, len(tokens)), "the pool is too small"
         table, done = self.manager.table(sequence), self.tokens[sequence]
         kept = table.length if table.packed else None
-        span = Span(sequence, len(done), len(done) + len(tokens), table.row, wants, kept)
-        logits = self.runner.run(Step(tokens, (span,), self.manager.copies()))
+        span = TokenSpan(sequence, len(done), len(done) + len(tokens), table.row, wants, kept)
+        logits = self.runner.run(StepInput(tokens, (span,), self.manager.copies()))
         done += tokens
         self.manager.commit(sequence, len(tokens), done)
         return logits
@@ -252,8 +254,8 @@ class Recorder:
     def __init__(self, plain: Modules) -> None:
         self.runner = plain
         rotary = Rotary(plain.model, plain.pool.geometry.layers)
-        self.tail = TailWatch(SnapKV(capacity=10**9, window=32))
-        self.again = RereadWatch(Reread(capacity=10**9), rotary)
+        self.tail = LastQueries(SnapKV(capacity=10**9, window=32))
+        self.again = StridedQueries(Reread(capacity=10**9), rotary)
         plain._watch = self
 
     def see(self, *seen: Any) -> None:

@@ -25,7 +25,7 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.gguf import dense_view
 from attar.formats.gguf.architectures import architecture, placements, sizes
 from attar.formats.gguf.mixes import bits, mix
-from attar.measure.table import rows
+from attar.measure.table import table_rows
 
 MODEL = "attar:smollm2"
 WORK = Path("~/.cache/attar/real").expanduser()
@@ -167,7 +167,7 @@ def pipeline(rest: list[str]) -> str:
     fields |= {"ratio": args.ratio, "steps": args.steps, "length": args.length, "samples": args.samples}
     recipe.write_text(PIPELINE.format(**fields))
     run = attar.run(recipe, args.work / "pipeline").run
-    head, *body = rows(run)
+    head, *body = table_rows(run)
     lines = [f"| {' | '.join(head)} | s |", "|---|" + "---:|" * len(head)]
     for row, stage in zip(body, run.stages, strict=True):
         lines.append(f"| {' | '.join(row)} | {stage.seconds or 0:.0f} |")

@@ -3,7 +3,7 @@
     python benchmarks/specialists.py [--work DIR] [--steps 200] [--train] [--budget 40] [--only NAME ...]
 
 A specialist is attar:tiny trained on one part of Python's standard library. Files belong to the split that
-their path's hash says (``attar.data.stdlib``), the same that attar:tiny was made with: specialists learn from
+their path's hash says (attar.data.splits), the same that attar:tiny was made with: specialists learn from
 the training files of their part, greedy soup and the search of coefficients look at its calibration files,
 the table is measured on its evaluation files, which nobody has seen. ``--train`` stops before the table.
 Checkpoints stay under ``--work``; what is there already is used.
@@ -28,7 +28,7 @@ import attar
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import produce
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import end_token, pack_stream, tokenize
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.progress import Progress, Terminal
@@ -72,7 +72,7 @@ JUDGED_ROWS = 8  # of a part: what greedy soup and search look at
 
 def texts(part: str, split: str) -> list[str]:
     """The files of a part in one split, in the order of their paths."""
-    return [text for name, text in stdlib.texts(split) if name.startswith(PARTS[part])]
+    return [text for name, text in python_text.texts(split) if name.startswith(PARTS[part])]
 
 
 def rows_of(part: str, split: str, tokenizer: Any, limit: int | None = None) -> Tensor:
@@ -106,14 +106,7 @@ def specialist(part: str, out: Path, steps: int, progress: Progress) -> Checkpoi
     rows = rows_of(part, "train", tokenizer)
     shown = rows_of(part, "calibration", tokenizer, HELD_OUT_ROWS)
     written = {**asdict(settings), "part": part, "data": " ".join(PARTS[part])}
-    with produce(
-        out,
-        stage="specialist",
-        version=VERSION,
-        settings=written,
-        seed=settings.seed,
-        parents=[(base, "weights")],
-    ) as output:
+    with produce(out, "specialist", written, VERSION, [base]) as output:
         output.command = "python benchmarks/specialists.py --train"
         model = load_model(base, dtype=torch.float32)
         history = train(

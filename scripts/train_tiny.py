@@ -31,7 +31,7 @@ from transformers import (
 
 from attar.checkpoint.card import Card, versions
 from attar.checkpoint.hashing import sha256_file
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import pack
 from attar.progress import Terminal
 from attar.walks.settings import TrainSettings
@@ -83,7 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for _, text in stdlib.texts("train")), trainer)
+    tokenizer.train_from_iterator((text for _, text in python_text.texts("train")), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",
@@ -218,7 +218,6 @@ def write_card(folder: Path, first: History, second: History) -> None:
         },
         details={
             "data": "python-stdlib: files whose path's SHA-256 (first 32 bits) modulo 100 is below 90",
-            "curve": [row for history in (first, second) for row in history.curve if row["step"] % 100 == 0],
             "notes": NOTES,
         },
         licence={"ids": ["apache-2.0"]},

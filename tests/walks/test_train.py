@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attar.data.batches import Batches
+from attar.data.packing import Batches
 from attar.errors import NumericsError
 from attar.walks import optimizers, precision
 from attar.walks.settings import TrainSettings

@@ -51,7 +51,7 @@ app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, no_args_is_help=False, i
 
 def _version(value: bool) -> None:
     if value:
-        from attar import __version__
+        from attar.version import __version__
 
         print(f"attar {__version__}")
         raise typer.Exit

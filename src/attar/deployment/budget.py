@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attar.errors import SettingsError
-from attar.formats.gguf.container import Value
+from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import tensor_bytes
 from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT
@@ -106,7 +106,7 @@ class Budget:
         self.check(least)
 
 
-def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, Value]) -> int:
+def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:
     """Bytes of a GGUF file of one part before its data."""
     said = sum(len(encode(key, value)) for key, value in metadata.items())
     infos = sum(len(string(name)) + 16 + 8 * len(shape) for name, shape in shapes.items())

@@ -21,21 +21,21 @@ from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
 from attar.formats.gguf.imatrix import ImportanceEntry
-from attar.formats.gguf.reader import Reader as GGUFReader
+from attar.formats.gguf.reader import GGUFReader
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
-from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, Parameters, Quantized
+from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import all_finite
-from attar.quantization.schemes import Scheme
+from attar.quantization.schemes import QuantizationScheme
 from attar.quantization.settings import QuantizeSettings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
     from attar.deployment.imatrix import Sums
+    from attar.quantization.plan import QuantizationPlan
     from attar.quantization.rounding import RoundedModel
-    from attar.quantization.scheme import Plan
     from attar.walks.activations import Activations
     from attar.walks.skeleton import Skeleton
 
@@ -48,7 +48,7 @@ class Blocks:
         quantized: codes (N, K) and what decodes them.
     """
 
-    quantized: Quantized
+    quantized: QuantizedTensor
 
     @property
     def codes(self) -> Tensor:
@@ -74,7 +74,7 @@ class Codes:
         notes: sentences for people.
     """
 
-    make: Callable[[Any, str], Quantized]
+    make: Callable[[Any, str], QuantizedTensor]
     reports: Callable[[], list[dict[str, Any]]]
     notes: list[str] = field(default_factory=list)
 
@@ -139,12 +139,12 @@ class HeadImportance:
         return replace(importance, entries={**importance.entries, **mine})
 
 
-def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
+def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> QuantizationPlan:
     """The Linears of the blocks as sites on the grids of their types."""
     from attar.models.anatomy import discover
     from attar.models.load import empty_model
     from attar.models.names import stored_names
-    from attar.quantization.scheme import Plan, Site
+    from attar.quantization.plan import LayerPlan, QuantizationPlan
 
     model = empty_model(view.config)
     names = stored_names(model, view)
@@ -156,9 +156,11 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> Plan:
             module = linears[one.stored]
             turned = not isinstance(model.get_submodule(module), nn.Linear)
             grid = grid_of(kind)
-            scheme = Scheme(kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32))
-            sites[one.stored] = Site(module, one.shape, turned, grid, scheme, torch.float32)
-    return Plan(sites, None, None, (), {})
+            scheme = QuantizationScheme(
+                kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32)
+            )
+            sites[one.stored] = LayerPlan(module, one.shape, turned, grid, scheme, torch.float32)
+    return QuantizationPlan(sites, None, None, (), {})
 
 
 def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
@@ -182,9 +184,9 @@ class _Maker:
     kinds: Kinds
     importance: Importance
     rounded: RoundedModel | None
-    plan: Plan | None
+    plan: QuantizationPlan | None
 
-    def __call__(self, one: Any, kind: str) -> Quantized:
+    def __call__(self, one: Any, kind: str) -> QuantizedTensor:
         if one.gguf in self.kinds.carried:
             with one_thread():
                 return self._carried(one, kind)
@@ -200,7 +202,7 @@ class _Maker:
             return grid.search(weight, importance)
         return grid.quantize(weight, grid.choose(weight, importance=importance))
 
-    def _carried(self, one: Any, kind: str) -> Quantized:
+    def _carried(self, one: Any, kind: str) -> QuantizedTensor:
         packed, name = reader(self.source), self.view.tensors[one.stored].stored
         rows = one.rows
         if isinstance(packed, GGUFReader):  # its rows stand as they will
@@ -211,16 +213,16 @@ class _Maker:
             codes, stored = carry(kind, *found)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
-            parameters = Parameters(torch.exp2(stored["exponent"].float() - 127.0))
+            parameters = TileParameters(torch.exp2(stored["exponent"].float() - 127.0))
         else:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
-        made = Quantized(grid, codes, parameters)
+        made = QuantizedTensor(grid, codes, parameters)
         return made if rows is None else reordered(made, rows)
 
 
-def reordered(quantized: Quantized, rows: Tensor) -> Quantized:
+def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     """The same codes with row i taken from ``rows[i]``."""
     parameters = quantized.parameters.each(lambda value: value[rows])
     stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
-    parameters = Parameters(parameters.scale, parameters.zero, parameters.minimum, stored)
-    return Quantized(quantized.grid, quantized.codes[rows], parameters)
+    parameters = TileParameters(parameters.scale, parameters.zero, parameters.minimum, stored)
+    return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)

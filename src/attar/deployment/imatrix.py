@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from attar.checkpoint import atomic
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.progress import SILENT, Progress
@@ -161,14 +162,12 @@ def _stop(module: nn.Module, args: Any) -> None:
 
 
 def _write(file: Path, found: Sums) -> None:
-    """Keep what was found, beside and renamed."""
+    """Write the sums."""
     tensors = {f"{name}/in_sum2": sums.contiguous() for name, (sums, _) in found.items()}
     tensors |= {
         f"{name}/count": torch.tensor(count, dtype=torch.float64) for name, (_, count) in found.items()
     }
-    partial = file.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.rename(file)
+    atomic.save_tensors(file, tensors)
 
 
 def _kept(file: Path) -> Sums:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf import imatrix

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
@@ -165,7 +165,7 @@ class Integers:
         """Look at every Linear's codes once."""
         model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
         slots = {
-            info.name: Slot(*found)
+            info.name: TensorSpec(*found)
             for info in self.source.tensors.values()
             if (found := self.read.slot(info))
         }
@@ -262,7 +262,7 @@ class Integers:
 class _Names:
     """What :func:`stored_names` wants to know of a checkpoint: names and shapes of its dense tensors."""
 
-    def __init__(self, tensors: Mapping[str, Slot]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors
 
 
@@ -272,6 +272,6 @@ def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[
     groups = []
     for number, rule in enumerate(ranked):
         modules = tuple(name for name, one in rules.items() if one == rule)
-        groups.append(compressed_tensors.Group(modules if number else ("Linear",), rule, None, PACK))
+        groups.append(compressed_tensors.ConfigGroup(modules if number else ("Linear",), rule, None, PACK))
     alone = len(groups) == 1 and not ranked[0].symmetric
     return compressed_tensors.quantization_config(groups, ignore=ignore, dequantize=alone)

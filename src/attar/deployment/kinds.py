@@ -13,10 +13,10 @@ from attar.errors import SettingsError
 from attar.formats.gguf.architectures import architecture
 from attar.formats.gguf.carry import carried_kind
 from attar.formats.gguf.mixes import canonical, mix, overridden
-from attar.formats.gguf.reader import Reader as GGUFReader
+from attar.formats.gguf.reader import GGUFReader
 from attar.formats.gguf.sizes import sizes
 from attar.formats.gguf.types import FILE_TYPES, TYPES
-from attar.formats.readers import Reader, method, reader
+from attar.formats.readers import FormatReader, method, reader
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
     return Kinds(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
 
 
-def _stored_kind(packed: Reader, name: str, one: Any) -> tuple[str | None, str]:
+def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
     has no codes). Blocks of a GGUF file stay the blocks that they are."""
     if isinstance(packed, GGUFReader) and packed.same_place(name, one):

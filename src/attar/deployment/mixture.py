@@ -4,10 +4,10 @@
 
 Letters: g a group of tensors that share a type (q, k and v; gate and up; the embedding, with the head where
 they are one; the head); c a type; KL[g, c] of the model with g alone in type c, measured once and cached
-(attar.quantization.sensitivity); K inputs of a tensor.
+(attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
 
 The budget is an average of bits or the size of the file (budget.py); the choice is exact
-(attar.quantization.allocate).
+(attar.quantization.mixed_precision.allocate).
 
 What llama.cpp never quantizes is F32, and so counts. A group some tensor of which has K that 32 does not
 divide stays F16. Types given by hand count first and are measured no more.
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
-from attar.formats.gguf.container import Value
+from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
@@ -32,15 +32,15 @@ from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.readers import method
 from attar.models.names import stored_names
 from attar.progress import SILENT, Progress
-from attar.quantization.allocate import Allocation, Option, allocate, frontier
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
-from attar.quantization.mixture import Calibration, Ground, ground
-from attar.quantization.sensitivity import (
-    Candidate,
+from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
+from attar.quantization.mixed_precision.mixture import CalibrationSource, SensitivityInputs, ground
+from attar.quantization.mixed_precision.sensitivity import (
+    CandidateGrid,
     Interaction,
     Measurement,
-    Mix,
+    SchemeMix,
     interaction,
     measure,
     shared_groups,
@@ -55,11 +55,11 @@ WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 """Candidates elsewhere."""
 
-KEYS: dict[str, Value] = {"general.file_type": 0, "general.quantization_version": 0}
+KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
 """Metadata that depends on the choice, and so is not known before it; its size does not."""
 
 
-class Budgeted(Calibration, Protocol):
+class Budgeted(CalibrationSource, Protocol):
     """Settings of the export that matter here."""
 
     @property
@@ -95,7 +95,7 @@ def gguf_mixture(
     *,
     bits: float = 0.0,
     size: int = 0,
-    metadata: Mapping[str, Value] | None = None,
+    metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
     progress: Progress = SILENT,
 ) -> GGUFMix:
@@ -147,10 +147,10 @@ def gguf_mixture(
     )
 
 
-def candidates() -> dict[str, Candidate]:
+def candidates() -> dict[str, CandidateGrid]:
     """Every type that may be chosen, as a grid; values are decoded in float32, whatever is stored."""
 
-    def grid(kind: str) -> Candidate:
+    def grid(kind: str) -> CandidateGrid:
         return lambda storage: GGMLGrid(kind)
 
     return {kind: grid(kind) for kind in dict.fromkeys((*WIDE, *NARROW))}
@@ -168,7 +168,11 @@ def kinds_for(columns: int) -> tuple[str, ...]:
 
 
 def _layout(
-    on: Ground, checkpoint: Checkpoint, placed: Sequence[Placement], overrides: Sequence[str], share: bool
+    on: SensitivityInputs,
+    checkpoint: Checkpoint,
+    placed: Sequence[Placement],
+    overrides: Sequence[str],
+    share: bool,
 ) -> Layout:
     """Sort the tensors into those of a fixed type and groups of modules."""
     view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
@@ -191,7 +195,7 @@ def _layout(
     return Layout(shapes, kinds, tensors, groups)
 
 
-def _groups(on: Ground, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
+def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
     """Modules by group: the embedding, the blocks' Linears, the head."""
     linears = [name for block in on.anatomy.blocks for name in block.linears if name in modules]
     inner = shared_groups(on.anatomy.blocks, linears) if share else {name: [name] for name in linears}
@@ -200,7 +204,7 @@ def _groups(on: Ground, modules: Sequence[str], share: bool) -> dict[str, list[s
     return {name: [name] for name in before} | inner | {name: [name] for name in after if name}
 
 
-def _behind(on: Ground) -> list[str]:
+def _behind(on: SensitivityInputs) -> list[str]:
     """The head, where it is a tensor of its own."""
     return [on.anatomy.head] if on.anatomy.head and not on.anatomy.tied else []
 
@@ -219,10 +223,12 @@ def _choose(
     return allocate(options, budget.left), curve
 
 
-def _whole(on: Ground, layout: Layout, chosen: Allocation, grids: Mapping[str, Candidate]) -> Interaction:
+def _whole(
+    on: SensitivityInputs, layout: Layout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
+) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
-    made = Mix(schemes, chosen.loss, chosen.gap, chosen.bits, chosen.bits / layout.weights, ())
+    made = SchemeMix(schemes, chosen.loss, chosen.gap, chosen.bits, chosen.bits / layout.weights, ())
     return interaction(on.model, made, grids, on.batches, on.file.with_name(f".{on.file.name}.whole"))
 
 

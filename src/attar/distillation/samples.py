@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from attar.data.batches import numbered_generator
-from attar.data.packing import PADDING
+from attar.checkpoint import atomic
+from attar.data.packing import PADDING, numbered_generator
 from attar.progress import Progress
 
 ROWS = 64  # drawn together
@@ -58,9 +58,7 @@ def write_rows(
             if not file.exists():
                 generator = numbered_generator(seed, number)
                 rows = _write(teacher, batch, length, vocabulary, ends, temperature, generator)
-                partial = file.with_suffix(".partial")
-                save_file({"tokens": rows}, partial)
-                partial.rename(file)
+                atomic.save_tensors(file, {"tokens": rows})
             done.append(load_file(file)["tokens"])
             task.advance()
     return torch.cat(done)

@@ -6,7 +6,6 @@ What they learn, and how, is in learn.py; for a student that will draft, in draf
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
 from attar.distillation.learn import Signal, beginner, learn, training_rows
@@ -60,18 +59,11 @@ def distill(
     settings = fit(settings, source, progress)
     model = _causal(source, settings)
     kept, student = beginner(model, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="distill",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (source, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("distill", source, settings), progress)
+        note_texts(output, _records("distill", source, settings), progress)
         writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
         history = learn(
             student,
@@ -122,18 +114,11 @@ def recover(
     settings = fit(settings, source, progress)
     _same_tokens(source, other)
     student, guide = _causal(source, settings), _causal(other, settings)
+    text = fingerprint(settings.data)
     with produce(
-        out,
-        stage="recover",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights"), (other, "signal")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
+        out, "recover", settings, VERSION, [source], signals=[other], text=text, force=force, key=key
     ) as output:
-        remember(output, _records("recover", source, settings), progress)
+        note_texts(output, _records("recover", source, settings), progress)
         history = learn(
             student,
             guide,

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
-from attar.data.batches import numbered_generator
+from attar.data.packing import numbered_generator
 
 VERSION = 1  # of what a file holds
 SMALLEST = 1e-30  # keeps a draw possible where the K have everything
@@ -92,9 +93,7 @@ class KeptTeacher:
         except (OSError, SafetensorError):
             kept = self._predict(row, int(digest[:8], 16))
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        save_file(kept, partial)
-        partial.rename(file)
+        atomic.save_tensors(file, kept)
         return kept
 
     @property

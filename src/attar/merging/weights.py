@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
 from attar.merging.methods.common.random_masks import Draws
@@ -58,9 +58,9 @@ class Merge:
     look: Look | None = None
     known: Mapping[str, Any] = field(default_factory=dict)
 
-    def slot(self, output: Output) -> Slot:
+    def slot(self, output: Output) -> TensorSpec:
         """Where an output goes."""
-        return Slot(output.name, stored_dtype(getattr(torch, output.dtype)), output.shape)
+        return TensorSpec(output.name, stored_dtype(getattr(torch, output.dtype)), output.shape)
 
     def read(self, output: Output) -> tuple[list[Tensor], Tensor | None]:
         """The inputs and the base of an output, finite, aligned, in the working type.

@@ -97,7 +97,7 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     elif not compressed_tensors.is_packed(checkpoint.config):
         return
     assert said is not None
-    scheme = compressed_tensors.Scheme(said)
+    scheme = compressed_tensors.CompressedTensorsConfig(said)
     if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
         return
     from attar.models.anatomy import discover, is_linear

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.packing import calibration_batches, row_length
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError
 from attar.models.anatomy import Anatomy, discover
@@ -67,23 +66,14 @@ def prune(
     if keep == total:
         raise nothing_removed(total, settings)
     cut = _cut(source, anatomy, settings, keep)
-    with produce(
-        out,
-        stage="prune",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
         for note in (_share(total, keep, settings), precision_note(source)):
             if note:
                 progress.log(note)
         length = row_length(settings.sequence_length, source.config)
         read = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-        remember(output, [read], progress)
+        note_texts(output, [read], progress)
         batches = calibration_batches(
             tokenizer,
             settings.data,

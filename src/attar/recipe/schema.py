@@ -17,19 +17,19 @@ merges.py). All other keys are the stage's settings. This file imports nothing h
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attar.data.settings import SOURCES
 from attar.errors import RecipeError, did_you_mean
-from attar.recipe.merges import read_merge
 from attar.recipe.origin import RecipeOrigin
 from attar.recipe.overrides import override
 from attar.recipe.settings import parse, plain, settings_of
-from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, Stage, load
+from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
 from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
 
 ORIGINAL = "original"
@@ -250,7 +250,7 @@ def _is_stage(item: Located, key: str) -> bool:
     return isinstance(item.value, dict) and key in item.value
 
 
-def _verb(item: Located) -> Stage:
+def _verb(item: Located) -> StageSpec:
     if not isinstance(item.value, dict):
         raise RecipeError(f"{item.where}: a stage is a mapping such as {{stage: prune, ratio: 0.25}}")
     if "stage" not in item.value:
@@ -321,3 +321,48 @@ def _unpruned(source: str, done: list[StageEntry]) -> str:
     while name in by_name and by_name[name].stage == "prune":
         name = by_name[name].source
     return name if name != source else ORIGINAL
+
+
+@dataclass(frozen=True)
+class MergeEntry:
+    """What a recipe's merge reads.
+
+    Args:
+        config: the configuration's text, in place of what the recipe said.
+        stages: the earlier stages that it names, in its order, "original" included.
+    """
+
+    config: YamlEntry
+    stages: tuple[str, ...]
+
+
+def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntry:
+    """Read the configuration of a merge.
+
+    Args:
+        entry: the recipe's key ``config``: a mapping, a path beside the recipe, or a text.
+        recipe: the recipe's file.
+        known: names of earlier stages.
+
+    Raises:
+        RecipeError: the configuration is wrong; names file and line.
+    """
+    value = entry.value
+    if isinstance(value.value, dict):
+        documents: Any = load("attar.merging.config.parse:read_located")(value)
+        text = _dump(value.plain())
+    elif not isinstance(value.value, str):
+        raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
+    else:
+        sibling = str(Path(recipe).parent / value.value)
+        path = sibling if os.path.isfile(sibling) else value.value  # noqa: PTH113 (Path's raises at long names)
+        documents, text = load("attar.merging.written:read_configs")(path, value.where)
+    names = [reference.model for document in documents for reference in document.models()]
+    stages = tuple(dict.fromkeys(name for name in names if name in known))
+    return MergeEntry(YamlEntry(entry.where, Located(text, value.where)), stages)
+
+
+def _dump(content: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000))

@@ -22,12 +22,12 @@ from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-    from attar.checkpoint.shards import Slot
+    from attar.checkpoint.shards import TensorSpec
     from attar.checkpoint.tensors import TensorInfo
 
 SHARD_BYTES = 2_000_000_000
 
-Layout = Callable[["TensorInfo"], Sequence["Slot"]]
+Layout = Callable[["TensorInfo"], Sequence["TensorSpec"]]
 """What a stored tensor becomes: names, types and shapes. An empty sequence drops it."""
 
 Transform = Callable[[str, Callable[[], Tensor]], Mapping[str, Tensor]]
@@ -45,7 +45,7 @@ class Step:
         nbytes: how much it reads into memory.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[TensorSpec]
     make: Callable[[], Mapping[str, Tensor]]
     nbytes: int = 0
 

@@ -28,9 +28,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from attar.checkpoint import atomic
 from attar.errors import NumericsError
 from attar.models.device import free_memory
 from attar.progress import SILENT, Progress
@@ -245,16 +245,14 @@ def sweep(
 
 
 def _write(file: Path, solutions: dict[str, Solution]) -> None:
-    """Write the solutions of one block beside, then rename."""
+    """Write the solutions of one block."""
     tensors = {
         f"{name}/{short}": tensor.clone(memory_format=torch.contiguous_format)
         for name, solution in solutions.items()
         for short, tensor in solution.tensors.items()
     }
     reports = [{"name": name, **solution.report} for name, solution in solutions.items()]
-    partial = file.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"reports": json.dumps(reports)})
-    partial.rename(file)
+    atomic.save_tensors(file, tensors, {"reports": json.dumps(reports)})
 
 
 def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]]]:

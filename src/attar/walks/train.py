@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from attar.data.batches import Batches
+from attar.checkpoint import atomic
+from attar.data.packing import Batches
 from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
@@ -210,7 +211,7 @@ class _Run:
     best: dict[str, Tensor] | None = None
 
     def save(self, history: History) -> None:
-        """Write the state beside, rename it, and drop the one before."""
+        """Write the state whole, then delete the one before."""
         if self.work is None:
             return
         target = self.work / f"state-{history.step:08d}"
@@ -227,7 +228,7 @@ class _Run:
             return
         (partial / "history.json").write_text(json.dumps(asdict(history)))
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        atomic.publish(partial, target)
         for old in self.states():
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
@@ -253,8 +254,7 @@ class _Run:
         model = self.accelerator.unwrap_model(self.model)
         self.best = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         if self.work is not None and self.accelerator.is_main_process:
-            save_file(self.best, self.work / "best.partial")
-            (self.work / "best.partial").rename(self.work / "best.safetensors")
+            atomic.save_tensors(self.work / "best.safetensors", self.best)
 
     def restore_best(self) -> None:
         """Put the best weights back."""

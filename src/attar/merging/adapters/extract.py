@@ -19,7 +19,6 @@ import hashlib
 import shutil
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +29,8 @@ from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import SINGLE, check_finite, open_checkpoint
-from attar.checkpoint.output import Output, produce
-from attar.checkpoint.shards import ShardWriter, Slot, slot, write_checkpoint_tensors
+from attar.checkpoint.output import StageOutput, produce
+from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
@@ -84,16 +83,7 @@ def extract(
     """
     tuned, start = open_checkpoint(model), open_checkpoint(base)
     found = pair(_dense(tuned), _dense(start))
-    with produce(
-        out,
-        stage="extract",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(tuned, "weights"), (start, "weights")],
-        force=force,
-        key=key,
-    ) as output:
+    with produce(out, "extract", settings, VERSION, [tuned, start], force=force, key=key) as output:
         output.command = output.command.replace(" --model ", " --base ", 1)
         rows = _compute(found, settings, output.work, progress)
         _write(found, rows, settings, output, start)
@@ -158,7 +148,9 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _write(found: Pair, rows: list[Row], settings: ExtractSettings, output: Output, base: Checkpoint) -> None:
+def _write(
+    found: Pair, rows: list[Row], settings: ExtractSettings, output: StageOutput, base: Checkpoint
+) -> None:
     """Config and weights of the adapter."""
     low = {row["module"]: row["rank"] for row in rows if "rank" in row}
     if not low:
@@ -183,7 +175,7 @@ def _write_weights(
     biases: list[Part],
     low: Mapping[str, int],
     settings: ExtractSettings,
-    output: Output,
+    output: StageOutput,
 ) -> None:
     """``adapter_model.safetensors``: the factors from the work folder, the rest from the model."""
     dtype = getattr(torch, settings.dtype)
@@ -197,10 +189,11 @@ def _write_weights(
         wrapped = ".base_layer" if part.module in low else ""
         sources[f"{_PREFIX}{part.module}{wrapped}.bias"] = part.tuned
     slots = [
-        Slot(name, stored_dtype(dtype), tuple(found.tuned.tensors[of].shape)) for name, of in sources.items()
+        TensorSpec(name, stored_dtype(dtype), tuple(found.tuned.tensors[of].shape))
+        for name, of in sources.items()
     ]
     for file in files:
-        slots += [slot(name, tensor) for name, tensor in _load(file).items()]
+        slots += [tensor_spec(name, tensor) for name, tensor in _load(file).items()]
     writer = ShardWriter(output.folder, slots, max_shard_bytes=_ONE_FILE)
     for name, of in sources.items():
         writer.add(name, found.tuned.load(of).to(dtype))

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.headers import read_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.parts import part_of
-from attar.checkpoint.tensors import TensorInfo
+from attar.checkpoint.tensors import TensorInfo, read_header
 from attar.errors import AttarError, CheckpointError, ModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

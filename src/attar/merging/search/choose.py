@@ -15,9 +15,9 @@ from typing import Any
 
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
-from attar.checkpoint.output import Output
+from attar.checkpoint.output import StageOutput
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.errors import CheckpointError, RecipeError, UsageError
 from attar.merging.config.dump import config_text
 from attar.merging.config.schema import SEARCHED, MergeConfig, Setting
@@ -40,7 +40,7 @@ IN_MEMORY = 2_000_000_000
 
 
 def choose(
-    prepared: Prepared, parents: Parents, settings: MergeSettings, output: Output, progress: Progress
+    prepared: Prepared, parents: Parents, settings: MergeSettings, output: StageOutput, progress: Progress
 ) -> Prepared:
     """The merge that is to be written: as it came, or with what held-out text chose.
 
@@ -60,7 +60,7 @@ def choose(
     length = row_length(settings.sequence_length, dict(prepared.merge.plan.config))
     tokenizer = load_tokenizer(donor.path)
     read = record("merge", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-    remember(output, [read], progress)
+    note_texts(output, [read], progress)
     judge = _Judge(prepared, parents, settings, output.work / "candidate", progress)
     chosen = _soup(judge, output) if soup else _search(judge, output)
     (output.folder / FOUND).write_text(config_text(chosen), encoding="utf-8")
@@ -109,7 +109,7 @@ class _Judge:
         return loss
 
 
-def _search(judge: _Judge, output: Output) -> MergeConfig:
+def _search(judge: _Judge, output: StageOutput) -> MergeConfig:
     """Search the numbers of the configuration."""
     if judge.prepared.merge.vocabulary is not None:
         raise UsageError(
@@ -129,7 +129,7 @@ def _search(judge: _Judge, output: Output) -> MergeConfig:
     return space.with_parameters(found.best.values)
 
 
-def _soup(judge: _Judge, output: Output) -> MergeConfig:
+def _soup(judge: _Judge, output: StageOutput) -> MergeConfig:
     """Choose the ingredients of a greedy soup."""
     text, document = judge.text(), judge.prepared.document
     journal = Journal(output.work / "soup.jsonl")
