@@ -43,7 +43,7 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import AttarError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.1b": {

@@ -13,10 +13,10 @@ from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
-    "distillation/drafting.py",
-    "distillation/forward_kl.py",
+    "distillation/objectives/overlap.py",
+    "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
-    "pruning/importance.py",
+    "pruning/criteria/gradient.py",
     *(
         f"quantization/grids/{name}.py"
         for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "scales")
@@ -75,6 +75,7 @@ SOLVERS = (
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.kernels.threads",
+    "attar.models.parts",
     "attar.progress",
     "attar.merging.consensus",
     "attar.merging.methods.common.random_masks",

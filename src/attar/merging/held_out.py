@@ -26,7 +26,7 @@ from attar.data.packing import pack, row_length
 from attar.errors import ModelError
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.walks.objectives import masked_token_loss, next_token_loss
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
 
 @dataclass(frozen=True)
 class _Named:
-    """A state in the shape of a checkpoint, for :func:`attar.models.names.stored_names`."""
+    """A state in the shape of a checkpoint, for :func:`attar.models.stored.stored_names`."""
 
     tensors: Mapping[str, Tensor]
     path: str = "merge"

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from attar.checkpoint.parts import part_of
 from attar.errors import ModelError
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 
 
 @dataclass(frozen=True)

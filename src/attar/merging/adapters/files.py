@@ -176,7 +176,7 @@ class _Known:
         """Stored names by those of transformers' model, for a family whose checkpoints have names of their
         own; empty for one that transformers does not know."""
         from attar.models.load import empty_model
-        from attar.models.names import stored_names
+        from attar.models.stored import stored_names
 
         try:
             return stored_names(empty_model(self.checkpoint.config), self.checkpoint, strict=False)

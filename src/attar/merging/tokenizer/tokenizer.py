@@ -29,7 +29,7 @@ from attar.checkpoint.atomic import explain_os_errors
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, ModelError
-from attar.models.library import first_line, quiet
+from attar.models.configs import first_line, quiet
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 PLAIN_FLAGS: dict[str, bool] = dict.fromkeys(FLAGS, False)

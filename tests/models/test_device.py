@@ -8,12 +8,12 @@ import sys
 import pytest
 import torch
 
-from attar.walks import precision
-from attar.walks.precision import has_bfloat16, resolve
+from attar.models import device
+from attar.models.device import has_bfloat16, resolve
 
 CPU = torch.device("cpu")
 PROGRAM = (
-    "import torch; from attar.walks.precision import has_bfloat16; print(has_bfloat16(torch.device('cpu')))"
+    "import torch; from attar.models.device import has_bfloat16; print(has_bfloat16(torch.device('cpu')))"
 )
 
 
@@ -24,7 +24,7 @@ def native(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(precision, "_onednn_has_bfloat16", lambda: True)
+    monkeypatch.setattr(device, "_onednn_has_bfloat16", lambda: True)
     return monkeypatch
 
 
@@ -71,9 +71,9 @@ def test_what_is_asked_for_is_done(native):
 
 @pytest.mark.parametrize("began", ["bf16", "fp32"])
 def test_a_run_keeps_what_it_began_with(native, tmp_path, began):
-    native.setattr(precision, "has_bfloat16", lambda device: began == "bf16")
+    native.setattr(device, "has_bfloat16", lambda device: began == "bf16")
     assert resolve("auto", CPU, tmp_path / "work") == began
-    native.setattr(precision, "has_bfloat16", lambda device: began != "bf16")
+    native.setattr(device, "has_bfloat16", lambda device: began != "bf16")
     assert resolve("auto", CPU, tmp_path / "work") == began
     assert resolve("auto", CPU, tmp_path / "other") != began
     assert resolve("fp32", CPU, tmp_path / "work") == "fp32"

@@ -27,7 +27,7 @@ FEW_BITS = 4.0  # of a weight: below, rounding with data wins much back (docs/ex
 
 
 @dataclass(frozen=True)
-class Kinds:
+class TensorTypes:
     """The types of a file.
 
     Attributes:
@@ -82,7 +82,7 @@ def choose_kinds(
     metadata: Mapping[str, Any],
     weighted: bool,
     progress: Progress,
-) -> Kinds:
+) -> TensorTypes:
     """The types that the settings ask for.
 
     Args:
@@ -101,7 +101,9 @@ def choose_kinds(
     return _mix(settings, view.config, placed, weighted)
 
 
-def _mix(settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[Any], weighted: bool) -> Kinds:
+def _mix(
+    settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[Any], weighted: bool
+) -> TensorTypes:
     family = architecture(config)
     measured = sizes(config, family)
     found = mix(
@@ -118,10 +120,10 @@ def _mix(settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[A
     smallest = min(TYPES[found.kinds[one.gguf]].bits for one in placed if one.matrix)
     if settings.rounding == "nearest" and smallest < FEW_BITS:
         notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
-    return Kinds(found.kinds, settings.type, found.file_type, notes=tuple(notes))
+    return TensorTypes(found.kinds, settings.type, found.file_type, notes=tuple(notes))
 
 
-def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
+def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
     """Codes as they are where a type can hold them, everything else in its own number type."""
     packed = reader(source) if method(source) else None
     of, reasons, carried = {}, Counter[str](), set()
@@ -140,7 +142,7 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
         f"{count} tensors cannot keep their codes ({why}): stored as numbers"
         for why, count in reasons.items()
     ]
-    return Kinds(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
+    return TensorTypes(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
 
 
 def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
@@ -166,8 +168,8 @@ def _budget(
     settings: ExportSettings,
     metadata: Mapping[str, Any],
     progress: Progress,
-) -> Kinds:
-    from attar.deployment.mixture import gguf_mixture
+) -> TensorTypes:
+    from attar.deployment.gguf_mixture import gguf_mixture
 
     found = gguf_mixture(
         source,
@@ -179,10 +181,10 @@ def _budget(
         progress=progress,
     )
     label = f"{found.bits_per_weight:.2f}bpw"
-    return Kinds(found.kinds, label, found.file_type, notes=found.notes, report=found.report)
+    return TensorTypes(found.kinds, label, found.file_type, notes=found.notes, report=found.report)
 
 
-def _overridden(chosen: Kinds, placed: Sequence[Any], overrides: Sequence[str]) -> Kinds:
+def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:
     of, own = dict(chosen.of), overridden([one.gguf for one in placed if one.matrix], overrides)
     for one in placed:
         if one.gguf in own:

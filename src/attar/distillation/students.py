@@ -1,4 +1,4 @@
-"""Students: smaller models that start from a teacher's weights, or afresh where they are narrower."""
+"""The student before its first step: some of the teacher's blocks, or a narrower model with fresh weights."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any
 
 import torch
 
+from attar.distillation.layer_map import layer_map
+from attar.distillation.settings import DistillSettings
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover, text_config
-from attar.models.configs import model_class, parse_config
-from attar.models.library import first_line, quiet
+from attar.models.configs import first_line, model_class, parse_config, quiet
 from attar.models.load import empty_model
-from attar.models.rebuild import named_config
-from attar.models.surgery import keep_layers, neurons_key
+from attar.models.surgery import keep_layers, named_config, neurons_key
 
 
-def student_by_depth(model: Any, layers: Sequence[int]) -> Any:
-    """A student with some of the teacher's blocks, its embeddings, norms and head.
+def make_student(teacher: Any, settings: DistillSettings) -> tuple[list[int], Any]:
+    """The student before its first step.
 
-    Args:
-        model: the teacher; not changed, and no memory is shared with it.
-        layers: the teacher's blocks that the student gets, ascending.
+    Returns:
+        the teacher's layers that it starts from (or, where it is narrower, whose kinds its layers have), and
+        the model.
 
     Raises:
-        ModelError: ``layers`` is empty, not ascending, or beyond the teacher's.
+        SettingsError: more layers than the teacher has, or a width that it cannot have.
     """
-    return keep_layers(model, layers)
+    depth = len(discover(teacher).blocks)
+    layers = layer_map(settings.layer_map, depth, settings.layers, settings.keep_layers)
+    if settings.width:
+        return layers, fresh_student(teacher, layers, settings.width, settings.seed).requires_grad_(True)
+    return layers, keep_layers(teacher, layers).requires_grad_(True)
 
 
 def fresh_student(model: Any, layers: Sequence[int], width: int, seed: int) -> Any:

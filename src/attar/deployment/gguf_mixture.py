@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
-from attar.errors import ModelError
+from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf.container import MetadataValue
-from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
+from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.types import FILE_TYPES
+from attar.formats.gguf.values import encode, string
+from attar.formats.gguf.writer import ALIGNMENT
 from attar.formats.readers import method
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
@@ -48,6 +49,7 @@ from attar.quantization.mixed_precision.sensitivity import (
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+
 
 WIDE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 """Candidates where 256 divides K."""
@@ -118,7 +120,7 @@ def gguf_mixture(
     layout = _layout(on, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
-    budget = Budget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
+    budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
     budget.check_smallest(kinds_for)
     grids = candidates()
     found = measure(
@@ -173,7 +175,7 @@ def _layout(
     placed: Sequence[Placement],
     overrides: Sequence[str],
     share: bool,
-) -> Layout:
+) -> FileLayout:
     """Sort the tensors into those of a fixed type and groups of modules."""
     view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
@@ -192,7 +194,7 @@ def _layout(
     inside = [name for modules in groups.values() for module in modules for name in tensors[module]]
     left = [name for names in tensors.values() for name in names if name not in inside]
     kinds = {one.gguf: "F32" for one in placed if one.gguf not in inside} | own | dict.fromkeys(left, "F16")
-    return Layout(shapes, kinds, tensors, groups)
+    return FileLayout(shapes, kinds, tensors, groups)
 
 
 def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[str, list[str]]:
@@ -210,7 +212,7 @@ def _behind(on: SensitivityInputs) -> list[str]:
 
 
 def _choose(
-    budget: Budget, found: Sequence[Measurement]
+    budget: TypeBudget, found: Sequence[Measurement]
 ) -> tuple[Allocation, tuple[tuple[float, float], ...]]:
     """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
@@ -224,7 +226,7 @@ def _choose(
 
 
 def _whole(
-    on: SensitivityInputs, layout: Layout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
+    on: SensitivityInputs, layout: FileLayout, chosen: Allocation, grids: Mapping[str, CandidateGrid]
 ) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
@@ -241,7 +243,7 @@ def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) 
     return FILE_TYPES[ALIASES.get(most, most)]
 
 
-def _notes(layout: Layout, whole: Interaction, gap: float) -> Iterator[str]:
+def _notes(layout: FileLayout, whole: Interaction, gap: float) -> Iterator[str]:
     yield (
         f"types chosen by measured sensitivity: KL {whole.measured:.4g} nats a token on the calibration text "
         f"with weights to nearest, {whole.predicted:.4g} predicted"
@@ -255,3 +257,109 @@ def _notes(layout: Layout, whole: Interaction, gap: float) -> Iterator[str]:
     left = [name for name, kind in layout.kinds.items() if kind == "F16"]
     if left:
         yield f"{len(left)} tensors are F16"
+
+
+HEADER = 24  # bytes before the metadata: magic, version, two counts
+SMALLEST = "every tensor in its smallest type"
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The tensors of a file: those whose type is to be chosen, and the others.
+
+    Attributes:
+        shapes: of every tensor of the file.
+        kinds: types that are settled.
+        tensors: names of the tensors of each module that gets a type.
+        groups: modules by group.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, str]
+    tensors: dict[str, list[str]]
+    groups: dict[str, list[str]]
+
+    def of(self, group: str) -> list[str]:
+        """Names of a group's tensors."""
+        return [name for module in self.groups[group] for name in self.tensors[module]]
+
+    def spread(self, choice: Mapping[str, str]) -> dict[str, str]:
+        """The type of every tensor, given that of every group."""
+        chosen = {name: kind for group, kind in choice.items() for name in self.of(group)}
+        return {name: chosen.get(name) or self.kinds[name] for name in self.shapes}
+
+    @property
+    def weights(self) -> int:
+        """How many weights the file has."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+@dataclass(frozen=True)
+class TypeBudget:
+    """What may be spent, in bits of stored tensors.
+
+    Attributes:
+        layout: what it is spent on.
+        bits: the average; with ``size`` not looked at.
+        size: bytes of the file, or 0.
+        head: bytes of the file before its data.
+    """
+
+    layout: FileLayout
+    bits: float
+    size: int
+    head: int
+
+    def cost(self, kinds: Mapping[str, str]) -> int:
+        """Bits of tensors in these types."""
+        return 8 * data_bytes(kinds, self.layout.shapes, padding=self.size > 0)
+
+    def group(self, group: str, kind: str) -> int:
+        """Bits of a group in a type."""
+        return self.cost(dict.fromkeys(self.layout.of(group), kind))
+
+    @property
+    def settled(self) -> int:
+        """Bits that are spent already."""
+        return self.cost(self.layout.kinds) + (8 * self.head if self.size else 0)
+
+    @property
+    def left(self) -> int:
+        """Bits for the groups; may be negative."""
+        whole = 8 * self.size if self.size else math.floor(self.bits * self.layout.weights)
+        return whole - self.settled
+
+    def check(self, least: int) -> None:
+        """Raise where the groups need more bits than are left."""
+        if least <= self.left:
+            return
+        least += self.settled
+        if self.size:
+            raise SettingsError("size", self.size, f"at least {-(-least // 8)} bytes: {SMALLEST}")
+        average = math.ceil(1000 * least / self.layout.weights) / 1000
+        raise SettingsError("bits", self.bits, f"at least {average:g}: {SMALLEST}")
+
+    def check_smallest(self, kinds: Callable[[int], Sequence[str]]) -> None:
+        """The same for the smallest of the types that ``kinds`` has for K inputs."""
+        least = 0
+        for group in self.layout.groups:
+            columns = self.layout.shapes[self.layout.of(group)[0]][-1]
+            least += min(self.group(group, kind) for kind in kinds(columns))
+        self.check(least)
+
+
+def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:
+    """Bytes of a GGUF file of one part before its data."""
+    said = sum(len(encode(key, value)) for key, value in metadata.items())
+    infos = sum(len(string(name)) + 16 + 8 * len(shape) for name, shape in shapes.items())
+    return _padded(HEADER + said + infos)
+
+
+def data_bytes(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], padding: bool = True) -> int:
+    """Bytes of tensors, with what fills them up to the file's alignment."""
+    sizes = [tensor_bytes(kind, shapes[name]) for name, kind in kinds.items()]
+    return sum(_padded(size) if padding else size for size in sizes)
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

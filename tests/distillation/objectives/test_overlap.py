@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from attar.distillation import drafting as module
-from attar.distillation.draft import by_rows
-from attar.distillation.drafting import acceptance, expected_tokens, lk, total_variation
+from attar.distillation.for_drafting import by_rows
+from attar.distillation.objectives import overlap as module
+from attar.distillation.objectives.overlap import acceptance, expected_tokens, lk, total_variation
 
 
 def logits(rows=5, vocabulary=11, seed=0, dtype=torch.float64):

@@ -1,17 +1,19 @@
-"""What a teacher predicts, kept on disk: it is run once for each row of text, however often the row is
-learned from, and by however many stages.
+"""The cached signal: what a teacher predicts, kept on disk. The teacher runs once for each row of text, in
+however many epochs and stages the row is learned from.
 
     p' = p on the K likeliest tokens;   on each of N tokens drawn from the others  (1 - sum of those K) / N
 
-so that E[p'] = p: a student that is shown the likeliest tokens alone learns to be too sure (Anshumann et al.
-2025, "Sparse Logit Sampling", arXiv 2503.16870, section 3). N = K / 4. A place takes 2 bytes for each token's
-number (4 beyond 65,536 tokens), 2 for each of the K probabilities, and 4 for the entropy: 292 for K = 64.
+so that E[p'] = p: a student that sees the likeliest tokens alone becomes overconfident (Anshumann et al.
+2025, "Sparse Logit Sampling", arXiv 2503.16870, section 3). N = K / 4. A position takes 2 bytes for each
+token number (4 beyond 65,536 tokens), 2 for each of the K probabilities, and 4 for the entropy: 292 for K =
+64.
 
-A row's file is named by a hash of its tokens, in a folder named by all else that its numbers follow from. The
-teacher sees every row alone, and each row's draws have a seed of their own: a row's numbers are the same in
-any batch, epoch and order, so a run that was killed ends with the bytes of one that was not.
+A row's file is named by a hash of its tokens, in a folder named by a hash of all else that its numbers
+depend on. The teacher sees each row alone, and each row's draws have their own seed: a row's numbers are
+the same in any batch, epoch and order, so a resumed run ends with the same bytes.
 
-Letters: S tokens a row, n = S - 1 predicted places, K kept, N drawn, V tokens of both models, T temperature.
+Letters: S tokens a row, n = S - 1 predicted positions, K kept, N drawn, V tokens of both models, T
+temperature.
 """
 
 from __future__ import annotations
@@ -28,15 +30,37 @@ from torch import Tensor
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
-from attar.data.packing import numbered_generator
+from attar.data.packing import PADDING, numbered_generator
+from attar.distillation.objectives.forward_kl import forward_kl, sparse_forward_kl
+from attar.distillation.settings import RecoverSettings
+from attar.distillation.signals.online import SignalSource
+from attar.models.device import resolve
+from attar.walks.objectives import Objective, SoftLoss
 
-VERSION = 1  # of what a file holds
-SMALLEST = 1e-30  # keeps a draw possible where the K have everything
+VERSION = 1  # of a file's content
+SMALLEST = 1e-30  # keeps a draw possible where the K tokens have all probability
+
+
+def cached_signal(
+    source: SignalSource, student: Any, settings: RecoverSettings, objective: Objective
+) -> SoftLoss:
+    """Forward KL to the cached predictions of ``settings.teacher_top`` tokens a position."""
+    assert objective is forward_kl, "other objectives read all logits"
+    models = (student, source.teacher)
+    return CachedTeacher(
+        source.teacher,
+        source.cache,
+        source.checkpoint.fingerprint(),
+        resolve(settings.precision, source.teacher.device, source.work),
+        settings.teacher_top,
+        settings.temperature,
+        min(model.get_output_embeddings().weight.shape[0] for model in models),
+    ).soft_loss
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is kept of one row or of several.
+    """The kept predictions of one or several rows.
 
     Attributes:
         tokens: int64 (n, K + N).
@@ -50,14 +74,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class KeptTeacher:
-    """A teacher that remembers what it predicted.
+class CachedTeacher:
+    """A teacher whose predictions are cached on disk.
 
     Attributes:
         model: gives ``.logits``; called as the loss is, under its autocast.
         folder: of the files; may be shared by several teachers and settings.
         fingerprint: of the teacher's checkpoint.
-        precision: in which the model multiplies: ``bf16`` or ``fp32``.
+        precision: of the model's products: ``bf16`` or ``fp32``.
         top: K.
         temperature: T.
         width: V.
@@ -72,7 +96,7 @@ class KeptTeacher:
     width: int
 
     def __call__(self, rows: Tensor) -> Prediction:
-        """The predictions of all places of rows (B, S), one row after the other: n = B (S - 1)."""
+        """Predictions at all positions of rows (B, S), row after row: n = B (S - 1)."""
         parts = [self._row(row) for row in rows]
         tokens = torch.cat([part["tokens"].long() for part in parts])
         likely = torch.cat([part["likely"].float() for part in parts])
@@ -83,18 +107,27 @@ class KeptTeacher:
         weights /= weights.sum(1, keepdim=True)  # the probabilities are rounded to float16
         return Prediction(*(part.to(rows.device) for part in (tokens, weights, entropy)))
 
+    def soft_loss(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """T^2 KL(teacher || student), see :data:`attar.walks.objectives.SoftLoss`."""
+        target, predicted = self(tokens), (tokens[:, 1:] != PADDING).flatten()
+        z = logits[:, :-1, : self.width].flatten(0, 1)
+        parts = (z, target.tokens, target.weights, target.entropy)
+        if not bool(predicted.all()):
+            parts = tuple(part[predicted] for part in parts)
+        return sparse_forward_kl(*parts, self.temperature)
+
     def _row(self, row: Tensor) -> dict[str, Tensor]:
-        """What the file of a row (S,) holds; it is written if it is not there or cannot be read."""
+        """Content of the file of a row (S,); written where it is missing or cannot be read."""
         digest = hashlib.sha256(row.cpu().numpy().tobytes()).hexdigest()
         file = self._rows / f"{digest[:32]}.safetensors"
         try:
-            held: dict[str, Tensor] = load_file(file)
-            return held
+            cached: dict[str, Tensor] = load_file(file)
+            return cached
         except (OSError, SafetensorError):
-            kept = self._predict(row, int(digest[:8], 16))
+            prediction = self._predict(row, int(digest[:8], 16))
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic.save_tensors(file, kept)
-        return kept
+        atomic.save_tensors(file, prediction)
+        return prediction
 
     @property
     def _rows(self) -> Path:

@@ -6,7 +6,7 @@ from torch import nn
 
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.pruning.importance import gradient_importance, keep_most_important, masked, units_of
+from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, masked, units_of
 from attar.pruning.stage import units
 from attar.walks.objectives import next_token_loss
 from tests import tiny_models

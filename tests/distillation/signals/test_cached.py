@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from attar.data.packing import PADDING
-from attar.distillation.learn import kept_loss, soft_loss
+from attar.distillation.objectives import OBJECTIVES
 from attar.distillation.settings import DistillSettings, RecoverSettings
+from attar.distillation.signals.cached import CachedTeacher, summary
 from attar.distillation.stage import recover
-from attar.distillation.teacher import KeptTeacher, summary
 from attar.errors import SettingsError
 from attar.walks import train as walk
+from attar.walks.objectives import distillation_loss, soft_loss
 from tests import tiny_models
 
 SMALL = {
@@ -30,7 +31,7 @@ SMALL = {
 
 
 def keeping(model, folder, top=8, temperature=1.0, fingerprint="f", precision="fp32"):
-    return KeptTeacher(model, folder, fingerprint, precision, top, temperature, width=320)
+    return CachedTeacher(model, folder, fingerprint, precision, top, temperature, width=320)
 
 
 def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_path):
@@ -42,8 +43,8 @@ def test_all_tokens_kept_give_the_loss_and_the_gradient_of_the_plain_one(tmp_pat
         plain, kept = (
             loss(student, tokens)
             for loss in (
-                soft_loss(teacher, 2.0, alpha),
-                kept_loss(keeping(teacher, tmp_path, top=10**6, temperature=2.0), alpha),
+                distillation_loss(soft_loss(teacher, 2.0, OBJECTIVES["kl"]), alpha),
+                distillation_loss(keeping(teacher, tmp_path, top=10**6, temperature=2.0).soft_loss, alpha),
             )
         )
         assert kept.item() == pytest.approx(plain.item(), rel=1e-3)
@@ -139,7 +140,7 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
     def refuse(self, row, seed):
         raise AssertionError("the teacher was asked")
 
-    monkeypatch.setattr(KeptTeacher, "_predict", refuse)
+    monkeypatch.setattr(CachedTeacher, "_predict", refuse)
     made = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
     assert count == len(list((tmp_path / "signal").glob("*/*.safetensors"))) > 5
     assert made.card.details["precision"] == "fp32"

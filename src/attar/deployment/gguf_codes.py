@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.deployment.importance import Importance
-from attar.deployment.kinds import FLOATS, Kinds
+from attar.deployment.gguf_types import FLOATS, TensorTypes
+from attar.deployment.imatrix import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.carry import carry
@@ -36,12 +36,11 @@ if TYPE_CHECKING:
     from attar.deployment.imatrix import Sums
     from attar.quantization.plan import QuantizationPlan
     from attar.quantization.rounding import RoundedModel
-    from attar.walks.activations import Activations
-    from attar.walks.skeleton import Skeleton
+    from attar.walks.skeleton import HiddenStates, Skeleton
 
 
 @dataclass(frozen=True)
-class Blocks:
+class GGUFBlocks:
     """A tensor as codes, in the rows' order of the file.
 
     Attributes:
@@ -65,7 +64,7 @@ class Blocks:
 
 
 @dataclass
-class Codes:
+class GGUFCodes:
     """Gives the codes of each tensor.
 
     Attributes:
@@ -78,8 +77,8 @@ class Codes:
     reports: Callable[[], list[dict[str, Any]]]
     notes: list[str] = field(default_factory=list)
 
-    def __call__(self, one: Any, kind: str) -> Blocks:
-        return Blocks(self.make(one, kind))
+    def __call__(self, one: Any, kind: str) -> GGUFBlocks:
+        return GGUFBlocks(self.make(one, kind))
 
 
 def grid_of(kind: str) -> Grid:
@@ -91,12 +90,12 @@ def quantized_codes(
     source: Checkpoint,
     view: Any,
     placed: Sequence[Any],
-    kinds: Kinds,
+    kinds: TensorTypes,
     settings: ExportSettings,
-    importance: Importance,
+    importance: InputImportance,
     work: Path,
     progress: Progress,
-) -> Codes:
+) -> GGUFCodes:
     """Codes for every placement whose type has blocks.
 
     Args:
@@ -115,7 +114,7 @@ def quantized_codes(
         rounded = round_all(source, plan, _quantize_settings(settings), work / "round", progress, behind)
         importance = head.added(importance, placed)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
-    return Codes(maker, rounded.reports if rounded else list)
+    return GGUFCodes(maker, rounded.reports if rounded else list)
 
 
 class HeadImportance:
@@ -125,13 +124,13 @@ class HeadImportance:
     def __init__(self) -> None:
         self.sums: Sums = {}
 
-    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: Activations) -> None:
+    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates) -> None:
         """What a sweep calls."""
         from attar.deployment.imatrix import head_sums
 
         self.sums = head_sums(skeleton, batches, behind)
 
-    def added(self, importance: Importance, placed: Sequence[Any]) -> Importance:
+    def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
         """The importance with the head's."""
         mine = {
             one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
@@ -139,11 +138,11 @@ class HeadImportance:
         return replace(importance, entries={**importance.entries, **mine})
 
 
-def rounding_plan(view: Any, placed: Sequence[Any], kinds: Kinds) -> QuantizationPlan:
+def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> QuantizationPlan:
     """The Linears of the blocks as sites on the grids of their types."""
     from attar.models.anatomy import discover
     from attar.models.load import empty_model
-    from attar.models.names import stored_names
+    from attar.models.stored import stored_names
     from attar.quantization.plan import LayerPlan, QuantizationPlan
 
     model = empty_model(view.config)
@@ -181,8 +180,8 @@ def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
 class _Maker:
     source: Checkpoint
     view: Any
-    kinds: Kinds
-    importance: Importance
+    kinds: TensorTypes
+    importance: InputImportance
     rounded: RoundedModel | None
     plan: QuantizationPlan | None
 

@@ -9,15 +9,14 @@ import torch
 
 from attar.checkpoint.hashing import sha256_file
 from attar.data.packing import PADDING
-from attar.distillation import draft
-from attar.distillation import samples as samples_module
-from attar.distillation.draft import Writer, report, words
-from attar.distillation.samples import write_rows
+from attar.distillation import rollouts
+from attar.distillation.for_drafting import describe_report, draft_report
+from attar.distillation.rollouts import RolloutWriter, write_rows
 from attar.distillation.settings import DistillSettings
 from attar.distillation.stage import distill
+from attar.distillation.students import fresh_student
 from attar.errors import SettingsError
 from attar.models.load import load_tokenizer
-from attar.models.student import fresh_student
 from attar.progress import SILENT
 from tests import tiny_models
 
@@ -38,7 +37,7 @@ SMALL = {
 
 @pytest.fixture
 def teacher(tmp_path, monkeypatch):
-    monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 1024)
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 1024)
     return tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
 
 
@@ -57,7 +56,7 @@ def test_rows_begin_with_their_prompts_and_follow_the_teacher(tmp_path):
 
 
 def test_draws_are_those_of_the_teachers_distribution(tmp_path, monkeypatch):
-    monkeypatch.setattr(samples_module, "ROWS", 5000)
+    monkeypatch.setattr(rollouts, "ROWS", 5000)
     model = tiny_models.build("llama3")
     prompts = tiny_models.tokens(model, batch=1, length=3).expand(20_000, 3)
     rows = write_rows(
@@ -89,12 +88,12 @@ def test_what_follows_an_end_is_padding(tmp_path):
 
 def test_written_rows_survive_a_kill(tmp_path, monkeypatch):
     model = tiny_models.build("llama3")
-    monkeypatch.setattr(samples_module, "ROWS", 2)
+    monkeypatch.setattr(rollouts, "ROWS", 2)
     whole = write(model, tmp_path / "whole")
     write(model, tmp_path / "killed")
     (tmp_path / "killed/000002.safetensors").unlink()
     (tmp_path / "killed/000002.partial").write_bytes(b"half")
-    monkeypatch.setattr(samples_module, "_write", counted(calls := [], samples_module._write))
+    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
     assert torch.equal(write(model, tmp_path / "killed"), whole) and len(calls) == 1
 
 
@@ -108,12 +107,14 @@ def counted(calls, function):
 
 def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
     """So that cards of different seeds tell of the same rows; what is trained on follows the seed."""
-    monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 64)
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
     model, text = tiny_models.build("llama3"), torch.zeros(1, 12, dtype=torch.int64)
     tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
     changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
     writers = [
-        Writer(model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT)
+        RolloutWriter(
+            model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT
+        )
         for seed in (0, 1)
     ]
     one, other = (writer.held_out_rows() for writer in writers)
@@ -142,10 +143,10 @@ def test_a_width_that_cuts_a_head_is_refused(width):
 
 def test_a_model_drafts_perfectly_for_itself():
     model = tiny_models.build("llama3")
-    numbers = report(model, model, tiny_models.tokens(model, batch=3, length=12), prompt=2, batch=2)
+    numbers = draft_report(model, model, tiny_models.tokens(model, batch=3, length=12), prompt=2, batch=2)
     assert numbers["acceptance"] == pytest.approx(1.0) and numbers["greedy_agreement"] == 1.0
     assert numbers["tokens"] == 30 and numbers["by_rows"]["8"] == pytest.approx(9.0)
-    assert "acceptance 1.000" in words(numbers) and "3.00, 5.00, 9.00" in words(numbers)
+    assert "acceptance 1.000" in describe_report(numbers) and "3.00, 5.00, 9.00" in describe_report(numbers)
 
 
 def test_the_report_is_by_definition_of_the_places_behind_the_prompt():
@@ -154,7 +155,7 @@ def test_the_report_is_by_definition_of_the_places_behind_the_prompt():
     p, q = (tiny_models.logits(model, rows).double().softmax(-1)[:, 2:-1] for model in (target, draft))
     chosen = rows[:, 3:, None]
     ratios = (q.gather(-1, chosen) / p.gather(-1, chosen)).clamp(max=1.0)[..., 0]
-    numbers = report(draft, target, rows, prompt=3, batch=2)
+    numbers = draft_report(draft, target, rows, prompt=3, batch=2)
     assert numbers["acceptance"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
     assert numbers["greedy_agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
     pairs = ratios[:, :-1] * ratios[:, 1:]
@@ -166,7 +167,7 @@ def test_the_report_counts_the_common_vocabulary_and_no_padding():
     model, wide = tiny_models.build("llama3"), tiny_models.build("llama3", vocab_size=384)
     rows = tiny_models.tokens(model, batch=2, length=10)
     padded = torch.cat([rows, torch.full((2, 4), PADDING)], 1)
-    got, wanted = (report(wide, model, each, prompt=2, batch=2) for each in (padded, rows))
+    got, wanted = (draft_report(wide, model, each, prompt=2, batch=2) for each in (padded, rows))
     assert got["tokens"] == wanted["tokens"] == 16
     assert got["acceptance"] == pytest.approx(wanted["acceptance"], rel=1e-5)
     assert got["by_rows"]["4"] == pytest.approx(wanted["by_rows"]["4"], rel=1e-5)
@@ -201,7 +202,7 @@ def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         distill(teacher, tmp_path / "b/out", settings)
     monkeypatch.setattr(module, "_step", step)
-    monkeypatch.setattr(samples_module, "_write", counted(calls := [], samples_module._write))
+    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
     resumed = distill(teacher, tmp_path / "b/out", settings)
     assert not calls  # the teacher wrote everything before the kill
     for file in ("model.safetensors", "attar.json"):
