@@ -17,10 +17,10 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
 from attar.kernels.product import ThreadPool
-from attar.models.blocks import is_linear
+from attar.models.anatomy import is_linear
 from attar.models.configs import load_config
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.runtime.runner.codes import codes_of
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 
