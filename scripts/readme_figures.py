@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from attar.measure.report.quality import write_quality_svg
-from attar.measure.run_folder import Run, read_run
+from attar.measure.run_folder import RunRecord, read_run
 from attar.measure.verdict import findings, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ HEAD = (
 )
 
 
-def table(run: Run) -> str:
+def table(run: RunRecord) -> str:
     """The run as a Markdown table, with its verdict and findings."""
     first = run.stages[0].measurements["bytes"]
     rows = [HEAD, "|---|" + "---:|" * 9]

@@ -12,11 +12,11 @@ import torch
 
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         job["model"], kv_tokens=job["kv_tokens"], limits=limits, weights=job["weights"], runner=job["runner"]
     )
     settings = ServerSettings(port=job["port"], name="model", max_queue=100_000)
-    app = create_app(EngineBackend(llm.streams()), settings, words=TokenizerWords(llm.tokenizer))
+    app = create_app(EngineBackend(llm.streams()), settings, words=ServerTokenizer(llm.tokenizer))
     print(type(llm.engine.runner).__name__, file=sys.stderr)
     run(app, settings, lambda line: None)
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 
-class Task(Protocol):
+class ProgressTask(Protocol):
     """One piece of work whose length is known."""
 
     def advance(self, n: int = 1, **numbers: float) -> None:
@@ -31,7 +31,7 @@ class Progress(Protocol):
     """Where work reports to."""
 
     def task(self, what: str, total: int, done: int = 0) -> Any:
-        """Open a task: a context manager that yields a :class:`Task`."""
+        """Open a task: a context manager that yields a :class:`ProgressTask`."""
 
     def log(self, line: str) -> None:
         """Say one line to the person who waits."""
@@ -46,7 +46,7 @@ class Silent:
     """Says nothing."""
 
     @contextmanager
-    def task(self, what: str, total: int, done: int = 0) -> Iterator[Task]:
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task that nobody sees."""
         yield _SilentTask()
 
@@ -96,7 +96,7 @@ class Terminal:
     """A rich progress bar on a terminal; plain lines elsewhere."""
 
     @contextmanager
-    def task(self, what: str, total: int, done: int = 0) -> Iterator[Task]:
+    def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
         """Open a task shown to the person who waits."""
         if not sys.stderr.isatty():
             line = _LineTask(what, total, done)

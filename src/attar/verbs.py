@@ -27,12 +27,17 @@ if TYPE_CHECKING:
 
 RUNTIME_SETTINGS = "attar.runtime.settings"
 
-Model: TypeAlias = "str | Path | Checkpoint"
+ModelSource: TypeAlias = "str | Path | Checkpoint"
 """A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
 
 
 def distill(
-    teacher: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+    teacher: ModelSource,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> Checkpoint:
     """Make a student with fewer layers and train it on the teacher's distribution.
 
@@ -49,7 +54,12 @@ def distill(
 
 
 def prune(
-    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+    model: ModelSource,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> Checkpoint:
     """Remove attention heads or MLP neurons.
 
@@ -59,10 +69,10 @@ def prune(
 
 
 def recover(
-    model: Model,
+    model: ModelSource,
     out: str | Path,
     *,
-    teacher: Model,
+    teacher: ModelSource,
     force: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -76,7 +86,12 @@ def recover(
 
 
 def quantize(
-    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+    model: ModelSource,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> Checkpoint:
     """Store the weights in few bits.
 
@@ -111,8 +126,8 @@ def merge(
 
 
 def extract(
-    model: Model,
-    base: Model,
+    model: ModelSource,
+    base: ModelSource,
     out: str | Path,
     *,
     force: bool = False,
@@ -132,7 +147,12 @@ def extract(
 
 
 def export(
-    model: Model, out: str | Path, *, force: bool = False, progress: Progress | None = None, **settings: Any
+    model: ModelSource,
+    out: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> Checkpoint:
     """Write a checkpoint for another engine.
 
@@ -142,7 +162,11 @@ def export(
 
 
 def evaluate(
-    model: Model, *, reference: Model | None = None, progress: Progress | None = None, **settings: Any
+    model: ModelSource,
+    *,
+    reference: ModelSource | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
 ) -> Measurements:
     """Measure a model: perplexity, divergence from a reference, size, speed, memory, a sample.
 
@@ -155,7 +179,7 @@ def evaluate(
 
 
 def generate(
-    model: Model, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
+    model: ModelSource, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
 ) -> list[Result]:
     """Continue each prompt, all together; one result for each, in their order.
 
@@ -177,7 +201,7 @@ def generate(
     return results
 
 
-def inspect(model: Model) -> Inspection:
+def inspect(model: ModelSource) -> Inspection:
     """What a checkpoint is: architecture, parameters by part, bits, lineage, duties. Reads no weights."""
     found: Inspection = load("attar.checkpoint.inspect:inspect")(model)
     return found
@@ -220,7 +244,7 @@ def demo(
 
 def report(run_dir: str | Path) -> Path:
     """Build the report of a run again. Returns its path."""
-    path: Path = load("attar.measure.report.build:build")(Path(run_dir))
+    path: Path = load("attar.measure.report.page:write_report")(Path(run_dir))
     return path
 
 
@@ -231,11 +255,11 @@ def quickstart() -> Path:
 
 def run_stage(
     verb: str,
-    model: Model,
+    model: ModelSource,
     out: str | Path,
     settings: Any,
     *,
-    teacher: Model | None = None,
+    teacher: ModelSource | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
@@ -281,8 +305,8 @@ def run_merge(
 
 
 def run_extract(
-    model: Model,
-    base: Model,
+    model: ModelSource,
+    base: ModelSource,
     out: str | Path,
     settings: Any,
     *,
@@ -291,13 +315,17 @@ def run_extract(
 ) -> Path:
     """Call the extraction with settings that are checked already."""
     check_models(model, base)
-    function = load("attar.merging.extraction:extract")
+    function = load("attar.merging.adapters.extract:extract")
     made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
     return made
 
 
 def run_evaluate(
-    model: Model, settings: Any, *, reference: Model | None = None, progress: Progress | None = None
+    model: ModelSource,
+    settings: Any,
+    *,
+    reference: ModelSource | None = None,
+    progress: Progress | None = None,
 ) -> Measurements:
     """Call the evaluation with settings that are checked already."""
     check_models(model, reference)
@@ -306,7 +334,7 @@ def run_evaluate(
     return found
 
 
-def check_models(*models: Model | None) -> None:
+def check_models(*models: ModelSource | None) -> None:
     """Refuse a path that leads nowhere, before torch and transformers take their seconds to be imported.
 
     Raises:

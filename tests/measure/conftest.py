@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attar.measure.run_folder import Run, run_from_dict
+from attar.measure.run_folder import RunRecord, run_from_dict
 from attar.measure.subject import Subject
 from tests.measure.fake_run import fake_run, write_fake_run
 from tests.measure.measure_models import llama, words
@@ -26,7 +26,7 @@ def subject(tiny_model: Any) -> Subject:
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> RunRecord:
     """A made-up run of seven stages."""
     return run_from_dict(fake_run())
 

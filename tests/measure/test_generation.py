@@ -10,8 +10,15 @@ import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import DataError
-from attar.measure.generation import SAMPLES, complete, encode, end_tokens, sample_prompt, words
+from attar.measure.generation import (
+    SAMPLE_PROMPTS,
+    decode_tokens,
+    encode_prompt,
+    generate_greedily,
+    sample_prompt,
+)
 from attar.measure.subject import Subject, load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
@@ -33,41 +40,42 @@ def test_greedy_equals_transformers(family: str) -> None:
     )
     bare = Subject(model)
     bare.model.generation_config.eos_token_id = bare.model.config.eos_token_id = None
-    assert complete(bare, prompt[0].tolist(), 12) == theirs[0, 11:].tolist()
+    assert generate_greedily(bare, prompt[0].tolist(), 12) == theirs[0, 11:].tolist()
 
 
 def test_text_is_that_of_the_tokens(subject: Subject) -> None:
-    ids = complete(subject, encode(subject, "w1"), 4)
-    assert words(subject, ids).split() == [f"w{token}" for token in ids]
+    ids = generate_greedily(subject, encode_prompt(subject, "w1"), 4)
+    assert decode_tokens(subject, ids).split() == [f"w{token}" for token in ids]
 
 
 def test_end_of_text_stops(subject: Subject) -> None:
-    ids = complete(subject, [1, 2], 10)
+    ids = generate_greedily(subject, [1, 2], 10)
     model = llama(0, eos_token_id=ids[3])
-    again = complete(Subject(model, subject.tokenizer), [1, 2], 10)
+    again = generate_greedily(Subject(model, subject.tokenizer), [1, 2], 10)
     assert again == ids[: ids.index(ids[3]) + 1]
 
 
 def test_end_tokens_may_be_several() -> None:
     model = llama(0, eos_token_id=[3, 5])
-    assert end_tokens(Subject(model, tokenizer())) == (3, 5)
-    assert end_tokens(Subject(llama(0), tokenizer())) == ()
+    assert end_tokens(model.generation_config, model.config, tokenizer()) == (3, 5)
+    model = llama(0)
+    assert end_tokens(model.generation_config, model.config, tokenizer()) == ()
 
 
 def test_context_bounds_the_answer(subject: Subject) -> None:
-    assert len(complete(subject, encode(subject, " ".join(["w1"] * 60)), 100)) == 4
+    assert len(generate_greedily(subject, encode_prompt(subject, " ".join(["w1"] * 60)), 100)) == 4
 
 
 @pytest.mark.parametrize("length", [64, 65, 200])
 def test_long_prompt_names_both_lengths(subject: Subject, length: int) -> None:
     with pytest.raises(DataError, match=rf"prompt has {length} tokens, .* tiny is 64") as caught:
-        encode(subject, " ".join(["w1"] * length))
+        encode_prompt(subject, " ".join(["w1"] * length))
     assert "\n" not in caught.value.message
 
 
 def test_empty_prompt(subject: Subject) -> None:
     with pytest.raises(DataError, match="prompt is empty"):
-        encode(subject, "")
+        encode_prompt(subject, "")
 
 
 @pytest.mark.parametrize("runner", ["auto", "modules"])
@@ -77,9 +85,9 @@ def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
     exact = load_subject(folder)
     served = load_subject(folder, runner=runner)
     assert served.loaded is not None
-    prompt = encode(exact, "def add")
-    assert complete(served, prompt, 8) == complete(exact, prompt, 8)
-    assert complete(served, prompt, 8) == list(
+    prompt = encode_prompt(exact, "def add")
+    assert generate_greedily(served, prompt, 8) == generate_greedily(exact, prompt, 8)
+    assert generate_greedily(served, prompt, 8) == list(
         LLM(folder, runner=runner)
         .generate(prompt, SamplingParams(temperature=0.0, max_tokens=8))[0]
         .token_ids
@@ -89,13 +97,13 @@ def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
 def test_padded_rows_are_never_chosen() -> None:
     model = llama(2, vocabulary=80)
     model.lm_head.weight.data[64:] *= 100.0  # rows that no token has would win
-    assert max(complete(Subject(model, tokenizer(size=64)), [1], 8)) < 64
+    assert max(generate_greedily(Subject(model, tokenizer(size=64)), [1], 8)) < 64
 
 
 def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
     code = load_subject("attar:tiny")
     assert sample_prompt(code, "auto")[0] == "def __init__(self"
-    assert sample_prompt(code, "x = ") == ("x = ", encode(code, "x = "))
+    assert sample_prompt(code, "x = ") == ("x = ", encode_prompt(code, "x = "))
     for name, file in (("prose", None), ("chat", "chat_template.jinja")):
         folder = tmp_path / name
         shutil.copytree(open_checkpoint("attar:tiny").path, folder)
@@ -105,5 +113,5 @@ def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
     assert sample_prompt(load_subject(tmp_path / "prose"), "auto")[0] == "Once upon a time"
     chat = load_subject(tmp_path / "chat")
     text, ids = sample_prompt(chat, "auto")
-    assert text.strip() in SAMPLES.values() and text.endswith("\n")
+    assert text.strip() in SAMPLE_PROMPTS.values() and text.endswith("\n")
     assert chat.tokenizer.decode(ids) == f"<user>{text.strip()}"

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from attar.measure import divergence
-from attar.measure.perplexity import perplexity, token_losses
+from attar.measure import metrics as divergence
+from attar.measure.metrics import perplexity, token_losses
 
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:

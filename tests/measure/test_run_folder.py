@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attar.errors import DataError
-from attar.measure.run_folder import Run, read_run, run_from_dict
+from attar.measure.run_folder import RunRecord, read_run, run_from_dict
 
 
 def test_reads_a_run(run_folder: Path) -> None:
@@ -73,6 +73,6 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
         read_run(tmp_path / "file")
 
 
-def test_round_trip_keeps_the_run(run: Run, run_folder: Path) -> None:
+def test_round_trip_keeps_the_run(run: RunRecord, run_folder: Path) -> None:
     assert run.stages == read_run(run_folder).stages
     assert json.loads((run_folder / "run.json").read_text())["finished"] is True

@@ -14,10 +14,10 @@ from attar.data.packing import PADDING
 from attar.errors import ModelError
 from attar.kernels.build import load as build
 from attar.measure.evaluate import evaluate, measure_quality
-from attar.measure.forward import next_token_logits, subject_logits
+from attar.measure.logits import next_token_logits, subject_logits
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
-from attar.measure.subject import Formats, formats, load_subject
+from attar.measure.subject import ServingFormats, load_subject, serving_formats
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 
@@ -56,7 +56,10 @@ def test_rounded_activations_are_in_the_figures(four: Any) -> None:
         subject = load_subject(four, runner=EvaluateSettings().runner, activations=bits)
         served = measure_quality(subject, SETTINGS, made)
         assert served.kl_mean is not None and least < served.kl_mean < most
-        assert f"int{bits}" in formats(subject).activations and formats(subject).runner == "compiled"
+        assert (
+            f"int{bits}" in serving_formats(subject).activations
+            and serving_formats(subject).runner == "compiled"
+        )
 
 
 @compiled_only
@@ -65,7 +68,7 @@ def test_the_format_of_keys_and_values_is_in_the_figures(four: Any) -> None:
     usual, eight = (
         load_subject(four, runner="compiled", kv_dtype=kv, activations=16) for kv in ("auto", "int8")
     )
-    assert [formats(each).kv_dtype for each in (usual, eight)] == ["float16", "int8"]
+    assert [serving_formats(each).kv_dtype for each in (usual, eight)] == ["float16", "int8"]
     assert measure_quality(usual, SETTINGS, made).kl_mean != measure_quality(eight, SETTINGS, made).kl_mean
 
 
@@ -74,7 +77,7 @@ def test_modules_in_float32_are_exact(base: Path) -> None:
     tokens = text()[0]
     tokens[0, 10:], tokens[1, :6], tokens[2] = PADDING, PADDING, PADDING
     subject, plain = load_subject(base, runner="modules", dtype="float32"), load_subject(base)
-    assert formats(subject) == Formats("modules", "float32", "float32")
+    assert serving_formats(subject) == ServingFormats("modules", "float32", "float32")
     ours = list(subject_logits(subject, tokens, 320))
     theirs = list(next_token_logits(plain.model, tokens, 320))
     assert [len(labels) for _, labels in ours] == [9, 9, 0, 15]
@@ -106,7 +109,7 @@ def test_what_the_runtime_does_not_run_runs_in_transformers(tmp_path: Path) -> N
     model = MambaForCausalLM(MambaConfig(**shape)).eval()
     folder = tiny_models.save(model, tmp_path / "mamba")
     subject = load_subject(folder, runner="auto")
-    assert formats(subject).runner == "transformers"
+    assert serving_formats(subject).runner == "transformers"
     assert subject.why
     assert measure_quality(subject, SETTINGS, batches=text()).loss > 0
     with pytest.raises(ModelError):

@@ -12,10 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
-from attar.measure import memory
-from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
-from attar.measure.size import measure_size
-from attar.measure.speed import measure_speed
+from attar.measure import footprint as memory
+from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
+from attar.measure.generation import measure_speed
 from attar.measure.subject import Subject, load_subject
 from tests import tiny_models
 from tests.measure.measure_models import llama, words

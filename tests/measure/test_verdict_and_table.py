@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from attar.measure import numbers
-from attar.measure.run_folder import Run, run_from_dict
-from attar.measure.table import computed_by, plain_table, print_table
+from attar.measure.run_folder import RunRecord, run_from_dict
+from attar.measure.table import engine_note, plain_table, print_table
 from attar.measure.verdict import findings, verdict
 from tests.measure.fake_run import fake_run
 
 
-def changed(**measurements: dict[str, Any]) -> Run:
+def changed(**measurements: dict[str, Any]) -> RunRecord:
     """The fake run with other measurements for some stages."""
     data = fake_run()
     for entry in data["stages"]:
@@ -22,7 +22,7 @@ def changed(**measurements: dict[str, Any]) -> Run:
     return run_from_dict(data)
 
 
-def test_verdict(run: Run) -> None:
+def test_verdict(run: RunRecord) -> None:
     assert verdict(run) == "8.0x smaller, keeps 87 % of its next-token accuracy, KL 0.30 nats"
 
 
@@ -41,7 +41,7 @@ def test_verdict_without_reference_or_measurements() -> None:
     assert verdict(run_from_dict({"stages": [{"name": "a"}]})) == "nothing was measured"
 
 
-def test_findings(run: Run) -> None:
+def test_findings(run: RunRecord) -> None:
     recovered, rounded = findings(run)
     assert (
         recovered
@@ -66,7 +66,7 @@ def test_findings_compare_equal_bits_only() -> None:
     assert len(findings(run_from_dict(data))) == 1
 
 
-def test_plain_table_is_aligned(run: Run) -> None:
+def test_plain_table_is_aligned(run: RunRecord) -> None:
     lines = plain_table(run).splitlines()
     assert len(lines) == 9
     assert len({len(line) for line in lines}) == 1
@@ -80,7 +80,7 @@ def test_table_of_unmeasured_stages() -> None:
 
 def test_what_computed_the_figures() -> None:
     mixed = changed(original={"activations": "bfloat16"}, distill={"activations": "bfloat16"})
-    assert computed_by(mixed) == (
+    assert engine_note(mixed) == (
         "Measured: original, distill in runner compiled, activations bfloat16, keys and values bfloat16; "
         "heads, neurons, recover, rtn, quantize in runner compiled, activations int8, keys and values "
         "bfloat16."
@@ -88,7 +88,7 @@ def test_what_computed_the_figures() -> None:
     old = fake_run()
     for entry in old["stages"]:
         del entry["measurements"]["runner"]
-    assert computed_by(run_from_dict(old)) == "", "a run of before says nothing"
+    assert engine_note(run_from_dict(old)) == "", "a run of before says nothing"
 
 
 class Terminal(io.StringIO):
@@ -98,7 +98,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_pipe_gets_plain_text_and_a_terminal_gets_colours(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_gets_plain_text_and_a_terminal_gets_colours(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pipe, terminal = io.StringIO(), Terminal()
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")

@@ -9,7 +9,7 @@ from attar.checkpoint import open_checkpoint
 from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
 from attar.models.load import load_tokenizer, read_tokenizer
 from attar.models.plain_tokenizer import PlainTokenizer, plain_tokenizer
-from attar.runtime.server.special import PlainSpecials
+from attar.runtime.server.tokenizer import SpecialTokenEscaper
 from attar.runtime.speculate.pieces import beginning
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, unigram
 from tests.tiny_models import tokenizer
@@ -67,7 +67,7 @@ def test_the_tokenizers_that_come_with_attar_are_read_so(model):
     ours = plain_tokenizer(checkpoint.path, checkpoint.config)
     assert isinstance(ours, PlainTokenizer)
     assert_same(ours, load_tokenizer(checkpoint))
-    assert PlainSpecials(copy.deepcopy(ours)).written_in([{"role": "user", "content": "<|endoftext|>"}])
+    assert SpecialTokenEscaper(copy.deepcopy(ours)).written_in([{"role": "user", "content": "<|endoftext|>"}])
 
 
 def test_several_templates_by_name(tmp_path):

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from attar.measure.choices import measure_task, read_questions
+from attar.measure.multiple_choice import measure_task, read_questions
 from attar.measure.subject import load_subject
 from tests import tiny_models
-from tests.measure.test_choices import ROWS, slow, write
+from tests.measure.test_multiple_choice import ROWS, slow, write
 
 lm_eval = pytest.importorskip("lm_eval")
 pytest.importorskip("lm_eval.models")  # registers its own

@@ -20,12 +20,11 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.data.auto import AUTO, fit
 from attar.errors import NumericsError
-from attar.measure.choices import Task, measure_task, read_questions
-from attar.measure.divergence import agreement, kl, percentile
-from attar.measure.forward import split, subject_logits
-from attar.measure.generation import complete, sample_prompt, words
-from attar.measure.memory import peak_device_bytes, peak_rss_bytes, reset_peak
-from attar.measure.perplexity import hits, perplexity, token_losses
+from attar.measure.footprint import measure_size, peak_device_bytes, peak_rss_bytes, reset_peak
+from attar.measure.generation import Speed, decode_tokens, generate_greedily, measure_speed, sample_prompt
+from attar.measure.logits import split, subject_logits
+from attar.measure.metrics import agreement, hits, kl, percentile, perplexity, token_losses
+from attar.measure.multiple_choice import TaskScore, measure_task, read_questions
 from attar.measure.reference import (
     Reference,
     check_same_text,
@@ -35,9 +34,7 @@ from attar.measure.reference import (
     text_note,
 )
 from attar.measure.settings import EvaluateSettings
-from attar.measure.size import measure_size
-from attar.measure.speed import Speed, measure_speed
-from attar.measure.subject import Subject, check_device, formats, load_subject
+from attar.measure.subject import Subject, check_device, load_subject, serving_formats
 from attar.progress import SILENT, Progress
 
 
@@ -117,7 +114,7 @@ class Measurements(Quality):
     kv_dtype: str
     device: str
     threads: int
-    tasks: tuple[Task, ...]
+    tasks: tuple[TaskScore, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +175,7 @@ def evaluate(
     return Measurements(
         **asdict(quality),
         **asdict(measure_size(subject)),
-        **asdict(formats(subject)),
+        **asdict(serving_formats(subject)),
         model=subject.name,
         reference=reference.subject.name if reference else None,
         data=reference.settings.data if reference else settings.data,
@@ -279,7 +276,7 @@ def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, s
     if not settings.sample or subject.tokenizer is None:
         return None, None
     text, ids = sample_prompt(subject, settings.sample)
-    return text, words(subject, complete(subject, ids, settings.sample_tokens))
+    return text, decode_tokens(subject, generate_greedily(subject, ids, settings.sample_tokens))
 
 
 def _speed(subject: Subject, settings: EvaluateSettings) -> Speed:

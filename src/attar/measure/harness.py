@@ -14,23 +14,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.errors import MissingExtraError
-from attar.measure.choices import Pair, log_likelihoods
-from attar.measure.generation import complete, end_tokens, engine, words
+from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
+from attar.measure.multiple_choice import TokenPair, log_likelihoods
 from attar.measure.subject import load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.sampling.params import SamplingParams
 
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ModuleNotFoundError as problem:
-    raise MissingExtraError("lm_eval", "tasks") from problem
+except ModuleNotFoundError:  # the module imports without the extra; using it raises MissingExtraError
+    TemplateLM = object
+
+    def register_model(name: str) -> Any:
+        """Register nothing."""
+        return lambda model: model
+
 
 MAX_TOKENS = 256  # of an answer, where a task does not say
 CONTEXT = 2048  # of a model whose config names none
 
 
-@register_model("attar")  # type: ignore[untyped-decorator]
+def check_extra() -> None:
+    """Raise MissingExtraError unless lm_eval is installed."""
+    if TemplateLM is object:
+        raise MissingExtraError("lm_eval", "tasks")
+
+
+@register_model("attar")
 class Harness(TemplateLM):  # type: ignore[misc]
     """What the harness asks of a model: log-likelihoods of continuations and of texts, and answers.
 
@@ -51,6 +63,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
+        check_extra()
         super().__init__()
         how: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
         self.subject = load_subject(pretrained, dtype=dtype, device=device or "cpu", **how)
@@ -102,14 +115,14 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """ln p of each text, in windows of the context that do not overlap in what they score."""
-        windows: list[list[Pair]] = [self._windows(request.args[0]) for request in requests]
+        windows: list[list[TokenPair]] = [self._windows(request.args[0]) for request in requests]
         scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
         results = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
         for request, answer in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
         return results
 
-    def _windows(self, text: str) -> list[Pair]:
+    def _windows(self, text: str) -> list[TokenPair]:
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -134,11 +147,12 @@ class Harness(TemplateLM):  # type: ignore[misc]
         most = min(int(options.get("max_gen_toks", MAX_TOKENS)), self.max_length - 1)
         prompt = prompt[-(self.max_length - most) :]  # what is too long loses its beginning
         if self.subject.loaded is None:
-            ids = complete(self.subject, prompt, most)
-            ends = end_tokens(self.subject)
-            text = words(self.subject, [token for token in ids if token not in ends])
+            ids = generate_greedily(self.subject, prompt, most)
+            model = self.subject.model
+            ends = end_tokens(model.generation_config, model.config, self.subject.tokenizer)
+            text = decode_tokens(self.subject, [token for token in ids if token not in ends])
         else:
-            text = engine(self.subject).generate(prompt, _params(options, most, stops))[0].text
+            text = serving_llm(self.subject).generate(prompt, _params(options, most, stops))[0].text
         for stop in stops:
             text = text.split(stop)[0]
         return text
@@ -156,6 +170,7 @@ def _params(options: dict[str, Any], most: int, stops: list[str]) -> SamplingPar
 
 
 if __name__ == "__main__":
+    check_extra()
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -17,11 +17,11 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
 from attar.data.auto import AUTO, fit
-from attar.data.packing import Packed, evaluation_rows
-from attar.data.prose import PROSE
+from attar.data.packing import PackedRows, evaluation_rows
+from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
-from attar.measure.forward import next_token_logits, predicted, split
+from attar.measure.logits import next_token_logits, predicted, split
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import Subject, load_subject
 from attar.progress import SILENT, Progress
@@ -38,7 +38,7 @@ class Reference:
         settings: the evaluation's settings; another text or length needs another reference.
         batches: the text, int64 (B, S) each.
         width: columns of the logits that are compared.
-        shared: why the text is in other splits too, as in :class:`attar.data.packing.Packed`.
+        shared: why the text is in other splits too, as in :class:`attar.data.packing.PackedRows`.
         logits: per batch, per sequence, float32 (n, width); None where the model is run again for each
             evaluation.
     """
@@ -113,7 +113,7 @@ def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
     return list(held_out_rows(subject, settings).rows.split(settings.batch_size))
 
 
-def held_out_rows(subject: Subject, settings: EvaluateSettings) -> Packed:
+def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
     """The settings' held-out text in the subject's tokens, and whether it is held out.
 
     Sequences are at most as long as the subject's context.

@@ -16,7 +16,7 @@ from attar.errors import DataError
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageRecord:
     """One checkpoint of a run.
 
     Attributes:
@@ -56,10 +56,10 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run: its stages in order, and what it ran on."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageRecord, ...]
     folder: Path | None = None
     attar: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict)
@@ -68,12 +68,12 @@ class Run:
     finished: bool = True
 
     @property
-    def original(self) -> Stage:
+    def original(self) -> StageRecord:
         """The model the run began with."""
         return self.stages[0]
 
     @property
-    def last(self) -> Stage:
+    def last(self) -> StageRecord:
         """The last stage whose quality was measured; the last of all where none was."""
         measured = (stage for stage in reversed(self.stages) if stage.number("perplexity") is not None)
         return next(measured, self.stages[-1])
@@ -83,21 +83,21 @@ class Run:
         notes = ((stage.name, stage.text("held_out_note")) for stage in self.stages)
         return [f"{name} is not measured on held-out text: {note}." for name, note in notes if note]
 
-    def parent(self, stage: Stage) -> Stage | None:
+    def parent(self, stage: StageRecord) -> StageRecord | None:
         """The stage that gave the weights."""
         return next((other for other in self.stages if stage.parents[:1] == (other.name,)), None)
 
-    def children(self, stage: Stage) -> list[Stage]:
+    def children(self, stage: StageRecord) -> list[StageRecord]:
         """The stages made from its weights, in order."""
         return [other for other in self.stages if other.parents[:1] == (stage.name,)]
 
-    def times_smaller(self, stage: Stage) -> float | None:
+    def times_smaller(self, stage: StageRecord) -> float | None:
         """Bytes of the original over bytes of the stage."""
         before, after = self.original.number("bytes"), stage.number("bytes")
         return before / after if before and after else None
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path) -> RunRecord:
     """Read ``folder/run.json``.
 
     Raises:
@@ -120,7 +120,7 @@ def read_run(folder: str | Path) -> Run:
     return run_from_dict(data, folder, str(path))
 
 
-def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json") -> Run:
+def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json") -> RunRecord:
     """A run from the contents of ``run.json``.
 
     Raises:
@@ -133,18 +133,18 @@ def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json"
         raise DataError(f"{where}: 'stages' must be a list with one stage at least")
     stages = tuple(_stage(entry, number, where) for number, entry in enumerate(entries))
     mappings = {name: _mapping(data.get(name)) for name in ("recipe", "machine", "versions")}
-    return Run(
+    return RunRecord(
         stages, folder, str(data.get("attar", "")), **mappings, finished=bool(data.get("finished", True))
     )
 
 
-def _stage(entry: Any, number: int, where: str) -> Stage:
+def _stage(entry: Any, number: int, where: str) -> StageRecord:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
         raise DataError(f"{where}: stage {number} has no 'name'")
     parents = entry.get("parents") or []
     if isinstance(parents, str) or not isinstance(parents, list):
         raise DataError(f"{where}: 'parents' of stage {entry['name']!r} must be a list of names")
-    return Stage(
+    return StageRecord(
         name=entry["name"],
         verb=str(entry.get("stage") or ""),
         title=str(entry.get("title") or ""),

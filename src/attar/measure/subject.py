@@ -59,7 +59,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Formats:
+class ServingFormats:
     """What computes a model.
 
     Attributes:
@@ -73,13 +73,13 @@ class Formats:
     kv_dtype: str
 
 
-def formats(subject: Subject) -> Formats:
+def serving_formats(subject: Subject) -> ServingFormats:
     """What computes a subject."""
     if subject.loaded is None:
         dtype = str(subject.model.dtype).removeprefix("torch.")
-        return Formats("transformers", dtype, dtype)
+        return ServingFormats("transformers", dtype, dtype)
     runner: Any = subject.loaded.runner
-    return Formats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
+    return ServingFormats(type(runner).__name__.lower(), runner.activations, runner.kv_dtype)
 
 
 def load_subject(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attar.measure.numbers import percent, significant, times
-from attar.measure.run_folder import Run, Stage
+from attar.measure.run_folder import RunRecord, StageRecord
 
 
-def verdict(run: Run, stage: Stage | None = None) -> str:
+def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
     """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 93 % of its next-token
     accuracy, KL 0.21 nats`` (top-1 choices where a run has no accuracy).
 
@@ -26,14 +26,14 @@ def verdict(run: Run, stage: Stage | None = None) -> str:
     return ", ".join(part for part in parts if part) or "nothing was measured"
 
 
-def findings(run: Run) -> list[str]:
+def findings(run: RunRecord) -> list[str]:
     """What recovery won back and what a method gained over another at the same bits, one sentence each."""
     recovered = (_recovery(run, stage) for stage in run.stages if stage.verb == "recover")
     compared = (_rival(run, stage) for stage in run.stages if stage.verb == "quantize")
     return [sentence for sentence in (*recovered, *compared) if sentence]
 
 
-def _recovery(run: Run, stage: Stage) -> str | None:
+def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
     """Share of the KL lost by the prune stages just before that this stage won back."""
     pruned = before = run.parent(stage)
     while before is not None and before.verb == "prune":
@@ -52,7 +52,7 @@ def _recovery(run: Run, stage: Stage) -> str | None:
     )
 
 
-def _rival(run: Run, stage: Stage) -> str | None:
+def _rival(run: RunRecord, stage: StageRecord) -> str | None:
     """This method against round-to-nearest from the same parent at the same scheme and group size."""
     if stage.settings.get("method") == "rtn":
         return None
@@ -69,7 +69,7 @@ def _rival(run: Run, stage: Stage) -> str | None:
     return None
 
 
-def _closer(run: Run, stage: Stage, other: Stage) -> str | None:
+def _closer(run: RunRecord, stage: StageRecord, other: StageRecord) -> str | None:
     """Compare what both cost on top of their common parent."""
     parent = run.parent(stage) or run.original
     base = parent.number("kl_mean")

@@ -18,7 +18,7 @@ from typing import Any
 from attar.errors import DataError, ModelError
 from attar.runtime.results import Usage
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 RESERVE = 4  # at least 1 / RESERVE of the context is left for the answer, where the history can be shortened
 
@@ -85,7 +85,7 @@ class Chat:
                 f"{self.llm.name} has no chat template, so it cannot tell messages apart",
                 hint='it continues text: attar generate MODEL "text"',
             )
-        self._tokenizer = TokenizerWords(self.llm.tokenizer)
+        self._tokenizer = ServerTokenizer(self.llm.tokenizer)
 
     @property
     def limit(self) -> int:

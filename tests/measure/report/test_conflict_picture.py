@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from attar.measure.report.build import page
-from attar.measure.report.conflict_rows import read_conflicts
-from attar.measure.report.conflicts import conflict_pictures, conflicts_svg
-from attar.measure.report.labels import Box, text_width
+from attar.measure.report.conflicts import conflict_pictures, conflicts_svg, read_conflicts
+from attar.measure.report.labels import LabelBox, text_width
+from attar.measure.report.page import page
 from attar.measure.run_folder import run_from_dict
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -48,9 +47,9 @@ def run_of(rows: Any, labels: Any) -> Any:
     return run_from_dict({"stages": [{"name": "original"}, stage]})
 
 
-def word_boxes(root: ElementTree.Element) -> list[tuple[str, Box]]:
+def word_boxes(root: ElementTree.Element) -> list[tuple[str, LabelBox]]:
     """Every text with about the place it takes, moved as its group is."""
-    found: list[tuple[str, Box]] = []
+    found: list[tuple[str, LabelBox]] = []
 
     def walk(element: ElementTree.Element, x: float, y: float) -> None:
         if moved := re.match(r"translate\(([\d.]+) ([\d.]+)\)", element.get("transform", "")):
@@ -60,7 +59,9 @@ def word_boxes(root: ElementTree.Element) -> list[tuple[str, Box]]:
             width = text_width(element.text or "", size)
             shift = {"end": 1.0, "middle": 0.5}.get(element.get("text-anchor", ""), 0.0)
             left, base = x + float(element.get("x", 0)) - shift * width, y + float(element.get("y", 0))
-            found.append((element.text or "", Box(left, base - 0.75 * size, left + width, base + 0.2 * size)))
+            found.append(
+                (element.text or "", LabelBox(left, base - 0.75 * size, left + width, base + 0.2 * size))
+            )
         for child in element:
             walk(child, x, y)
 
@@ -77,7 +78,7 @@ def test_no_words_over_each_other_and_none_outside(models, layers, length, width
     boxes = word_boxes(root)
     overlaps = [(a[0], b[0]) for a, b in itertools.combinations(boxes, 2) if a[1].overlap(b[1]) > 0]
     assert not overlaps
-    page_box = Box(0, 0, float(root.get("width", 0)), float(root.get("height", 0)))
+    page_box = LabelBox(0, 0, float(root.get("width", 0)), float(root.get("height", 0)))
     assert [words for words, box in boxes if not box.within(page_box)] == []
 
 

@@ -1,7 +1,7 @@
 """The table of a merge's parents: its numbers, names that are paths, nothing where nothing was measured."""
 
-from attar.measure.report.build import page
-from attar.measure.report.parents import parent_tables
+from attar.measure.report.page import page
+from attar.measure.report.sections import parent_tables
 from attar.measure.run_folder import run_from_dict
 
 ROWS = [

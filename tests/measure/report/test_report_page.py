@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from attar.errors import DataError
-from attar.measure.report.build import build, page
+from attar.measure.report.page import page, write_report
 from attar.measure.report.quality import quality_picture, write_quality_svg
-from attar.measure.run_folder import Run, read_run, run_from_dict
+from attar.measure.run_folder import RunRecord, read_run, run_from_dict
 from tests.measure.fake_run import fake_run, write_fake_run
 
 VOID = ("meta", "br", "hr", "img", "link")
@@ -63,7 +63,7 @@ def test_on_a_phone_every_figure_of_a_stage_has_its_name() -> None:
 
 def test_report_is_one_file_that_loads_nothing(run_folder: Path) -> None:
     before = sorted(path.name for path in run_folder.iterdir())
-    path = build(run_folder)
+    path = write_report(run_folder)
     assert path == run_folder / "report.html"
     assert sorted(p.name for p in run_folder.iterdir()) == sorted([*before, "report.html"])
     html = path.read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def test_report_is_one_file_that_loads_nothing(run_folder: Path) -> None:
     assert path.stat().st_size < 200_000
 
 
-def test_report_says_what_was_measured(run: Run) -> None:
+def test_report_says_what_was_measured(run: RunRecord) -> None:
     text = " ".join(checked(page(run, "model: attar:tiny\n")).text)
     assert "8.0x smaller, keeps 87 % of its next-token accuracy, KL 0.30 nats" in text
     assert "recover won back 89 %" in text
@@ -164,13 +164,13 @@ def test_unfinished_run_says_so() -> None:
     assert "not finished" not in page(run_from_dict(fake_run()))
 
 
-def test_same_run_same_bytes(run: Run) -> None:
+def test_same_run_same_bytes(run: RunRecord) -> None:
     assert page(run) == page(run_from_dict(fake_run()))
 
 
 def test_no_run_no_report(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"run\.json does not exist"):
-        build(tmp_path)
+        write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_quality_svg_stands_alone(run_folder: Path, tmp_path: Path) -> None:
     assert style is not None and "prefers-color-scheme" in (style.text or "")
 
 
-def test_quality_places_smaller_to_the_left_and_closer_below(run: Run) -> None:
+def test_quality_places_smaller_to_the_left_and_closer_below(run: RunRecord) -> None:
     drawn = quality_picture(run, 900.0, 470.0)
     assert drawn is not None
     marks = re.findall(r'<title>(\w+):[^<]*</title>.*?cx="([\d.]+)" cy="([\d.]+)" r="6"', drawn)
@@ -225,7 +225,8 @@ def test_quality_needs_two_stages(tmp_path: Path) -> None:
 def test_report_needs_no_torch(tmp_path: Path) -> None:
     folder = write_fake_run(tmp_path / "run")
     code = (
-        "import sys, attar.measure.table; from attar.measure.report.build import build;"
-        f"build({str(folder)!r}); sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+        "import sys, attar.measure.table; from attar.measure.report.page import write_report;"
+        f"write_report({str(folder)!r});"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.measure.report.axis import Axis, fit, from_zero
-from attar.measure.report.curves import held_out_key, smooth, thin
-from attar.measure.report.labels import Box, place, text_width
-from attar.measure.report.layers import series_of, split_name
+from attar.measure.report.charts import held_out_key, series_of, smooth, split_name, thin
+from attar.measure.report.labels import LabelBox, place_labels, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.samples import differences, same_start
-from attar.measure.report.svg import arrow, tick_text
-from attar.measure.run_folder import Run, Stage
+from attar.measure.report.sections import differences, same_start
+from attar.measure.report.svg import Axis, arrow, fit, from_zero, tick_text
+from attar.measure.run_folder import RunRecord, StageRecord
 
 
 def test_text_and_attributes_are_escaped() -> None:
@@ -67,24 +65,24 @@ def test_equal_values_sit_in_the_middle() -> None:
 @pytest.mark.parametrize("count", [2, 5, 8, 12])
 def test_labels_cover_neither_each_other_nor_points(count: int) -> None:
     noise = random.Random(count)
-    bounds = Box(60.0, 40.0, 860.0, 420.0)
+    bounds = LabelBox(60.0, 40.0, 860.0, 420.0)
     for _ in range(15):
         points = [(noise.uniform(80, 840), noise.uniform(60, 400)) for _ in range(count)]
-        boxes = place(points, [(110.0, 29.0)] * count, bounds, list(itertools.pairwise(points)), 9.0)
+        boxes = place_labels(points, [(110.0, 29.0)] * count, bounds, list(itertools.pairwise(points)), 9.0)
         assert all(box.within(bounds) for box in boxes)
         assert sum(a.overlap(b) for a, b in itertools.combinations(boxes, 2)) == 0.0
-        marks = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in points]
+        marks = [LabelBox(x - 6, y - 6, x + 6, y + 6) for x, y in points]
         assert sum(box.overlap(mark) for box in boxes for mark in marks) == 0.0
 
 
 def test_labels_of_points_on_one_spot() -> None:
-    boxes = place([(200.0, 200.0)] * 4, [(90.0, 29.0)] * 4, Box(0, 0, 400, 400), (), 9.0)
+    boxes = place_labels([(200.0, 200.0)] * 4, [(90.0, 29.0)] * 4, LabelBox(0, 0, 400, 400), (), 9.0)
     assert sum(a.overlap(b) for a, b in itertools.combinations(boxes, 2)) == 0.0
 
 
 def test_labels_avoid_lines_where_they_can() -> None:
-    (box,) = place(
-        [(200.0, 200.0)], [(90.0, 29.0)], Box(0, 0, 400, 400), [[(200.0, 200.0), (400.0, 200.0)]], 9.0
+    (box,) = place_labels(
+        [(200.0, 200.0)], [(90.0, 29.0)], LabelBox(0, 0, 400, 400), [[(200.0, 200.0), (400.0, 200.0)]], 9.0
     )
     assert box.right < 200, "the line leaves to the right, so the label goes to the left"
 
@@ -127,13 +125,16 @@ def test_layer_names() -> None:
     assert split_name("lm_head") == (None, "lm_head")
 
 
-def test_series_of_one_parent(run: Run) -> None:
+def test_series_of_one_parent(run: RunRecord) -> None:
     series = series_of(list(run.stages[5:]))
     assert [each.label for each in series] == ["round to nearest", "quantize"], "the larger errors first"
     assert len(series[0].errors) == 28
     alone = series_of([run.stages[5]])
     assert [each.label for each in alone] == ["rtn (error of the weights)"]
-    assert series_of([Stage("prune", details={"layers": [{"name": "model.layers.0.mlp", "kept": 3}]})]) == []
+    assert (
+        series_of([StageRecord("prune", details={"layers": [{"name": "model.layers.0.mlp", "kept": 3}]})])
+        == []
+    )
 
 
 def test_curves_are_thinned_and_smoothed() -> None:

@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
-from attar.runtime import stream
+from attar.runtime import async_engine as stream
 from attar.runtime.engine import Engine
-from attar.runtime.server import bodies, chat, completions, flow, journal, lanes, limits, metrics, service
-from attar.runtime.server.adapter import EngineBackend
-from attar.runtime.server.mailbox import Mailbox
+from attar.runtime.server import access_log, endpoints, metrics, middleware, request_body, service
+from attar.runtime.server.backend import EngineBackend
+from attar.runtime.server.request_handler import EventQueue, RequestHandler
 from tests.runtime.faults import MEMORY, RUNNER, TEXT, Fault, Faults
 
 ENGINE_PLACES = (*TEXT, *RUNNER, *MEMORY, "prompt", "texts", "forget")
@@ -102,27 +102,27 @@ class ServerFaults:
         self._monkeypatch.setattr(owner, method, wrapped)
 
     def _read_headers(self) -> None:
-        plain = journal.Journal.__call__
+        plain = access_log.AccessLogMiddleware.__call__
 
         async def told(one: Any, scope: Any, receive: Any, send: Any) -> None:
             number = dict(scope.get("headers", ())).get(FAULT_HEADER)
             _current.set(None if number is None else self._faults[int(number)])
             await plain(one, scope, receive, send)
 
-        self._monkeypatch.setattr(journal.Journal, "__call__", told)
+        self._monkeypatch.setattr(access_log.AccessLogMiddleware, "__call__", told)
 
     def _wrap_modules(self) -> None:
-        self._wrap(limits, "address_of", "address")
-        self._wrap(bodies, "parse", "body")
-        self._wrap(completions, "of_completion", "scores")
-        self._wrap(chat, "of_chat", "scores")
-        self._wrap(service, "dumped", "written")
+        self._wrap(middleware, "client_address", "address")
+        self._wrap(request_body, "parse", "body")
+        self._wrap(endpoints, "of_completion", "scores")
+        self._wrap(endpoints, "of_chat", "scores")
+        self._wrap(service, "dump_json", "written")
         self._wrap(service, "_chunks_of", "chunk")
-        self._wrap(flow.Flow, "_listen", "listen")
-        self._wrap(metrics.Watch, "saw", "saw")
-        self._wrap(metrics.Watch, "close", "dropped")
-        self._wrap(Mailbox, "put", "put")
-        self._wrap(Mailbox, "take", "take")
+        self._wrap(RequestHandler, "_listen", "listen")
+        self._wrap(metrics.PromptMetrics, "saw", "saw")
+        self._wrap(metrics.PromptMetrics, "close", "dropped")
+        self._wrap(EventQueue, "put", "put")
+        self._wrap(EventQueue, "take", "take")
         self._wrap(EngineBackend, "cancel", "cancel")
         self._wrap(EngineBackend, "stats", "stats")
         self._wrap_log()
@@ -132,9 +132,9 @@ class ServerFaults:
 
     def _wrap_log(self) -> None:
         class Json:
-            dumps = staticmethod(journal.json.dumps)
+            dumps = staticmethod(access_log.json.dumps)
 
-        self._monkeypatch.setattr(journal, "json", Json)
+        self._monkeypatch.setattr(access_log, "json", Json)
         self._wrap(Json, "dumps", "log")
         Json.dumps = staticmethod(Json.dumps)  # type: ignore[method-assign]
 
@@ -151,13 +151,13 @@ class ServerFaults:
 
     def _wrap_lanes(self) -> None:
         """Threads know whom they work for."""
-        plain: Callable[..., Any] = lanes._run
+        plain: Callable[..., Any] = service._run
 
         async def run(pool: Any, act: Any, values: Any) -> Any:
             self.hit("lane")
             return await plain(pool, partial(copy_context().run, act), values)
 
-        self._monkeypatch.setattr(lanes, "_run", run)
+        self._monkeypatch.setattr(service, "_run", run)
 
     def _wrap_news(self) -> None:
         """Queues from the engine's thread know whose they are."""

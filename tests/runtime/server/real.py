@@ -13,10 +13,10 @@ import httpx
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.server.test_live import running_app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -46,7 +46,7 @@ def serving(limits=None, before=None, model=None, speculator=None, **settings):
     made = ServerSettings(port=0, **settings)
     tokenizer = deepcopy(llm.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    words = TokenizerWords(tokenizer)
+    words = ServerTokenizer(tokenizer)
     app = create_app(EngineBackend(llm.streams()), made, words=words, model="tiny")
     with running_app(app, made) as (url, server):
         yield url, llm.engine, server

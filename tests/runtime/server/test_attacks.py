@@ -16,13 +16,13 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("httpx")
 import httpx
 
-from attar.runtime.server import bodies
-from attar.runtime.server.bodies import parse
-from attar.runtime.server.failures import RefusedError
-from attar.runtime.server.jsontext import dumped
-from attar.runtime.server.lanes import SMALL
+from attar.runtime.server import request_body
+from attar.runtime.server.errors import ApiError
 from attar.runtime.server.protocol import ChatRequest, CompletionRequest
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.request_body import parse
+from attar.runtime.server.responses import dump_json
+from attar.runtime.server.service import SMALL
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.server.fake import FakeBackend, FakeWords
 from tests.runtime.server.real import COMPLETIONS, body, lent, load_tiny, refused, serving
 from tests.runtime.server.test_live import running, until
@@ -106,7 +106,7 @@ def test_large_bodies_are_read_and_long_texts_cut_in_threads(monkeypatch):
 
         return noting
 
-    monkeypatch.setattr(bodies, "parse", noted("parse", parse))
+    monkeypatch.setattr(request_body, "parse", noted("parse", parse))
     with running(FakeBackend(context=1 << 20)) as (url, _, server):
         words = server.config.app.state.service.words
         words.encode = noted("encode", words.encode)
@@ -163,7 +163,7 @@ def test_long_texts_wait_for_each_other_and_short_ones_for_none():
 
 def test_names_of_tokens_wait_for_no_text():
     """``piece`` is called by the event loop while a thread cuts a long text."""
-    words, names = TokenizerWords(lent().tokenizer), []
+    words, names = ServerTokenizer(lent().tokenizer), []
     thread = threading.Thread(
         target=lambda: names.append((words.encode("x = 1"), words.piece(5))), daemon=True
     )
@@ -199,7 +199,7 @@ def test_a_deep_schema_is_called_deep(server):
     ],
 )
 def test_a_wrong_value_is_named_in_plain_words(changes, param, words):
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(ApiError) as caught:
         parse(json.dumps({"model": "m", "prompt": "a", **changes}).encode(), CompletionRequest)
     assert caught.value.param == param and words in caught.value.message, caught.value.message
     assert "constrained" not in caught.value.message and caught.value.status == 400
@@ -214,7 +214,7 @@ def test_a_wrong_value_is_named_in_plain_words(changes, param, words):
     ],
 )
 def test_a_wrong_message_is_named_by_its_place(content, param, words):
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(ApiError) as caught:
         parse(said(content), ChatRequest)
     assert caught.value.param == param and words in caught.value.message, caught.value.message
 
@@ -235,7 +235,7 @@ def test_a_wrong_message_is_named_by_its_place(content, param, words):
     ],
 )
 def test_bodies_that_are_none(raw, words):
-    with pytest.raises(RefusedError, match=words):
+    with pytest.raises(ApiError, match=words):
         parse(raw, CompletionRequest)
 
 
@@ -252,9 +252,9 @@ def test_pairs_of_surrogates_are_text():
 def test_long_answers_are_written_as_ever():
     entry = {"token": "ä\n", "logprob": -0.5, "top_logprobs": [{"token": '"', "bytes": [1, 2]}]}
     data = {"choices": [{"logprobs": {"content": [entry] * 3}, "index": 0}] * 2, "usage": {}, "none": []}
-    assert dumped(data) == json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    assert dump_json(data) == json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        dumped({"a": [float("nan")]})
+        dump_json({"a": [float("nan")]})
 
 
 def test_top_p_0_takes_the_likeliest(server):

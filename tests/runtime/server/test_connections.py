@@ -20,7 +20,7 @@ from attar.errors import AttarError
 from attar.runtime.results import Event, Usage
 from attar.runtime.server import run as running_module
 from attar.runtime.server.app import create_app
-from attar.runtime.server.connection import Seldom, raise_file_limit
+from attar.runtime.server.connection import RepeatFilter, raise_file_limit
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings
 from tests.runtime.server.fake import SLOW, FakeBackend, FakeWords
@@ -166,7 +166,7 @@ def test_a_client_that_never_reads_is_given_up(stream):
 
 
 def test_a_log_line_comes_seldom():
-    noise = Seldom()
+    noise = RepeatFilter()
 
     def line(text, error=None):
         return logging.LogRecord("a", 40, "", 1, text, (), error and (error, error(), None))

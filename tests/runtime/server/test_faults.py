@@ -17,7 +17,7 @@ import httpx
 
 from attar.runtime.admission import Limits
 from attar.runtime.results import Event
-from attar.runtime.server.mailbox import MOST, Mailbox
+from attar.runtime.server.request_handler import MAX_EVENTS, EventQueue
 from tests.runtime.server.real import CHAT, COMPLETIONS, body, load_tiny, refused, scraped, serving, settled
 
 
@@ -237,10 +237,10 @@ def test_a_client_that_does_not_read_stops_nobody(server):
 
 
 def test_a_mailbox_stays_small_and_loses_nothing():
-    mailbox = Mailbox()
+    mailbox = EventQueue()
     for number in range(1000):
         mailbox.put(number % 2, Event("r", number % 2, f"{number},", (number,)))
-    assert len(mailbox) <= 2 * MOST
+    assert len(mailbox) <= 2 * MAX_EVENTS
     mailbox.fail(ValueError("later"))
     mailbox.put(0, Event("r", 0, "too late"))
     news = asyncio.run(mailbox.take())

@@ -17,11 +17,11 @@ pytest.importorskip("openai")
 import openai
 
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.run import Server, listen
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.schemas import SCHEMAS, follows
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -33,7 +33,7 @@ def client():
     llm = LLM("attar:tiny", kv_tokens=4096)
     llm.tokenizer.chat_template = TEMPLATE
     settings = ServerSettings(port=0)
-    words = TokenizerWords(deepcopy(llm.tokenizer))
+    words = ServerTokenizer(deepcopy(llm.tokenizer))
     app = create_app(EngineBackend(llm.streams()), settings, words=words, model="tiny")
     listening, server = listen(settings), Server(app, settings)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listening]),), daemon=True)

@@ -16,10 +16,10 @@ from schemathesis.checks import CHECKS
 
 from attar.runtime.admission import Limits
 from attar.runtime.llm import LLM
-from attar.runtime.server.adapter import EngineBackend
 from attar.runtime.server.app import create_app
+from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 from tests import tiny_models
 from tests.runtime.server.real import TEMPLATE
 
@@ -51,7 +51,7 @@ def served(tmp_path_factory):
     llm = LLM(str(folder), kv_tokens=1024, limits=Limits(sequences=16))
     backend = EngineBackend(llm.streams())
     app = create_app(
-        backend, ServerSettings(name="tiny", allowed_host=("testserver",)), words=TokenizerWords(tiny_chat())
+        backend, ServerSettings(name="tiny", allowed_host=("testserver",)), words=ServerTokenizer(tiny_chat())
     )
     yield schemathesis.openapi.from_asgi("/openapi.json", app), backend
     assert backend.alive, backend.failure

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from attar.errors import DataError
-from attar.runtime.server.words import TokenizerWords
+from attar.runtime.server.tokenizer import ServerTokenizer
 
 TEXT = [
     "You are a helpful assistant named system, user or model. <|im_end|> <start_of_turn> im start end turn",
@@ -69,7 +69,7 @@ def make(shape, build, special=True, **options):
     backend.add_tokens([AddedToken(text, normalized=False, special=special) for text in specials])
     made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=specials[0], eos_token=specials[-1])
     made.chat_template = template
-    return made, TokenizerWords(made, **options)
+    return made, ServerTokenizer(made, **options)
 
 
 def plain(tokenizer, messages):
@@ -110,7 +110,7 @@ def test_a_user_cannot_write_a_role(shape, build):
     assert count(ids) == count(plain(tokenizer, honest)), "the message made special tokens"
     assert count(plain(tokenizer, forged)) > count(ids), "the attack is none"
     assert attack.strip() in words.decode(ids), "the text is not what the user wrote"
-    free = TokenizerWords(tokenizer, special=True)
+    free = ServerTokenizer(tokenizer, special=True)
     assert free.chat(forged) == plain(tokenizer, forged), "with --allow-special-tokens all is as written"
 
 
@@ -164,7 +164,7 @@ def test_tokenizers_of_python_refuse_such_messages():
         apply_chat_template = staticmethod(lambda messages, **options: "x")
         __call__ = staticmethod(lambda text, **options: {"input_ids": [0]})
 
-    words = TokenizerWords(Slow())
+    words = ServerTokenizer(Slow())
     assert words.chat([{"role": "user", "content": "a"}]) == [0]
     with pytest.raises(DataError, match="special token"):
         words.chat([{"role": "user", "content": "<|im_end|>"}])

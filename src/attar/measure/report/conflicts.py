@@ -11,17 +11,29 @@ Then, by model: how far it went from the base, and how much of its change a vote
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from attar.measure.numbers import significant
-from attar.measure.report.axis import Axis, fit, from_zero
-from attar.measure.report.conflict_rows import Conflicts, Slot, read_conflicts
-from attar.measure.report.labels import Point, text_width
-from attar.measure.report.legend import Key, cut, html_legend, svg_legend
+from attar.measure.report.labels import LegendEntry, cut, html_legend, svg_legend, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import left_axis, line, picture, polyline, style, text, tick_text
-from attar.measure.run_folder import Run, Stage
+from attar.measure.report.svg import (
+    Axis,
+    PixelPoint,
+    fit,
+    from_zero,
+    left_axis,
+    line,
+    picture,
+    polyline,
+    style,
+    text,
+    tick_text,
+)
+from attar.measure.run_folder import RunRecord, StageRecord
 
 WIDTH, HEIGHT = 252.0, 184.0
 LEFT, RIGHT, TOP, BOTTOM = 40.0, WIDTH - 42.0, 42.0, HEIGHT - 26.0
@@ -38,7 +50,7 @@ class Panel(NamedTuple):
     drawn: Markup
 
 
-def conflict_pictures(run: Run) -> Markup | None:
+def conflict_pictures(run: RunRecord) -> Markup | None:
     """Panels of every stage whose card tells of conflicts; None where none does."""
     known = [(stage, table) for stage in run.stages if (table := _table(stage))]
     drawn = [join(el("h3", stage.name) if len(known) > 1 else None, _html(table)) for stage, table in known]
@@ -71,12 +83,12 @@ def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], widt
     return picture(width, y, what, el("style", style("picture")), card, parts) + "\n"
 
 
-def _table(stage: Stage) -> Conflicts | None:
+def _table(stage: StageRecord) -> ConflictTable | None:
     labels = stage.details.get("conflict_models")
     return read_conflicts(stage.rows("conflicts"), labels if isinstance(labels, list) else ())
 
 
-def _html(table: Conflicts) -> Markup:
+def _html(table: ConflictTable) -> Markup:
     parts = []
     for keys, panels in _groups(table):
         drawn = [picture(WIDTH, HEIGHT, p.what, p.drawn, class_="picture panel") for p in panels]
@@ -84,27 +96,33 @@ def _html(table: Conflicts) -> Markup:
     return join(parts)
 
 
-def _groups(table: Conflicts) -> list[tuple[list[Key], list[Panel]]]:
+def _groups(table: ConflictTable) -> list[tuple[list[LegendEntry], list[Panel]]]:
     """Two groups of panels with their legends: by pair, and by model."""
     pairs, models = _shown_pairs(table), _shown_models(table)
     titles = {index: " × ".join(table.labels[each] for each in table.pairs[index]) for index in pairs}
     names = {each: table.labels[each] for each in range(len(table.labels))}
-    letters: list[Key] = []
+    letters: list[LegendEntry] = []
     if any(text_width(title, 12) > WIDTH for title in titles.values()):
         short = {each: _letter(each) for each in names}
-        letters = [Key("", f"{short[each]}: {cut(name)}") for each, name in names.items()]
+        letters = [LegendEntry("", f"{short[each]}: {cut(name)}") for each, name in names.items()]
         titles = {index: " × ".join(short[each] for each in table.pairs[index]) for index in pairs}
         names = short
-    keys = [Key(f"s{number}", part) for number, part in enumerate(table.parts)]
-    keys += [Key(f"s{OUTSIDE} spot", " and ".join(table.outside) + " (ring: signs)")] if table.outside else []
-    keys += [Key("plain", "cosine (left)"), Key("plain dashed", "signs agree (right)")]
+    keys = [LegendEntry(f"s{number}", part) for number, part in enumerate(table.parts)]
+    keys += (
+        [LegendEntry(f"s{OUTSIDE} spot", " and ".join(table.outside) + " (ring: signs)")]
+        if table.outside
+        else []
+    )
+    keys += [LegendEntry("plain", "cosine (left)"), LegendEntry("plain dashed", "signs agree (right)")]
     if len(pairs) < len(table.pairs):
-        keys.append(Key("", f"{len(pairs)} of {len(table.pairs)} pairs: those with the lowest cosine"))
+        keys.append(
+            LegendEntry("", f"{len(pairs)} of {len(table.pairs)} pairs: those with the lowest cosine")
+        )
     by_pair = [_pair_panel(table, index, titles[index]) for index in pairs]
-    model_keys = [Key(f"s{number}", cut(names[each])) for number, each in enumerate(models)]
+    model_keys = [LegendEntry(f"s{number}", cut(names[each])) for number, each in enumerate(models)]
     if len(models) < len(table.labels):
         words = f"{len(models)} of {len(table.labels)} models: those overruled most"
-        model_keys.append(Key("", words))
+        model_keys.append(LegendEntry("", words))
     by_model = [
         _model_panel(table, measure, title, part, models)
         for measure, title in (
@@ -116,13 +134,13 @@ def _groups(table: Conflicts) -> list[tuple[list[Key], list[Panel]]]:
     return [(letters + keys, by_pair), (model_keys, by_model)]
 
 
-def _shown_pairs(table: Conflicts) -> list[int]:
+def _shown_pairs(table: ConflictTable) -> list[int]:
     """All pairs, or the ones with the lowest cosine where there are too many, in their order."""
     ranked = sorted(range(len(table.pairs)), key=lambda index: _or(table.whole("cosine", index), 2.0))
     return sorted(ranked[:MOST_PAIRS])
 
 
-def _shown_models(table: Conflicts) -> list[int]:
+def _shown_models(table: ConflictTable) -> list[int]:
     ranked = sorted(range(len(table.labels)), key=lambda each: -_or(table.whole("overruled", each), -1.0))
     return sorted(ranked[:MOST_MODELS])
 
@@ -133,7 +151,7 @@ def _letter(number: int) -> str:
     return chr(ord("A") + place) + (str(turn) if turn else "")
 
 
-def _pair_panel(table: Conflicts, index: int, title: str) -> Panel:
+def _pair_panel(table: ConflictTable, index: int, title: str) -> Panel:
     y = _shared_scale(table)
     x = _depth(table, RIGHT, table.outside)
     dots = len(table.slots) <= MOST_LAYERS
@@ -163,14 +181,14 @@ def _heading(title: str, note: str) -> Markup:
     return join(text(0, 12, title, class_="panel-title"), text(0, 27, note, class_="tick"))
 
 
-def _whole_words(table: Conflicts, index: int) -> str:
+def _whole_words(table: ConflictTable, index: int) -> str:
     cosine, signs = table.whole("cosine", index), table.whole("agreement", index)
     words = [f"cosine {round(cosine, 2) + 0.0:.2f}" if cosine is not None else "cosine unknown"]
     words += [f"signs agree in {100 * signs:.0f} %"] if signs is not None else []
     return ", ".join(words)
 
 
-def _shared_scale(table: Conflicts) -> Axis:
+def _shared_scale(table: ConflictTable) -> Axis:
     """One scale for all pairs: cosines, and 2 agreement - 1; 0 is always on it."""
     parts = (*table.parts, *table.outside)
     values = table.known("cosine", parts) + [2 * value - 1 for value in table.known("agreement", parts)]
@@ -178,7 +196,7 @@ def _shared_scale(table: Conflicts) -> Axis:
     return fit([low, high] if high - low > NOISE else [-NOISE, NOISE], BOTTOM, TOP, margin=0.05)
 
 
-def _depth(table: Conflicts, right: float, outside: Sequence[str] = ()) -> Callable[[float], float]:
+def _depth(table: ConflictTable, right: float, outside: Sequence[str] = ()) -> Callable[[float], float]:
     """Place along the depth to pixel, with room for embedding and head at the ends."""
     last = len(table.slots) - 1
     first = LEFT + (24.0 if "embedding" in outside else 10.0)
@@ -187,16 +205,16 @@ def _depth(table: Conflicts, right: float, outside: Sequence[str] = ()) -> Calla
 
 
 def _line(
-    table: Conflicts,
+    table: ConflictTable,
     x: Callable[[float], float],
     measure: str,
     part: str,
     index: int,
     y: Callable[[float], float],
-) -> list[list[tuple[Point, str]]]:
+) -> list[list[tuple[PixelPoint, str]]]:
     """Points with their words, in pieces: a line breaks where a number is unknown and between stacks."""
-    pieces: list[list[tuple[Point, str]]] = [[]]
-    before: Slot | None = None
+    pieces: list[list[tuple[PixelPoint, str]]] = [[]]
+    before: LayerSlot | None = None
     for place, slot in enumerate(table.slots):
         value = table.value(measure, slot, part, index)
         if value is None or (before is not None and before[0] != slot[0]):
@@ -208,7 +226,7 @@ def _line(
     return [piece for piece in pieces if piece]
 
 
-def _series(pieces: list[list[tuple[Point, str]]], what: str, class_: str, dots: bool) -> list[Markup]:
+def _series(pieces: list[list[tuple[PixelPoint, str]]], what: str, class_: str, dots: bool) -> list[Markup]:
     """Lines, and points where there are few or where a line would have a single one."""
     drawn = [polyline([point for point, _ in piece], class_=class_) for piece in pieces if len(piece) > 1]
     radius = 2.0 if "dashed" in class_ else 2.6
@@ -220,7 +238,7 @@ def _series(pieces: list[list[tuple[Point, str]]], what: str, class_: str, dots:
     return drawn
 
 
-def _outside(table: Conflicts, index: int, y: Axis) -> list[Markup]:
+def _outside(table: ConflictTable, index: int, y: Axis) -> list[Markup]:
     """Embedding and head: a disc at the cosine, a ring at the agreement of signs."""
     drawn = []
     for part, place in (("embedding", LEFT + 10.0), ("head", RIGHT - 10.0)):
@@ -233,7 +251,7 @@ def _outside(table: Conflicts, index: int, y: Axis) -> list[Markup]:
     return drawn
 
 
-def _layer_numbers(table: Conflicts, x: Callable[[float], float], most: int = 7) -> list[Markup]:
+def _layer_numbers(table: ConflictTable, x: Callable[[float], float], most: int = 7) -> list[Markup]:
     step = -(-len(table.slots) // most)
     return [
         text(x(place), BOTTOM + 17, table.slot_label(slot), anchor="middle", class_="tick")
@@ -242,7 +260,7 @@ def _layer_numbers(table: Conflicts, x: Callable[[float], float], most: int = 7)
     ]
 
 
-def _model_panel(table: Conflicts, measure: str, title: str, part: str, models: list[int]) -> Panel:
+def _model_panel(table: ConflictTable, measure: str, title: str, part: str, models: list[int]) -> Panel:
     y = from_zero(table.known(measure, table.parts), BOTTOM, TOP)
     right = WIDTH - 8.0
     x = _depth(table, right)
@@ -261,3 +279,100 @@ def _model_panel(table: Conflicts, measure: str, title: str, part: str, models: 
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
+
+
+LayerSlot = tuple[str, int]
+"""A place along the depth: stack of layers ("" where there is one) and layer."""
+
+ConflictValue = float | None
+DRAWN_PARTS = 2  # kinds of layers that have a line: the largest
+BY_PAIR, BY_MODEL = ("cosine", "agreement"), ("norm", "overruled")
+
+
+@dataclass(frozen=True)
+class ConflictTable:
+    """The rows, by place.
+
+    Attributes:
+        labels: names of the models.
+        slots: the layers, in order.
+        parts: kinds of layers with the most parameters, largest first.
+        outside: parts before and after the layers that are drawn: embedding, head.
+        values: measure to (slot, or None outside; part) to one value a pair or a model.
+    """
+
+    labels: tuple[str, ...]
+    slots: tuple[LayerSlot, ...]
+    parts: tuple[str, ...]
+    outside: tuple[str, ...]
+    values: Mapping[str, Mapping[tuple[LayerSlot | None, str], Sequence[ConflictValue]]]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Pairs of models in the order of the values."""
+        return list(combinations(range(len(self.labels)), 2))
+
+    def value(self, measure: str, slot: LayerSlot | None, part: str, index: int) -> ConflictValue:
+        """One number; None where it is not known."""
+        found = self.values[measure].get((slot, part))
+        return found[index] if found else None
+
+    def whole(self, measure: str, index: int) -> ConflictValue:
+        """The number of the whole model."""
+        return self.value(measure, None, "all", index)
+
+    def known(self, measure: str, parts: Sequence[str]) -> list[float]:
+        """All numbers of a measure in these parts."""
+        found = self.values[measure].items()
+        return [v for (_, part), values in found if part in parts for v in values if v is not None]
+
+    def slot_label(self, slot: LayerSlot) -> str:
+        """What to write under a place: the layer's number, after the stack's initial where there are two."""
+        several = len(dict.fromkeys(stack for stack, _ in self.slots)) > 1
+        return f"{slot[0][:1]}{slot[1]}" if several else str(slot[1])
+
+
+def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> ConflictTable | None:
+    """The rows as :class:`ConflictTable`; None where they hold nothing of two models or more in layers."""
+    usable = [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("part"), str)]
+    models = max((len(row["norm"]) for row in usable if isinstance(row.get("norm"), list)), default=0)
+    if models < 2:
+        return None
+    pairs = models * (models - 1) // 2
+    values: dict[str, dict[tuple[LayerSlot | None, str], list[ConflictValue]]] = {
+        measure: {} for measure in (*BY_PAIR, *BY_MODEL)
+    }
+    sizes: dict[str, float] = {}
+    slots: dict[LayerSlot, None] = {}
+    for row in usable:
+        slot, part = _slot(row), row["part"]
+        if slot is not None:
+            slots[slot] = None
+            sizes[part] = sizes.get(part, 0.0) + (_number(row.get("size")) or 0.0)
+        for measure in values:
+            values[measure][slot, part] = _values(row.get(measure), pairs if measure in BY_PAIR else models)
+    if not slots:
+        return None
+    parts = sorted(sizes, key=lambda part: -sizes[part])[:DRAWN_PARTS]
+    outside = [part for part in ("embedding", "head") if (None, part) in values["cosine"]]
+    names = [str(label) for label in labels][:models]
+    names += [f"model {number + 1}" for number in range(len(names), models)]
+    return ConflictTable(tuple(names), tuple(slots), tuple(parts), tuple(outside), values)
+
+
+def _slot(row: Mapping[str, Any]) -> LayerSlot | None:
+    layer, stack = row.get("layer"), row.get("stack", "")
+    return (str(stack), layer) if isinstance(layer, int) and not isinstance(layer, bool) else None
+
+
+def _values(found: Any, count: int) -> list[ConflictValue]:
+    """``count`` numbers or Nones; all None where something else was found."""
+    if not isinstance(found, list) or len(found) != count:
+        return [None] * count
+    return [_number(value) for value in found]
+
+
+def _number(value: Any) -> ConflictValue:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)

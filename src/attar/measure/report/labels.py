@@ -10,13 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
+
+from attar.measure.report.markup import Markup, el, join
+from attar.measure.report.svg import PixelPoint, line, text
 
 WIDE = "mwMW@%"
 NARROW = "iljtfrI.,:;'|!()[] "
 
 
 @dataclass(frozen=True)
-class Box:
+class LabelBox:
     """A rectangle in pixels: left, top, right, bottom."""
 
     left: float
@@ -24,13 +28,13 @@ class Box:
     right: float
     bottom: float
 
-    def overlap(self, other: Box) -> float:
+    def overlap(self, other: LabelBox) -> float:
         """Area that both cover."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(width, 0.0) * max(height, 0.0)
 
-    def within(self, other: Box) -> bool:
+    def within(self, other: LabelBox) -> bool:
         """Whether it lies inside the other."""
         return (
             self.left >= other.left
@@ -40,8 +44,7 @@ class Box:
         )
 
 
-Point = tuple[float, float]
-Line = Sequence[Point]
+PixelLine = Sequence[PixelPoint]
 
 
 def text_width(text: str, font_size: float) -> float:
@@ -50,13 +53,13 @@ def text_width(text: str, font_size: float) -> float:
     return units * font_size
 
 
-def place(
-    points: Sequence[Point],
-    sizes: Sequence[Point],
-    bounds: Box,
-    lines: Sequence[Line] = (),
+def place_labels(
+    points: Sequence[PixelPoint],
+    sizes: Sequence[PixelPoint],
+    bounds: LabelBox,
+    lines: Sequence[PixelLine] = (),
     radius: float = 8.0,
-) -> list[Box]:
+) -> list[LabelBox]:
     """A box for each point's label.
 
     Args:
@@ -66,42 +69,46 @@ def place(
         lines: polylines that labels should rather not cover.
         radius: of a mark, with its surroundings.
     """
-    marks = [Box(x - radius, y - radius, x + radius, y + radius) for x, y in points]
+    marks = [LabelBox(x - radius, y - radius, x + radius, y + radius) for x, y in points]
     dots = [dot for line in lines for dot in _dots(line)]
     places = [
         [(rank + _cost(box, marks, dots), box) for rank, box in _candidates(point, size, bounds, radius)]
         for point, size in zip(points, sizes, strict=True)
     ]
-    chosen = [min(boxes, key=lambda place: place[0])[1] for boxes in places]
+    chosen = [min(boxes, key=lambda place_labels: place_labels[0])[1] for boxes in places]
     for _ in range(4):
         for index, boxes in enumerate(places):
             others = chosen[:index] + chosen[index + 1 :]
-            chosen[index] = min(boxes, key=lambda place: place[0] + _crowding(place[1], others))[1]
+            chosen[index] = min(
+                boxes, key=lambda place_labels: place_labels[0] + _crowding(place_labels[1], others)
+            )[1]
     return chosen
 
 
-def _cost(box: Box, marks: list[Box], dots: list[Point]) -> float:
+def _cost(box: LabelBox, marks: list[LabelBox], dots: list[PixelPoint]) -> float:
     """What is wrong with a box for itself: points and lines that it covers."""
     points = sum(400.0 + area for mark in marks if (area := box.overlap(mark)) > 0)
     left, top, right, bottom = box.left - 3, box.top - 2, box.right + 3, box.bottom + 2
     return points + 12.0 * sum(left <= x <= right and top <= y <= bottom for x, y in dots)
 
 
-def _crowding(box: Box, others: list[Box]) -> float:
+def _crowding(box: LabelBox, others: list[LabelBox]) -> float:
     """What is wrong with a box beside the other labels."""
     return sum(1000.0 + area for other in others if (area := box.overlap(other)) > 0)
 
 
-def _candidates(point: Point, size: Point, bounds: Box, radius: float) -> list[tuple[float, Box]]:
+def _candidates(
+    point: PixelPoint, size: PixelPoint, bounds: LabelBox, radius: float
+) -> list[tuple[float, LabelBox]]:
     """Boxes around a point with their rank: the nearest and most readable places come cheapest."""
     (x, y), (width, height) = point, size
-    boxes: list[tuple[float, Box]] = []
+    boxes: list[tuple[float, LabelBox]] = []
     for ring in range(6):
         gap = radius + 2 + 14 * ring
         for turn, angle in enumerate((0, 180, 90, 270, 45, 315, 135, 225)):
             dx, dy = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             centre = (x + dx * gap + _sign(dx) * width / 2, y + dy * gap + _sign(dy) * height / 2)
-            box = Box(
+            box = LabelBox(
                 centre[0] - width / 2, centre[1] - height / 2, centre[0] + width / 2, centre[1] + height / 2
             )
             inside = _moved_inside(box, bounds)
@@ -110,15 +117,15 @@ def _candidates(point: Point, size: Point, bounds: Box, radius: float) -> list[t
     return boxes
 
 
-def _moved_inside(box: Box, bounds: Box) -> Box:
+def _moved_inside(box: LabelBox, bounds: LabelBox) -> LabelBox:
     right = max(bounds.left - box.left, 0.0) - max(box.right - bounds.right, 0.0)
     down = max(bounds.top - box.top, 0.0) - max(box.bottom - bounds.bottom, 0.0)
-    return Box(box.left + right, box.top + down, box.right + right, box.bottom + down)
+    return LabelBox(box.left + right, box.top + down, box.right + right, box.bottom + down)
 
 
-def _dots(line: Line) -> list[Point]:
+def _dots(line: PixelLine) -> list[PixelPoint]:
     """Points along a polyline, about 6 pixels apart."""
-    dots: list[Point] = []
+    dots: list[PixelPoint] = []
     for (x0, y0), (x1, y1) in pairwise(line):
         count = max(1, round(math.hypot(x1 - x0, y1 - y0) / 6))
         dots.extend((x0 + (x1 - x0) * i / count, y0 + (y1 - y0) * i / count) for i in range(count + 1))
@@ -127,3 +134,68 @@ def _dots(line: Line) -> list[Point]:
 
 def _sign(value: float) -> int:
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
+
+
+FONT = 12.0
+SWATCH = 26.0  # pixels that a line and the gap after it take
+LONGEST = 320.0
+
+
+class LegendEntry(NamedTuple):
+    """An entry of a legend.
+
+    Attributes:
+        class_: classes of its line: a colour, then ``dashed`` or ``spot`` where it is one; "" for no line.
+        words: what it stands for.
+    """
+
+    class_: str
+    words: str
+
+
+def html_legend(keys: Sequence[LegendEntry]) -> Markup:
+    """A paragraph of keys; the page breaks it."""
+    items = [
+        el("span", el("i", class_=f"swatch {key.class_}") if key.class_ else None, key.words, class_="key")
+        for key in keys
+    ]
+    return el("p", items, class_="legend")
+
+
+def svg_legend(
+    keys: Sequence[LegendEntry], width: float, y: float, margin: float = 16.0
+) -> tuple[Markup, float]:
+    """Keys in lines that fit the width; returns also where the picture below may begin.
+
+    Args:
+        keys: none wider than the width.
+        y: base line of the first line.
+        margin: on both sides.
+    """
+    x, drawn = margin, []
+    for key in keys:
+        start = SWATCH if key.class_ else 0.0
+        wide = start + text_width(key.words, FONT)
+        if x > margin and x + wide > width - margin:
+            x, y = margin, y + 20
+        drawn.append(_swatch(key.class_, x, y - 4) if key.class_ else None)
+        drawn.append(text(x + start, y, key.words))
+        x += wide + 18
+    return join(drawn), y + 22
+
+
+def cut(words: str, width: float = LONGEST) -> str:
+    """Words without their beginning where they are wider than so many pixels: names differ at their end."""
+    if text_width(words, FONT) <= width:
+        return words
+    kept = next(at for at in range(len(words)) if text_width("…" + words[at:], FONT) <= width)
+    return "…" + words[kept:]
+
+
+def _swatch(classes: str, x: float, y: float) -> Markup:
+    colour, *kinds = classes.split()
+    if "spot" in kinds:
+        mark = el("circle", cx=x + 9, cy=y, r=3.0, class_="point")
+    else:
+        mark = line(x, y, x + 18, y, class_="series dashed" if "dashed" in kinds else "series")
+    return el("g", mark, class_=colour)

@@ -12,11 +12,22 @@ from pathlib import Path
 
 from attar.checkpoint.atomic import write_bytes
 from attar.measure.numbers import megabytes, percent, significant
-from attar.measure.report.axis import Axis, fit
-from attar.measure.report.labels import Box, Point, place, text_width
+from attar.measure.report.labels import LabelBox, place_labels, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import arrow, bottom_axis, left_axis, line, picture, style, text, verb_class
-from attar.measure.run_folder import Run, Stage
+from attar.measure.report.svg import (
+    Axis,
+    PixelPoint,
+    arrow,
+    bottom_axis,
+    fit,
+    left_axis,
+    line,
+    picture,
+    style,
+    text,
+    verb_class,
+)
+from attar.measure.run_folder import RunRecord, StageRecord
 
 RADIUS = 6.0
 ZERO_BAND = 44.0  # pixels between the lowest KL on the axis and the line of KL 0
@@ -37,14 +48,14 @@ class Frame:
     y: Axis
     zero: float | None
 
-    def at(self, stage: Stage, key: str) -> Point:
+    def at(self, stage: StageRecord, key: str) -> PixelPoint:
         """Where a stage stands."""
         value = stage.number(key) or 0.0
         row = self.zero if value == 0 and self.zero is not None else self.y(value)
         return self.x((stage.number("bytes") or 0.0) / 1e6), row
 
 
-def quality_picture(run: Run, width: float, height: float) -> Markup | None:
+def quality_picture(run: RunRecord, width: float, height: float) -> Markup | None:
     """The picture as an ``svg`` element, or None where fewer than two stages were measured."""
     key = "kl_mean" if any(stage.number("kl_mean") for stage in run.stages) else "perplexity"
     shown = [stage for stage in run.stages if stage.number("bytes") and stage.number(key) is not None]
@@ -76,7 +87,7 @@ def quality_picture(run: Run, width: float, height: float) -> Markup | None:
     )
 
 
-def write_quality_svg(run: Run, path: str | Path, width: float = 880, height: float = 460) -> Path:
+def write_quality_svg(run: RunRecord, path: str | Path, width: float = 880, height: float = 460) -> Path:
     """Write the picture as a file of its own, with its style (light and dark) inside.
 
     Raises:
@@ -93,7 +104,7 @@ def write_quality_svg(run: Run, path: str | Path, width: float = 880, height: fl
     return Path(path)
 
 
-def _frame(shown: list[Stage], key: str, width: float, height: float) -> Frame:
+def _frame(shown: list[StageRecord], key: str, width: float, height: float) -> Frame:
     left, top, right, bottom = 64.0, 46.0, width - 20.0, height - 48.0
     values = [stage.number(key) or 0.0 for stage in shown]
     zero = bottom - 14 if key == "kl_mean" and 0.0 in values else None
@@ -104,7 +115,7 @@ def _frame(shown: list[Stage], key: str, width: float, height: float) -> Frame:
     return Frame(left, top, right, bottom, x, y, zero)
 
 
-def _axes(run: Run, frame: Frame, key: str, width: float, height: float) -> Markup:
+def _axes(run: RunRecord, frame: Frame, key: str, width: float, height: float) -> Markup:
     title = "KL to the original, nats per token" if key == "kl_mean" else "perplexity on held-out text"
     low = frame.y.start
     parts = [left_axis(frame.y, frame.left, frame.right, 6), bottom_axis(frame.x, frame.top, frame.bottom)]
@@ -120,11 +131,11 @@ def _axes(run: Run, frame: Frame, key: str, width: float, height: float) -> Mark
     return join(parts)
 
 
-def _zero_line(frame: Frame) -> list[list[Point]]:
+def _zero_line(frame: Frame) -> list[list[PixelPoint]]:
     return [] if frame.zero is None else [[(frame.left, frame.zero), (frame.right, frame.zero)]]
 
 
-def _smaller(run: Run, frame: Frame) -> Markup:
+def _smaller(run: RunRecord, frame: Frame) -> Markup:
     """Along the top: how many times smaller than the original."""
     whole = (run.original.number("bytes") or 0.0) / 1e6
     parts: list[Markup] = []
@@ -144,7 +155,7 @@ def _smaller(run: Run, frame: Frame) -> Markup:
     return join(parts)
 
 
-def _mark(run: Run, stage: Stage, point: Point) -> Markup:
+def _mark(run: RunRecord, stage: StageRecord, point: PixelPoint) -> Markup:
     x, y = point
     ring = el("circle", cx=x, cy=y, r=RADIUS + 4.5, class_="ring") if stage is run.last else None
     return el(
@@ -155,7 +166,7 @@ def _mark(run: Run, stage: Stage, point: Point) -> Markup:
     )
 
 
-def _note(run: Run, stage: Stage, *, short: bool = False) -> str:
+def _note(run: RunRecord, stage: StageRecord, *, short: bool = False) -> str:
     """What a label says under the name; the short one leaves to the axes what they show."""
     size = f"{megabytes(stage.number('bytes'))} MB"
     if stage is run.original:
@@ -170,11 +181,11 @@ def _note(run: Run, stage: Stage, *, short: bool = False) -> str:
 
 
 def _labels(
-    run: Run,
-    shown: list[Stage],
-    points: dict[str, Point],
+    run: RunRecord,
+    shown: list[StageRecord],
+    points: dict[str, PixelPoint],
     frame: Frame,
-    paths: list[list[Point]],
+    paths: list[list[PixelPoint]],
     *,
     narrow: bool,
 ) -> Markup:
@@ -184,8 +195,8 @@ def _labels(
         (max(text_width(names[stage.name], NAME), text_width(notes[stage.name], NOTE)) + 4, NAME + NOTE + 5)
         for stage in shown
     ]
-    bounds = Box(frame.left + 2, frame.top + 2, frame.right - 2, frame.bottom - 2)
-    boxes = place([points[stage.name] for stage in shown], sizes, bounds, paths, RADIUS + 5)
+    bounds = LabelBox(frame.left + 2, frame.top + 2, frame.right - 2, frame.bottom - 2)
+    boxes = place_labels([points[stage.name] for stage in shown], sizes, bounds, paths, RADIUS + 5)
     parts: list[Markup] = []
     for stage, box in zip(shown, boxes, strict=True):
         x = points[stage.name][0]
@@ -201,7 +212,7 @@ def _shortened(name: str, most: int = 20) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _anchor(x: float, box: Box) -> tuple[str, float]:
+def _anchor(x: float, box: LabelBox) -> tuple[str, float]:
     """Text is flush with the side that faces its point."""
     if box.left >= x:
         return "start", box.left
@@ -210,7 +221,7 @@ def _anchor(x: float, box: Box) -> tuple[str, float]:
     return "middle", (box.left + box.right) / 2
 
 
-def _leader(point: Point, box: Box) -> Markup:
+def _leader(point: PixelPoint, box: LabelBox) -> Markup:
     """A thin line from a point to a label that stands far from it."""
     x, y = min(max(point[0], box.left), box.right), min(max(point[1], box.top), box.bottom)
     away = ((x - point[0]) ** 2 + (y - point[1]) ** 2) ** 0.5

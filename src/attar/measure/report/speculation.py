@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.measure.numbers import significant
-from attar.measure.report.axis import Axis
-from attar.measure.report.labels import text_width
-from attar.measure.report.legend import FONT, cut
+from attar.measure.report.labels import FONT, cut, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import bottom_axis, left_axis, line, picture, style, text
+from attar.measure.report.svg import Axis, bottom_axis, left_axis, line, picture, style, text
 
 WIDTH, PANEL, GAP, MARGIN = 860.0, 150.0, 36.0, 16.0
 HEAD, BAR, BETWEEN = 20.0, 15.0, 12.0  # pixels of a set's name, of a bar, and between sets
@@ -22,7 +20,7 @@ NAMES, RESULTS = 220.0, 170.0  # of the longest name of a method, and of the fig
 COLOURS = 6
 ACROSS = 3  # histograms side by side
 
-Rows = Sequence[Mapping[str, Any]]
+ProfileRows = Sequence[Mapping[str, Any]]
 
 
 def speculation_picture(found: Mapping[str, Any]) -> str:
@@ -43,7 +41,7 @@ def speculation_picture(found: Mapping[str, Any]) -> str:
     return picture(WIDTH, end, title, el("style", style("picture")), card, head, bars, counts) + "\n"
 
 
-def _bars(rows: Rows, colour: Mapping[str, str], top: float) -> tuple[Markup, float]:
+def _bars(rows: ProfileRows, colour: Mapping[str, str], top: float) -> tuple[Markup, float]:
     """Horizontal bars by set and batch, each with its method on the left and its figures on the right."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     several = len({row["batch"] for row in rows}) > 1
@@ -64,7 +62,7 @@ def _bars(rows: Rows, colour: Mapping[str, str], top: float) -> tuple[Markup, fl
     return join(parts), bottom + 24
 
 
-def _axis(rows: Rows, left: float, right: float) -> Axis:
+def _axis(rows: ProfileRows, left: float, right: float) -> Axis:
     """All speedups, and of their intervals what is not more than twice as far."""
     values = [1.0, *(row["speedup"] for row in rows)]
     low = max(min([0.9, *(row["low"] for row in rows)]), min(values) / 2)
@@ -90,7 +88,7 @@ def _bar(row: Mapping[str, Any], x: Axis, y: float, colour: str) -> Markup:
 
 
 def _histograms(
-    rows: Rows, methods: Sequence[str], colour: Mapping[str, str], top: float
+    rows: ProfileRows, methods: Sequence[str], colour: Mapping[str, str], top: float
 ) -> tuple[Markup, float]:
     """For each method the share of passes with n accepted drafts, all sets together."""
     wide = (WIDTH - 2 * MARGIN - (ACROSS - 1) * GAP) / ACROSS

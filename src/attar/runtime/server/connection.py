@@ -19,7 +19,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attar.runtime.server.keys import address_of
+from attar.runtime.server.api_keys import client_address
 from attar.runtime.server.settings import ServerSettings
 
 _LATE = b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -88,7 +88,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # pause_writing: a piece is not taken at once
-        self.address = address_of(self.client)
+        self.address = client_address(self.client)
         if self._crowd.enter(self):
             self._wait_for(h11.IDLE)
         else:
@@ -166,7 +166,7 @@ def raise_file_limit(connections: int) -> int:
     return max(1, soft - _SPARE)
 
 
-class Seldom(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets the same message through once in ten seconds: a client must not fill the disk with the log."""
 
     def __init__(self) -> None:
@@ -184,8 +184,8 @@ class Seldom(logging.Filter):
         return True
 
 
-def log_seldom(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-    """An exception handler of asyncio's loops in one line, which ``Seldom`` counts as the same."""
+def log_loop_error(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+    """An exception handler of asyncio's loops in one line, which ``RepeatFilter`` counts as the same."""
     del loop
     error = context.get("exception")
     message = str(context.get("message", "error")).replace("%", "%%")

@@ -33,7 +33,7 @@ class Metrics:
 
     def __init__(self, backend: Backend, model: str, facts: Mapping[str, Any]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_State(backend, model))
+        self._registry.register(EngineCollector(backend, model))
         texts = {name: str(value) for name, value in facts.items() if name != "model"}
         info = Gauge("attar:info", "What runs the model.", ["model_name", *texts], registry=self._registry)
         info.labels(model_name=model, **texts).set(1)
@@ -57,9 +57,9 @@ class Metrics:
             registry=self._registry,
         )
 
-    def watch(self, n: int, start: float) -> Watch:
+    def watch(self, n: int, start: float) -> PromptMetrics:
         """What follows one prompt's n texts; ``start``: when it came, on ``time.monotonic``."""
-        return Watch(self, n, start)
+        return PromptMetrics(self, n, start)
 
     def finished(self, reason: str) -> None:
         self._success.labels(finished_reason=reason, **self._labels).inc()
@@ -80,7 +80,7 @@ class Metrics:
         return histogram.labels(**self._labels)
 
 
-class Watch:
+class PromptMetrics:
     """One prompt's texts while they grow."""
 
     def __init__(self, metrics: Metrics, n: int, start: float) -> None:
@@ -121,7 +121,7 @@ class Watch:
         self._last[event.sample] = now
 
 
-class _State:
+class EngineCollector:
     """The engine's own numbers, read when they are asked for."""
 
     def __init__(self, backend: Backend, model: str) -> None:

@@ -13,13 +13,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from attar.runtime.results import FinishReason
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Token = Annotated[int, Field(ge=0)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0)]
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON has names in quotes only
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
+LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
@@ -28,7 +29,7 @@ def _wrong(param: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Unknown fields, NaN, infinity and numbers in quotes are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -43,7 +44,7 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """Free text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -62,14 +63,14 @@ class ResponseFormat(Strict):
         return '{"type": "object"}' if self.type == "json_object" else None
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """``include_usage``: the last chunk has the token counts."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Common(Strict):
+class SamplingRequest(StrictModel):
     """What both endpoints take."""
 
     model: str
@@ -80,10 +81,10 @@ class Common(Strict):
     top_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Biases | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
     top_k: int | None = Field(None, ge=-1)
@@ -91,7 +92,7 @@ class Common(Strict):
     min_tokens: int | None = Field(None, ge=0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -117,16 +118,16 @@ class Common(Strict):
         return stop
 
     @model_validator(mode="after")
-    def _fits(self) -> Common:
+    def _fits(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
             raise _wrong("stream_options", "stream_options is allowed only where stream is true")
         return self
 
 
-class CompletionRequest(Common):
+class CompletionRequest(SamplingRequest):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
@@ -169,7 +170,7 @@ class CompletionRequest(Common):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class Part(Strict):
+class ContentPart(StrictModel):
     """A part of a message."""
 
     type: Literal["text", "refusal"]
@@ -177,11 +178,11 @@ class Part(Strict):
     refusal: str = ""
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_call_id: str | None = None
@@ -203,10 +204,10 @@ class Message(Strict):
         return message | {key: value for key, value in extra.items() if value is not None}
 
 
-class ChatRequest(Common):
+class ChatRequest(SamplingRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -229,12 +230,12 @@ class ChatRequest(Common):
         return self
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """The body of POST /tokenize: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
@@ -244,8 +245,136 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: list[TokenId]
+
+
+Reason = Literal["stop", "length"]
+
+
+class PromptDetails(BaseModel):
+    """Prompt tokens that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class UsageBody(BaseModel):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Reason | None
+    stop_reason: str | int | None = None
+
+
+class CompletionBody(BaseModel):
+    """The answer of /v1/completions, and each of its chunks."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBody | None = None
+
+
+class AnswerMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None = None
+    finish_reason: Reason | None
+    stop_reason: str | int | None = None
+
+
+class ChatBody(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBody | None = None
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "attar"
+    max_model_len: int | None = None
+    runtime: dict[str, Any] = {}
+
+
+class ModelList(BaseModel):
+    """The one model there is."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeBody(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizeBody(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class StateBody(BaseModel):
+    """The answer of /health and /ready."""
+
+    status: str
+    reason: str | None = None
+
+
+def head(id: str, kind: str, model: str, created: int) -> dict[str, Any]:
+    """How an answer, or a chunk, begins; ``created``: seconds since 1970, the same in all chunks."""
+    return {"id": id, "object": kind, "created": created, "model": model}
+
+
+def reason(finished: FinishReason | None) -> Reason | None:
+    """OpenAI's word: whatever cut the text short is ``length``."""
+    return None if finished is None else "stop" if finished == "stop" else "length"
+
+
+def why(finished: FinishReason | None, stop: str | int | None) -> str | int | None:
+    """``stop_reason``, as in vLLM: what stopped the text, or attar's own word where OpenAI has none."""
+    return finished if finished in ("deadline", "capacity") else stop
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Token counts."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}

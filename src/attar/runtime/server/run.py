@@ -24,9 +24,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from attar.errors import AttarError, OutputError
-from attar.runtime.server.connection import Connection, Connections, Seldom, log_seldom, raise_file_limit
-from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import LOGGER
+from attar.runtime.server.access_log import LOGGER
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.connection import (
+    Connection,
+    Connections,
+    RepeatFilter,
+    log_loop_error,
+    raise_file_limit,
+)
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
 
@@ -59,7 +65,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.connections = connections
-        self._gate: Gate = app.state.service.gate
+        self._gate: AdmissionControl = app.state.service.gate
         self._service: Service = app.state.service
         self._drain_s, self._until = settings.drain_s, 0.0
         self._dead_since: float | None = None
@@ -128,7 +134,7 @@ def run(app: FastAPI, settings: ServerSettings, told: Callable[[str], None]) -> 
 
 
 async def _serve(server: Server, listening: socket.socket) -> None:
-    asyncio.get_running_loop().set_exception_handler(log_seldom)
+    asyncio.get_running_loop().set_exception_handler(log_loop_error)
     await server.serve([listening])
 
 
@@ -157,7 +163,7 @@ def _log_to_stderr() -> None:
     """One line for each request, as it is; uvicorn's own warnings too."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    noise = Seldom()
+    noise = RepeatFilter()
     for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

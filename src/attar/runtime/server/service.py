@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,23 +18,54 @@ from starlette.responses import Response
 from attar.errors import AttarError
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.server.access_log import LOGGER, log_errors
+from attar.runtime.server.admission_control import AdmissionControl
+from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend, Words
-from attar.runtime.server.failures import RefusedError, refusal
-from attar.runtime.server.flow import Flow, GoneError
-from attar.runtime.server.gate import Gate
-from attar.runtime.server.journal import LOGGER, harmless
-from attar.runtime.server.jsontext import dumped
-from attar.runtime.server.keys import Key
-from attar.runtime.server.lanes import Lanes
+from attar.runtime.server.errors import ApiError, api_error
 from attar.runtime.server.metrics import Metrics
-from attar.runtime.server.protocol import Message
+from attar.runtime.server.protocol import ChatMessage
+from attar.runtime.server.request_handler import ClientDisconnectedError, RequestHandler
+from attar.runtime.server.responses import ALIVE, DONE, EventStreamResponse, dump_json, sse_event
 from attar.runtime.server.settings import ServerSettings
-from attar.runtime.server.streaming import ALIVE, DONE, EventStream, chunk
 
 News = list[tuple[int, Event]]
 Show = Callable[[int, Event], list[dict[str, Any]]]
 """The chunks that a choice's event becomes."""
 _FEW = 32  # tokens whose log-probabilities the event loop writes itself
+
+
+SMALL = 64 << 10  # bytes or characters; shorter work need not go to a lane of its own
+
+
+class ThreadPools:
+    """Three pools of threads."""
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(4, "attar-small")
+        self._large = ThreadPoolExecutor(1, "attar-large")
+        self._answers = ThreadPoolExecutor(2, "attar-answers")
+
+    async def small(self, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what takes milliseconds."""
+        return await _run(self._small, act, values)
+
+    async def sized(self, size: int, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what takes time by its size, in characters or tokens."""
+        return await _run(self._small if size <= SMALL else self._large, act, values)
+
+    async def answer(self, act: Callable[..., Any], *values: Any) -> Any:
+        """Run what makes an answer."""
+        return await _run(self._answers, act, values)
+
+    def close(self) -> None:
+        """Threads end when their work is done; what has not begun is dropped."""
+        for pool in (self._small, self._large, self._answers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _run(pool: ThreadPoolExecutor, act: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(pool, partial(act, *values))
 
 
 @dataclass
@@ -54,25 +88,25 @@ class Service:
     words: Words
     settings: ServerSettings
     model: str
-    gate: Gate
+    gate: AdmissionControl
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
     facts: dict[str, Any] = field(default_factory=dict)
-    lanes: Lanes = field(default_factory=Lanes)
+    lanes: ThreadPools = field(default_factory=ThreadPools)
     _mourned: bool = field(default=False, init=False)
 
     def check_model(self, name: str | None) -> None:
         """Raises RefusedError (404) for a model that is not the one there is."""
         if name is not None and name != self.model:
             message = f"The model {name[:200]!r} does not exist; this server has {self.model!r}."
-            raise RefusedError(404, message, param="model", code="model_not_found")
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    def caller(self, request: Request) -> Key:
+    def caller(self, request: Request) -> ApiKey:
         """Who asks."""
-        caller: Key = request.scope["state"]["caller"]
+        caller: ApiKey = request.scope["state"]["caller"]
         return caller
 
-    def priority(self, asked: int | None, caller: Key) -> int:
+    def priority(self, asked: int | None, caller: ApiKey) -> int:
         """Of a request; smaller goes first.
 
         Raises:
@@ -82,7 +116,7 @@ class Service:
             return caller.priority
         if not (self.settings.priority or caller.set_priority):
             message = "this server does not let clients choose a priority"
-            raise RefusedError(400, message, param="priority", code="priority_not_allowed")
+            raise ApiError(400, message, param="priority", code="priority_not_allowed")
         return asked
 
     def check_texts(self, prompts: int, n: int) -> int:
@@ -90,18 +124,18 @@ class Service:
         most = self.settings.max_texts
         if prompts * n > most:
             message = f"{prompts:,} prompts times n={n} are {prompts * n:,} texts; the limit is {most:,}"
-            raise RefusedError(400, message, param="n", code="too_many_texts")
+            raise ApiError(400, message, param="n", code="too_many_texts")
         return prompts * n
 
-    def refused(self, error: Exception) -> RefusedError:
+    def refused(self, error: Exception) -> ApiError:
         """What a client is told of an error, which is counted; of a bug no detail."""
-        if isinstance(error, RefusedError):
+        if isinstance(error, ApiError):
             shown = error
         elif isinstance(error, AttarError):
-            shown = refusal(error, self.gate.retry_s())
+            shown = api_error(error, self.gate.retry_s())
         else:
-            shown = RefusedError(500, "the server failed; its log has the reason")
-        with harmless("the metrics"):
+            shown = ApiError(500, "the server failed; its log has the reason")
+        with log_errors("the metrics"):
             self.metrics.refused(shown.status)
         return shown
 
@@ -114,7 +148,7 @@ class Service:
         self._check_length(len(prompt))
         return self.check_prompt(await self.lanes.sized(len(prompt), self.words.encode, prompt, special))
 
-    async def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+    async def chat_tokens(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, in a thread.
 
         Raises:
@@ -136,7 +170,7 @@ class Service:
                 f"This model's context is {context:,} tokens, but the prompt has {characters:,} characters, "
                 f"which are at least {least:,} tokens."
             )
-            raise RefusedError(400, message, param="prompt", code="context_length_exceeded")
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
     def why_stopped(self) -> str | None:
         """What ended the engine, for whoever asks; the log has it with its place, once.
@@ -156,12 +190,12 @@ class Service:
         context = self.backend.context
         if context is not None and len(ids) >= context:
             message = f"This model's context is {context:,} tokens, but the prompt has {len(ids):,}."
-            raise RefusedError(400, message, param="prompt", code="context_length_exceeded")
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         if not ids:
-            raise RefusedError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
+            raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
         if max(ids) >= self.backend.vocabulary:
             message = f"token {max(ids)} is not of the vocabulary of {self.backend.vocabulary:,}"
-            raise RefusedError(400, message, param="prompt", code="invalid_value")
+            raise ApiError(400, message, param="prompt", code="invalid_value")
         return ids
 
     def params(self, make: Callable[[Any], SamplingParams], body: Any) -> SamplingParams:
@@ -183,7 +217,7 @@ class Service:
         *,
         priority: int | None,
         start: float,
-    ) -> Flow:
+    ) -> RequestHandler:
         """Hand prompts to the engine.
 
         Args:
@@ -199,7 +233,7 @@ class Service:
         facts = request.scope.setdefault("state", {}).setdefault("facts", {})
         identity = f"{prefix}-{uuid4().hex}"
         facts["request"] = identity
-        flow = Flow(
+        flow = RequestHandler(
             self.backend,
             self.gate,
             self.metrics,
@@ -219,7 +253,9 @@ class Service:
             raise
         return flow
 
-    async def whole(self, flow: Flow, build: Callable[[list[list[Event]]], dict[str, Any]]) -> Response:
+    async def whole(
+        self, flow: RequestHandler, build: Callable[[list[list[Event]]], dict[str, Any]]
+    ) -> Response:
         """The answer in one piece.
 
         Args:
@@ -232,14 +268,16 @@ class Service:
                     events[choice].append(event)
             content = await self.lanes.answer(_written, build, events)
             return Response(content, media_type="application/json")
-        except GoneError:
+        except ClientDisconnectedError:
             return Response(status_code=499)  # nobody reads it; the log does
         except AttarError as error:
-            raise refusal(error, self.gate.retry_s()) from error
+            raise api_error(error, self.gate.retry_s()) from error
         finally:
             await flow.close()
 
-    async def streamed(self, flow: Flow, show: Show, end: Callable[[], list[dict[str, Any]]]) -> Response:
+    async def streamed(
+        self, flow: RequestHandler, show: Show, end: Callable[[], list[dict[str, Any]]]
+    ) -> Response:
         """The answer in chunks. What is refused before the first event has a status of its own.
 
         Args:
@@ -249,20 +287,20 @@ class Service:
         events = flow.events(self.settings.alive_s)
         try:
             first = await anext(events)
-        except GoneError:
+        except ClientDisconnectedError:
             await flow.close()
             return Response(status_code=499)
         except AttarError as error:
             await flow.close()
-            raise refusal(error, self.gate.retry_s()) from error
+            raise api_error(error, self.gate.retry_s()) from error
         except BaseException:
             await flow.close()
             raise
-        return EventStream(self._chunks(flow, first, events, show, end))
+        return EventStreamResponse(self._chunks(flow, first, events, show, end))
 
     async def _chunks(
         self,
-        flow: Flow,
+        flow: RequestHandler,
         first: News,
         events: AsyncGenerator[News, None],
         show: Show,
@@ -274,13 +312,13 @@ class Service:
                 if part := await self._shown(news, show):
                     yield part
             for data in end():
-                yield chunk(data)
-        except GoneError:
+                yield sse_event(data)
+        except ClientDisconnectedError:
             return
         except Exception as error:
-            if not isinstance(error, AttarError | RefusedError):
+            if not isinstance(error, AttarError | ApiError):
                 logging.getLogger(LOGGER).error("request %s failed", flow.id, exc_info=error)
-            yield chunk(self.refused(error).body)
+            yield sse_event(self.refused(error).body)
         finally:
             await flow.close()
         yield DONE
@@ -294,8 +332,10 @@ class Service:
 
 
 def _chunks_of(news: News, show: Show) -> bytes:
-    return b"".join(chunk(data) for choice, event in news for data in show(choice, event)) if news else ALIVE
+    return (
+        b"".join(sse_event(data) for choice, event in news for data in show(choice, event)) if news else ALIVE
+    )
 
 
 def _written(build: Callable[[list[list[Event]]], dict[str, Any]], events: list[list[Event]]) -> bytes:
-    return dumped(build(events)).encode()
+    return dump_json(build(events)).encode()

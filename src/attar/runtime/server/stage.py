@@ -40,10 +40,10 @@ def serve(
     settings = with_keys(settings or ServerSettings())
     _check_extra()
     from attar.runtime.llm import LLM
-    from attar.runtime.server.adapter import EngineBackend
     from attar.runtime.server.app import create_app
+    from attar.runtime.server.backend import EngineBackend
     from attar.runtime.server.run import run
-    from attar.runtime.server.words import TokenizerWords
+    from attar.runtime.server.tokenizer import ServerTokenizer
 
     with progress.task("load", total=1) as task:
         llm = LLM(model, **options)
@@ -51,7 +51,7 @@ def serve(
     if llm.tokenizer is None:
         raise ModelError(f"{model} has no tokenizer, so it cannot be served")
     description = llm.describe()
-    words = TokenizerWords(llm.tokenizer, special=settings.allow_special_tokens)
+    words = ServerTokenizer(llm.tokenizer, special=settings.allow_special_tokens)
     backend = EngineBackend(llm.streams())
     app = create_app(backend, settings, words=words, model=model, facts=description.to_dict())
     for line in description.lines():

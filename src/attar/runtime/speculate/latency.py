@@ -22,8 +22,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.warp import Row, adjust, likeliest
-from attar.runtime.step import Runner, Span, Step
+from attar.runtime.sampling.warp import SamplingRow, adjust, likeliest
+from attar.runtime.step import Runner, StepInput, TokenSpan
 
 WEIGHT = 0.1
 OUTLIER = 1.5  # times the expected seconds: what is beyond is not learnt
@@ -31,7 +31,7 @@ SIZES = {1: (1, 2, 4, 8, 16, 32), 8: (8, 16, 32, 64)}  # n by B
 PRIVATE = -1  # and below: ids of sequences that no scheduler has
 SECONDS = 1.0  # of the measurement, about
 ROUNDS = 3
-GREEDY = Row(SamplingParams(temperature=0.0))
+GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 Key = tuple[int, bool]  # power of two of B; whether there are drafts
 
@@ -199,7 +199,7 @@ def _rising(points: dict[int, float]) -> dict[int, float]:
     return dict(zip(points, reversed(seconds), strict=True))
 
 
-def _best(runner: Runner, step: Step, enough: float, clock: Callable[[], float]) -> float:
+def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], float]) -> float:
     """The shortest of some runs; the first warms up, and is the only one if it took ``enough`` seconds."""
     best = None
     for turn in range(1 + ROUNDS):
@@ -215,14 +215,14 @@ def _best(runner: Runner, step: Step, enough: float, clock: Callable[[], float])
     return best
 
 
-def _step(runner: Runner, batch: int, count: int) -> Step | None:
+def _step(runner: Runner, batch: int, count: int) -> StepInput | None:
     """``count`` tokens, as evenly as they go over ``batch`` sequences; None where there is no room."""
     length = count // batch
     blocks = -(-length // runner.block_size)
     if batch * blocks > runner.capacity or (runner.context is not None and length > runner.context):
         return None
     spans = [
-        Span(PRIVATE - row, 0, length, tuple(range(row * blocks, (row + 1) * blocks)), length)
+        TokenSpan(PRIVATE - row, 0, length, tuple(range(row * blocks, (row + 1) * blocks)), length)
         for row in range(batch)
     ]
-    return Step([0] * (batch * length), tuple(spans))
+    return StepInput([0] * (batch * length), tuple(spans))

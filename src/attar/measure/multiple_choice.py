@@ -1,0 +1,214 @@
+"""Accuracy on multiple-choice questions, as lm-evaluation-harness computes it (EleutherAI, 0.4; ARC's form).
+
+    context        "Question: {q}\\nAnswer:"
+    continuation   " " + choice
+    score          sum of ln p(token | what is before it) over the continuation's tokens
+    acc            the choice of the highest score is the right one
+    acc_norm       the choice of the highest score / characters is
+
+Context and continuation are tokenized together, with the tokenizer's special tokens, and the continuation is
+what comes after as many tokens as the context has alone. What is longer than the model's context loses its
+beginning. All columns of the logits count. Standard errors are those of a mean: the sample's standard
+deviation over the root of the number of questions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attar.data.packing import PADDING
+from attar.errors import DataError
+from attar.measure.logits import next_token_logits
+from attar.measure.metrics import hits, token_losses
+from attar.measure.subject import Subject
+from attar.progress import SILENT, Progress
+from attar.runtime.scoring import prompt_logits
+
+BATCH = 16  # sequences of one pass in transformers
+
+TokenPair = tuple[list[int], list[int]]
+"""Tokens of a context, and of what is scored after it."""
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """One question.
+
+    Attributes:
+        where: file and line.
+        text: the question.
+        choices: two answers at least, none empty.
+        label: which of them is right, from 0.
+    """
+
+    where: str
+    text: str
+    choices: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """Accuracy on a file of questions, 0 to 1; standard errors are None of one question.
+
+    Attributes:
+        name: the file's, without its ending.
+    """
+
+    name: str
+    questions: int
+    acc: float
+    acc_stderr: float | None
+    acc_norm: float
+    acc_norm_stderr: float | None
+
+
+def read_questions(file: str | Path, limit: int = 0) -> list[MultipleChoice]:
+    """Questions of a file of JSON lines: ``q``, ``choices`` and ``label`` (a number from 0, or A, B, ...).
+
+    Args:
+        limit: the first so many; 0: all.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no question; it names file and line.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "not UTF-8 text"
+        raise DataError(f"{file}: cannot be read: {reason}", hint="--tasks takes JSON lines") from problem
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise DataError(
+            f"{file}: no questions", hint='write {"q": ..., "choices": [...], "label": 0} in lines'
+        )
+    return [_question(f"{file}:{number}", line) for number, line in lines[: limit or None]]
+
+
+def _question(where: str, line: str) -> MultipleChoice:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{where}: not JSON", hint="one object in each line") from problem
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: a {type(row).__name__}, not an object with q, choices and label")
+    text, choices = row.get("q"), row.get("choices")
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{where}: 'q' must be the text of a question")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_some_text, choices)):
+        raise DataError(f"{where}: 'choices' must be two texts or more, none of them empty")
+    return MultipleChoice(where, text, tuple(choices), _label(where, row.get("label"), len(choices)))
+
+
+def _some_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _label(where: str, value: object, choices: int) -> int:
+    """Which choice: a number from 0, or a letter."""
+    if isinstance(value, str) and len(value) == 1 and value.upper() in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
+        value = ord(value.upper()) - ord("A")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < choices:
+        last = f"0 to {choices - 1}, or A to {chr(ord('A') + choices - 1)}" if choices <= 26 else "from 0"
+        raise DataError(f"{where}: 'label' is {value!r}, but there are {choices} choices: {last}")
+    return value
+
+
+def measure_task(
+    subject: Subject, file: str | Path, questions: Sequence[MultipleChoice], *, progress: Progress = SILENT
+) -> TaskScore:
+    """Accuracy of a model on questions.
+
+    Args:
+        file: where they come from.
+
+    Raises:
+        DataError: a choice is longer than the model's context, the model has no tokenizer.
+    """
+    if subject.tokenizer is None:
+        raise DataError(f"{subject.name} has no tokenizer, and questions are text")
+    pairs = [pair for question in questions for pair in _pairs(subject, question)]
+    scores = iter([score for score, _ in log_likelihoods(subject, pairs, progress=progress)])
+    plain, normed = [], []
+    for question in questions:
+        sums = np.array([next(scores) for _ in question.choices])
+        lengths = np.array([float(len(choice)) for choice in question.choices])
+        plain.append(float(np.argmax(sums) == question.label))
+        normed.append(float(np.argmax(sums / lengths) == question.label))
+    name = Path(file).name.removesuffix(".jsonl")
+    return TaskScore(name, len(questions), *_mean(plain), *_mean(normed))
+
+
+def _mean(values: list[float]) -> tuple[float, float | None]:
+    """Mean and standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[TokenPair]:
+    for number, choice in enumerate(question.choices):
+        context, after = encode_pair(subject.tokenizer, f"Question: {question.text}\nAnswer:", f" {choice}")
+        if not after or (subject.context is not None and len(after) > subject.context):
+            raise DataError(
+                f"{question.where}: choice {number} has {len(after):,} tokens, but the context of "
+                f"{subject.name} is {subject.context}"
+            )
+        yield context, after
+
+
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> TokenPair:
+    """Tokens of a context that is not empty and of its continuation; spaces at the context's end go over."""
+    kept = context.rstrip()
+    whole = tokenizer(context + continuation, verbose=False)["input_ids"]
+    before = tokenizer(kept, verbose=False)["input_ids"]
+    return before, whole[len(before) :]
+
+
+def log_likelihoods(
+    subject: Subject, pairs: Sequence[TokenPair], *, progress: Progress = SILENT
+) -> list[tuple[float, bool]]:
+    """For each pair the sum of ln p over the continuation, and whether each of its tokens is the likeliest.
+
+    Args:
+        pairs: contexts and continuations of one token at least; the longest go first, and results are in
+            the order of the pairs.
+    """
+    most = (subject.context or math.inf) + 1
+    rows = [context + after for context, after in pairs]
+    rows = [row if len(row) <= most else row[-int(most) :] for row in rows]
+    order = sorted(range(len(pairs)), key=lambda number: -len(rows[number]))
+    counts = [len(pairs[number][1]) for number in order]
+    scored: dict[int, tuple[float, bool]] = {}
+    with progress.task(f"questions {subject.name}", total=len(pairs)) as task:
+        logits = _last_logits(subject, [rows[number] for number in order], counts)
+        for number, row in zip(order, logits, strict=True):
+            labels = torch.tensor(pairs[number][1])
+            scored[number] = -float(token_losses(row, labels).sum()), bool(hits(row, labels).all())
+            task.advance()
+    return [scored[number] for number in range(len(pairs))]
+
+
+def _last_logits(subject: Subject, rows: list[list[int]], counts: list[int]) -> Iterator[Tensor]:
+    """Logits (count, vocabulary) that predict the last tokens of each row."""
+    if subject.loaded is not None:
+        yield from prompt_logits(subject.loaded.runner, [row[:-1] for row in rows], counts)
+        return
+    width = int(subject.model.get_output_embeddings().weight.shape[0])
+    for start in range(0, len(rows), BATCH):
+        some = rows[start : start + BATCH]
+        tokens = torch.full((len(some), max(map(len, some))), PADDING)
+        for line, row in zip(tokens, some, strict=True):
+            line[: len(row)] = torch.tensor(row)
+        runs = next_token_logits(subject.model, tokens, width)
+        for (logits, _), count in zip(runs, counts[start : start + BATCH], strict=True):
+            yield logits[-count:]

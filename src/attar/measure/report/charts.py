@@ -1,0 +1,241 @@
+"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out
+text on the way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attar.measure.numbers import significant
+from attar.measure.report.markup import Markup, el, join
+from attar.measure.report.svg import (
+    Axis,
+    PixelPoint,
+    bottom_axis,
+    fit,
+    from_zero,
+    left_axis,
+    picture,
+    polyline,
+    text,
+)
+from attar.measure.run_folder import RunRecord, StageRecord
+
+CURVE_WIDTH, CURVE_HEIGHT = 430.0, 240.0
+MOST = 300  # points drawn; longer curves are averaged in buckets
+LOSS = "loss"
+
+
+def curve_pictures(run: RunRecord) -> Markup | None:
+    """One picture per stage that trained; None where none did."""
+    drawn = [_curve(stage) for stage in run.stages if len(_points(stage.rows("curve"), LOSS)) > 1]
+    return el("div", drawn, class_="curves") if drawn else None
+
+
+def held_out_key(rows: list[Mapping[str, Any]]) -> str | None:
+    """The name under which a curve holds its held-out loss, if any row does."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return next(
+        (key for key in keys if key != LOSS and ("eval" in key or "held" in key or "valid" in key)), None
+    )
+
+
+def smooth(points: list[PixelPoint]) -> list[PixelPoint]:
+    """A running mean over a fortieth of the points on both sides."""
+    reach = max(1, len(points) // 40)
+    windows = (points[max(0, i - reach) : i + reach + 1] for i in range(len(points)))
+    return [
+        (point[0], sum(y for _, y in window) / len(window))
+        for point, window in zip(points, windows, strict=True)
+    ]
+
+
+def thin(points: list[PixelPoint], most: int = MOST) -> list[PixelPoint]:
+    """At most ``most`` points: the mean of each bucket of neighbours."""
+    size = -(-len(points) // most)
+    buckets = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(sum(x for x, _ in each) / len(each), sum(y for _, y in each) / len(each)) for each in buckets]
+
+
+def _curve(stage: StageRecord) -> Markup:
+    rows = stage.rows("curve")
+    key = held_out_key(rows)
+    loss = thin(_points(rows, LOSS))
+    held_out = _points(rows, key) if key else []
+    left, right, top, bottom = 48.0, CURVE_WIDTH - 12.0, 30.0, CURVE_HEIGHT - 28.0
+    x = fit([step for step, _ in (*loss, *held_out)], left, right, margin=0.01)
+    y = fit([value for _, value in (*smooth(loss), *held_out)], bottom, top, margin=0.1)
+
+    def drawn(points: list[PixelPoint]) -> list[PixelPoint]:
+        return [(x(step), min(max(y(value), top), bottom)) for step, value in points]
+
+    dots = [
+        el(
+            "circle",
+            el("title", f"step {step:.0f}: {significant(value)}"),
+            cx=px,
+            cy=py,
+            r=3.0,
+            class_="point",
+        )
+        for (step, value), (px, py) in zip(held_out, drawn(held_out), strict=True)
+    ]
+    chart = picture(
+        CURVE_WIDTH,
+        CURVE_HEIGHT,
+        f"loss of {stage.name} by step",
+        left_axis(y, left, right, 5),
+        bottom_axis(x, top, bottom, 6, grid=False),
+        text(0, 14, f"{stage.name}: loss by step", class_="panel-title"),
+        el(
+            "g",
+            polyline(drawn(loss), class_="raw"),
+            polyline(drawn(smooth(loss)), class_="series"),
+            class_="s0",
+        ),
+        el("g", polyline(drawn(held_out), class_="series"), dots, class_="s1") if held_out else None,
+        class_="picture curve",
+    )
+    legend = el("p", _key(0, "training"), _key(1, "held-out") if held_out else None, class_="legend")
+    return el("figure", chart, legend)
+
+
+def _key(colour: int, words: str) -> Markup:
+    return el("span", el("i", class_=f"swatch s{colour}"), words, class_="key")
+
+
+def _points(rows: list[Mapping[str, Any]], key: str) -> list[PixelPoint]:
+    found = []
+    for row in rows:
+        step, value = row.get("step"), row.get(key)
+        if isinstance(step, (int, float)) and isinstance(value, (int, float)) and math.isfinite(value):
+            found.append((float(step), float(value)))
+    return found
+
+
+PANEL_WIDTH, PANEL_HEIGHT = 236.0, 168.0
+SERIES = 4  # colours in the style sheet
+
+
+@dataclass(frozen=True)
+class Series:
+    """Relative output error by layer name, of one stage."""
+
+    label: str
+    errors: Mapping[str, float]
+
+
+def layer_pictures(run: RunRecord) -> Markup | None:
+    """Panels for every parent whose quantization reported layers; None where none did."""
+    groups: dict[str, list[StageRecord]] = {}
+    for stage in run.stages:
+        groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
+    known = {parent: series for parent, stages in groups.items() if (series := series_of(stages))}
+    drawn = [_group(parent, series, len(known) > 1) for parent, series in known.items()]
+    return join(drawn) if drawn else None
+
+
+def series_of(stages: list[StageRecord]) -> list[Series]:
+    """Series of stages with one parent: output errors, with round-to-nearest's once; else weight errors; else
+    none.
+
+    The largest come first, so that the better ones are drawn above them.
+    """
+    series = [Series(stage.name, _errors(stage, "error")) for stage in stages]
+    rounded = (errors for stage in stages if (errors := _errors(stage, "rtn_error")))
+    series.append(Series("round to nearest", next(rounded, {})))
+    if not any(each.errors for each in series):
+        series = [
+            Series(f"{stage.name} (error of the weights)", _errors(stage, "weight_error")) for stage in stages
+        ]
+    known = [each for each in series if each.errors]
+    return sorted(known, key=lambda each: -sum(each.errors.values()) / len(each.errors))
+
+
+def _errors(stage: StageRecord, key: str) -> dict[str, float]:
+    errors = {}
+    for row in stage.rows("layers"):
+        name, value = row.get("name"), row.get(key)
+        if isinstance(name, str) and isinstance(value, (int, float)):
+            errors[name] = float(value)
+    return errors
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """Block number and kind of a layer: ``model.layers.3.mlp.up_proj`` is (3, "mlp.up_proj")."""
+    match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def _group(parent: str, series: list[Series], several: bool) -> Markup:
+    kinds: dict[str, None] = {}
+    for each in series:
+        kinds.update(dict.fromkeys(split_name(name)[1] for name in each.errors))
+    high = max(error for each in series for error in each.errors.values())
+    panels = [_panel(kind, series, high) for kind in kinds]
+    heading = el("h3", f"from {parent}") if several else None
+    return join(heading, _legend(series), el("div", panels, class_="panels"))
+
+
+def _legend(series: list[Series]) -> Markup:
+    items = [
+        el("span", el("i", class_=f"swatch s{number % SERIES}"), each.label, class_="key")
+        for number, each in enumerate(series)
+    ]
+    return el("p", items, class_="legend")
+
+
+def _panel(kind: str, series: list[Series], high: float) -> Markup:
+    tables = [_by_block(each, kind) for each in series]
+    blocks = sorted({block for table in tables for block in table})
+    left, right, top, bottom = 42.0, PANEL_WIDTH - 8.0, 30.0, PANEL_HEIGHT - 26.0
+    y = from_zero([high], bottom, top)
+    x = fit([float(block) for block in blocks], left, right, margin=0.07)
+    lines = [
+        _series_line(each.label, table, x, y, number % SERIES)
+        for number, (each, table) in enumerate(zip(series, tables, strict=True))
+        if table
+    ]
+    numbers = [
+        text(x(block), bottom + 17, str(block), anchor="middle", class_="tick") for block in _sparse(blocks)
+    ]
+    return picture(
+        PANEL_WIDTH,
+        PANEL_HEIGHT,
+        f"relative output error of {kind}, block by block",
+        text(0, 14, kind, class_="panel-title"),
+        left_axis(y, left, right, 4),
+        numbers,
+        lines,
+        class_="picture panel",
+    )
+
+
+def _by_block(series: Series, kind: str) -> dict[int, float]:
+    parts = ((split_name(name), error) for name, error in series.errors.items())
+    return {block or 0: error for (block, each), error in parts if each == kind}
+
+
+def _series_line(label: str, table: dict[int, float], x: Axis, y: Axis, colour: int) -> Markup:
+    points = [(x(block), y(error)) for block, error in sorted(table.items())]
+    dots = [
+        el(
+            "circle",
+            el("title", f"{label}, block {block}: {significant(table[block])}"),
+            cx=px,
+            cy=py,
+            r=3.0,
+            class_="point",
+        )
+        for block, (px, py) in zip(sorted(table), points, strict=True)
+    ]
+    return el("g", polyline(points, class_="series"), dots, class_=f"s{colour}")
+
+
+def _sparse(blocks: list[int], most: int = 9) -> list[int]:
+    """At most ``most`` evenly spread block numbers."""
+    return blocks[:: -(-len(blocks) // most)]

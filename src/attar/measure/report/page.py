@@ -1,0 +1,136 @@
+"""The report: ``run.json`` in, one HTML file out. No script, no network, nothing beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.atomic import write_bytes
+from attar.measure.report.charts import curve_pictures, layer_pictures
+from attar.measure.report.conflicts import conflict_pictures
+from attar.measure.report.markup import Child, Markup, el, join
+from attar.measure.report.quality import quality_picture
+from attar.measure.report.sections import definitions, lineage_tree, parent_tables, sample_cards, stage_table
+from attar.measure.report.svg import both_widths, style
+from attar.measure.run_folder import RunRecord, read_run
+from attar.measure.verdict import findings, verdict
+
+WIDE, NARROW = (900.0, 470.0), (370.0, 430.0)
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write ``run_dir/report.html`` from ``run_dir/run.json`` and return its path.
+
+    Raises:
+        DataError: there is no run in the folder, or its ``run.json`` is damaged.
+        OutputError: the report cannot be written.
+    """
+    run = read_run(run_dir)
+    path = Path(run_dir) / "report.html"
+    recipe = Path(run_dir) / "recipe.yaml"
+    text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else None
+    write_bytes(path, page(run, text).encode("utf-8"))
+    return path
+
+
+def page(run: RunRecord, recipe: str | None = None) -> str:
+    """The whole page.
+
+    Args:
+        recipe: the recipe file's text, shown as it is.
+    """
+    name = _name(run)
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name_="color-scheme", content="light dark"),
+        el("title", f"{name}: {verdict(run)}"),
+        el("style", style("picture"), style("page")),
+    )
+    body = el("body", el("main", _top(run, name), _sections(run, recipe)), el("footer", _foot(run)))
+    return "<!doctype html>\n" + el("html", head, "\n", body, lang="en") + "\n"
+
+
+def _top(run: RunRecord, name: str) -> Markup:
+    unfinished = (
+        None
+        if run.finished
+        else el(
+            "p",
+            f"The run is not finished: {len(run.stages)} checkpoints so far. "
+            "The same command goes on where it stopped.",
+            class_="warning",
+        )
+    )
+    said = [el("li", sentence) for sentence in findings(run)]
+    kicker = el("p", el("span", "attar", class_="mark-name"), f" · {name}", class_="kicker")
+    seen = [el("p", note, class_="warning") for note in run.not_held_out()]
+    return el("header", kicker, el("h1", verdict(run)), el("ul", said) if said else None, unfinished, seen)
+
+
+def _sections(run: RunRecord, recipe: str | None) -> Markup:
+    wide, narrow = (quality_picture(run, width, height) for width, height in (WIDE, NARROW))
+    quality = both_widths(wide, narrow) if wide and narrow else None
+    return join(
+        _section(
+            "Size against quality",
+            quality,
+            "Every checkpoint of the run; arrows lead from parent to child. Both scales are logarithmic.",
+        ),
+        _section("Every stage", stage_table(run)),
+        _section(
+            "Error of every quantized layer",
+            layer_pictures(run),
+            "Relative error of a layer's output on the calibration text: ‖WX − ŴX‖² / ‖WX‖², by block. "
+            "One scale for all panels; lower is better.",
+        ),
+        _section(
+            "Parents and merge",
+            parent_tables(run),
+            "Held-out text that no search has seen, each model through its own tokenizer: between different "
+            "ones, nats a byte compare.",
+        ),
+        _section(
+            "Where the parents disagree",
+            conflict_pictures(run),
+            "Every pair of parents of a merge, by layer: cosine of their changes to the base, and how often "
+            "the signs agree where both changed a weight. At 0 and 50 % (dotted) the changes are unrelated; "
+            "below, they undo each other.",
+        ),
+        _section("Training", curve_pictures(run)),
+        _section(
+            "The same prompt, greedily",
+            sample_cards(run),
+            "Marked: what differs from the original, word by word; struck out: what is missing.",
+        ),
+        _section("Lineage", lineage_tree(run)),
+        _section("Where it ran", _facts(run)),
+        _section("Recipe", el("pre", recipe, class_="recipe") if recipe else None),
+    )
+
+
+def _section(title: str, content: Child, note: str | None = None) -> Markup | None:
+    """A titled part of the page; nothing at all where it has no content."""
+    if content is None:
+        return None
+    return el("section", el("h2", title), el("p", note, class_="about") if note else None, content)
+
+
+def _facts(run: RunRecord) -> Markup | None:
+    groups = [
+        (title, values) for title, values in (("machine", run.machine), ("versions", run.versions)) if values
+    ]
+    drawn = [el("div", el("h3", title), definitions(values)) for title, values in groups]
+    return el("div", drawn, class_="facts") if drawn else None
+
+
+def _name(run: RunRecord) -> str:
+    model: Any = run.recipe.get("model")
+    return str(model or run.original.text("model") or run.original.name)
+
+
+def _foot(run: RunRecord) -> str:
+    return (
+        f"Written by attar {run.attar}".strip() + ". This file holds everything it shows and loads nothing."
+    )

@@ -1,0 +1,124 @@
+"""Who may call the server, and how much of it each may take: a YAML or JSON file of keys.
+
+    keys:
+      - name: web                  # in messages and in the log
+        key: a-long-random-text
+        priority: -1               # of its requests; smaller goes first, 0 without it
+        set_priority: true         # its requests may have a priority of their own
+        max_texts: 32              # texts of its requests that run or wait at the same time
+        tokens_per_minute: 60000   # prompts and texts together
+
+Without keys every address is a caller of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attar.errors import DataError, SettingsError
+from attar.runtime.server.settings import is_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiKey:
+    """A caller.
+
+    Args:
+        name: in messages and in the log.
+        key: what it sends; empty: nothing.
+        priority: of its requests; smaller goes first.
+        set_priority: its requests may have a priority of their own.
+        max_texts: that run or wait at the same time; 0: its share of the server (``--client-share``).
+        tokens_per_minute: prompts and texts together; 0: any number.
+    """
+
+    name: str
+    key: str = field(default="", repr=False)
+    priority: int = 0
+    set_priority: bool = False
+    max_texts: int = 0
+    tokens_per_minute: int = 0
+
+    def __post_init__(self) -> None:
+        if self.key and not is_key(self.key):
+            raise SettingsError("key", "(not shown)", "8 or more printable ASCII characters, no blanks")
+        for name, least in (("priority", -(2**31)), ("max_texts", 0), ("tokens_per_minute", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value < 2**31:
+                raise SettingsError(name, value, f"a whole number from {least}")
+        if type(self.set_priority) is not bool:
+            raise SettingsError("set_priority", self.set_priority, "true or false")
+
+    @property
+    def salt(self) -> str:
+        """The tenant: prefixes are shared inside it only."""
+        return hashlib.sha256(self.key.encode()).hexdigest()[:16] if self.key else ""
+
+
+def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
+    """All keys: those of a file, and those without limits of their own.
+
+    Args:
+        file: its path; empty: none.
+
+    Raises:
+        DataError: the file, or a field of it, is wrong.
+    """
+    read = read_api_keys(Path(file)) if file else ()
+    known = {each.key for each in read}
+    others = [each for each in dict.fromkeys(plain) if each not in known]
+    return (*read, *(ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
+
+
+def read_api_keys(file: Path) -> tuple[ApiKey, ...]:
+    """The keys of a file.
+
+    Raises:
+        DataError: names the file and the field.
+    """
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError) as error:
+        raise DataError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (yaml.YAMLError, RecursionError):
+        raise DataError(f"{file}: is not YAML", hint="see docs/serve.md#keys") from None  # may quote a key
+    listed = content.get("keys") if isinstance(content, dict) and set(content) == {"keys"} else None
+    if not isinstance(listed, list) or not listed:
+        raise DataError(f"{file}: has no list called keys", hint="see docs/serve.md#keys")
+    keys = tuple(_key(f"{file}: keys[{place}]", entry) for place, entry in enumerate(listed))
+    for name in ("name", "key"):
+        if len({getattr(each, name) for each in keys}) < len(keys):
+            raise DataError(f"{file}: two keys have the same {name}")
+    return keys
+
+
+def client_address(client: Sequence[Any] | None) -> str:
+    """A caller's address; of IPv6 its network of 64 bits, for one host has all of them."""
+    host = str(client[0]) if client else ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host.removeprefix("::ffff:")
+
+
+def _key(where: str, entry: Any) -> ApiKey:
+    names = [each.name for each in fields(ApiKey)]
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not is_key(entry.get("key")):
+        hint = "a key has 8 or more printable ASCII characters, no blanks"
+        raise DataError(f"{where}: needs a name and a key, both texts", hint=hint)
+    if unknown := [name for name in entry if name not in names]:
+        raise DataError(f"{where}: unknown field {unknown[0]!r}", hint=f"one of {', '.join(names)}")
+    try:
+        return ApiKey(**entry)
+    except SettingsError as error:
+        raise DataError(f"{where}: {error.message}") from None

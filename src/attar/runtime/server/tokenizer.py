@@ -1,0 +1,216 @@
+"""A transformers tokenizer as the server's :class:`~attar.runtime.server.backend.Words`.
+
+Any thread may call it, and none waits for another: the tokenizer's Rust part is asked directly and is never
+changed, so a long text in one thread holds up neither the event loop nor a short text in another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
+from secrets import token_hex
+from threading import Lock
+from typing import Any
+
+from attar.errors import DataError
+
+_SPACE = "\u2581"  # how SentencePiece writes a blank
+
+
+class ServerTokenizer:
+    """Text to tokens and back.
+
+    Args:
+        tokenizer: of transformers; copied.
+        special: special tokens written in the messages of a conversation are read as such; else they are
+            text like any other, so that a user's message cannot begin a message of another role.
+    """
+
+    def __init__(self, tokenizer: Any, special: bool = False) -> None:
+        self._tokenizer = deepcopy(tokenizer)
+        self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        self._lock = Lock()  # of a tokenizer written in Python, which may change while it works
+        self._bytes = _byte_alphabet()
+        self._pieces: dict[int, tuple[str, bytes]] = {}
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        self._specials = None if special else SpecialTokenEscaper(self._tokenizer)
+        self.longest = max([1, *map(self._size, self._tokenizer.get_vocab())])
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        if self._fast is not None:
+            return list(self._fast.encode(text, add_special_tokens=special).ids)
+        with self._lock:
+            # verbose warns of texts longer than the context; the server refuses them
+            encoding = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        return [int(token) for token in encoding["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        if self._fast is not None:
+            return str(self._fast.decode(list(ids), skip_special_tokens=False))
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def piece(self, id: int) -> tuple[str, bytes]:
+        """Its own bytes, even half a character: byte-level alphabets and ``<0xE2>`` are undone."""
+        name = self._pieces.get(id)
+        if name is None:
+            name = self._pieces[id] = self._piece(id)
+        return name
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        if self._specials is not None and self._specials.written_in(messages):
+            hidden = self._specials.hide(messages)
+            return self._specials.encode(self._rendered(hidden))
+        return self.encode(self._rendered(messages), special=False)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise DataError("the model has no chat template", hint="use /v1/completions")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's and may raise anything
+            raise DataError(f"the model's chat template refuses the messages: {error}") from error
+        return str(text)
+
+    def _piece(self, id: int) -> tuple[str, bytes]:
+        written = self._tokenizer.convert_ids_to_tokens(id)
+        if written is None:
+            return "", b""
+        raw = self._raw(str(written), self.decode([id]))
+        return raw.decode("utf-8", "replace"), raw
+
+    def _raw(self, written: str, decoded: str) -> bytes:
+        if written.startswith("<0x") and written.endswith(">") and len(written) == 6:
+            return bytes([int(written[3:5], 16)])
+        if written.startswith(_SPACE):
+            return written.replace(_SPACE, " ").encode()
+        if "\ufffd" in decoded and all(letter in self._bytes for letter in written):
+            return bytes(self._bytes[letter] for letter in written)
+        return decoded.encode("utf-8", "replace")
+
+    def _size(self, written: str) -> int:
+        """Bytes of a token, or more."""
+        alphabet = all(letter in self._bytes for letter in written)
+        return len(written) if alphabet else len(written.encode("utf-8", "replace"))
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 and on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_TAG = re.compile(r"<[|｜].*[|｜]>")  # a role's token in families that do not call it special
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+class SpecialTokenEscaper:
+    """The special tokens of a tokenizer, as text.
+
+    Args:
+        tokenizer: of transformers; not changed.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokens = _role_tokens(tokenizer)
+        self._hidden = {text: token_hex(16) for text in self._tokens}
+        # a thought that a model closed before is sent back as it was
+        spoken = [text for text, token in self._tokens.items() if token["special"]]
+        self._in_answers, self._in_messages = _any_of(spoken), _any_of(list(self._tokens))
+
+    def written_in(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a text of the messages holds a special token's."""
+        return any(self._pattern(message).search(text) for message in messages for text in _texts(message))
+
+    def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with placeholders.
+
+        Raises:
+            DataError: the tokenizer is of a kind that cannot read special tokens as text.
+        """
+        if self._fast is None:
+            message = "a message holds a special token's text, which this tokenizer cannot read as text"
+            raise DataError(message)
+        return [self._replaced(message, self._pattern(message)) for message in messages]
+
+    def encode(self, rendered: str) -> list[int]:
+        """Token ids of what a template made of hidden messages."""
+        tokenizer, marks, ids = self._marked
+        text = self._in_messages.sub(lambda found: marks[found[0]], rendered)
+        for written, placeholder in self._hidden.items():
+            text = text.replace(placeholder, written)
+        return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+
+    @cached_property
+    def _marked(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """The copy of the tokenizer, the marks by special text, and the true ids by those of the marks."""
+        from tokenizers import AddedToken, Tokenizer
+
+        assert self._fast is not None
+        described = json.loads(self._fast.to_str())
+        described |= {"truncation": None, "padding": None}
+        for token in described["added_tokens"]:
+            token["special"] = token["special"] or token["content"] in self._tokens
+        tokenizer = Tokenizer.from_str(json.dumps(described))
+        tokenizer.encode_special_tokens = True
+        marks = {text: token_hex(16) for text in self._tokens}
+        for text, token in self._tokens.items():
+            tokenizer.add_tokens([AddedToken(marks[text], **{flag: token[flag] for flag in _FLAGS})])
+        found = ((tokenizer.token_to_id(mark), text) for text, mark in marks.items())
+        ids = {id: int(self._tokens[text]["id"]) for id, text in found if id is not None}
+        return tokenizer, marks, ids
+
+    def _pattern(self, message: Mapping[str, Any]) -> re.Pattern[str]:
+        return self._in_answers if message.get("role") == "assistant" else self._in_messages
+
+    def _replaced(self, value: Any, pattern: re.Pattern[str]) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: self._hidden[found[0]], value)
+        if isinstance(value, Mapping):
+            return {
+                self._replaced(key, pattern): self._replaced(item, pattern) for key, item in value.items()
+            }
+        return [self._replaced(item, pattern) for item in value] if isinstance(value, list) else value
+
+
+def _role_tokens(tokenizer: Any) -> dict[str, dict[str, Any]]:
+    """Added tokens that a text of a user must not become, with their flags.
+
+    Special ones, those of the form ``<|name|>``, and those that the chat template writes.
+    """
+    fast, template = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        str(getattr(tokenizer, "chat_template", "")),
+    )
+    if fast is None:
+        return {text: {"special": True} for text in tokenizer.all_special_tokens}
+    added = json.loads(fast.to_str())["added_tokens"]
+    return {token["content"]: token for token in added if token["special"] or _is_role(token, template)}
+
+
+def _is_role(token: Mapping[str, Any], template: str) -> bool:
+    text = str(token["content"]).strip()
+    return bool(text) and not text.isalnum() and (text in template or _TAG.fullmatch(text) is not None)
+
+
+def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    """Any of some texts, the longest first, as the tokenizer finds them; none matches nothing."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list) else []
