@@ -12,6 +12,7 @@ from attar.runtime.speculate.ngram import NgramProposer
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
 from attar.runtime.speculate.speculator import Speculator
+from attar.runtime.speculate.verify import VerificationMode
 from attar.runtime.speculate.wanted import SpeculationSettings
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says

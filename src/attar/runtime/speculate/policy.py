@@ -304,11 +304,11 @@ class DraftPolicy:
 
 
 class _Pass:
-    """Time and gain of a pass that is being filled with drafts."""
+    """Time and gain of a pass that is being filled with drafts, without the time of its prompts."""
 
     def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
         self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
-        self.plain = latency.target(batch, batch)
+        self.plain = self.seconds = latency.target(batch, batch)
         self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
 
     def add(self, one: Candidate, sign: int = 1) -> _Pass:
@@ -318,12 +318,8 @@ class _Pass:
             before = self.latency.draft(self.widths[one.depth])
             self.widths[one.depth] += sign
             self.steps += self.latency.draft(self.widths[one.depth]) - before
+        self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
         return self
-
-    @property
-    def seconds(self) -> float:
-        """Without what the prompts of the pass take anyway."""
-        return self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
 
     @property
     def speed(self) -> float:
