@@ -1,6 +1,6 @@
 """What ``decode.py`` times: the compiled runner, transformers, and llama.cpp in a process of its own.
 
-A runner answers how long something takes: ``steps(count, start, tokens)`` seconds of so many steps of one
+A runner answers how long something takes: ``steps(count, start, tokens)`` seconds of ``tokens`` steps of one
 token for each of `count` sequences, from position `start` on; ``prompt(tokens)`` seconds of a prompt.
 """
 
@@ -67,8 +67,8 @@ class Attar:
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
-        each = min(CONTEXT, start + tokens + 16) // 16
-        tables = [tuple(range(n * each, (n + 1) * each)) for n in range(count)]
+        blocks = min(CONTEXT, start + tokens + 16) // 16
+        tables = [tuple(range(n * blocks, (n + 1) * blocks)) for n in range(count)]
         began = time.perf_counter()
         for at in range(start, start + tokens):
             spans = tuple(TokenSpan(n, at, at + 1, table, 1) for n, table in enumerate(tables))
@@ -104,13 +104,13 @@ def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 def random_tensor(config: Any) -> Callable[[str], Tensor]:
     """Norms of ones and weights N(0, 0.02^2), the same for all of a shape: time does not depend on them."""
     shapes = tensor_shapes(config)
-    made: dict[tuple[int, ...], Tensor] = {}
+    encoded: dict[tuple[int, ...], Tensor] = {}
 
     def load(name: str) -> Tensor:
         shape = shapes[name]
-        if shape not in made:
-            made[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
-        return made[shape]
+        if shape not in encoded:
+            encoded[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
+        return encoded[shape]
 
     return load
 
@@ -186,5 +186,5 @@ class LlamaCpp:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit("llama.cpp ended without an answer")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,4 +1,4 @@
-"""What a step costs beside the model: scheduling, drawing, text.
+"""What a step costs besides the model: scheduling, sampling, detokenizing.
 
     python benchmarks/engine.py [--batches 1 8 32] [--tokens 200] [--vocabulary 32000] [--compiled]
 

@@ -65,9 +65,12 @@ SOLVERS = (
         )
     ),
     *(
-        f"merging/{name}.py"
-        for name in ("consensus", "draws", "low_rank", "pieces", "selection", "soup", "sparsify")
+        f"merging/methods/common/{name}.py"
+        for name in ("chunked", "random_masks", "selection", "task_vectors")
     ),
+    "merging/adapters/low_rank.py",
+    "merging/consensus.py",
+    "merging/search/soup.py",
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
@@ -75,11 +78,11 @@ SHARED = {  # what solvers may know beside torch
     "attar.models.parts",
     "attar.progress",
     "attar.merging.consensus",
-    "attar.merging.draws",
-    "attar.merging.journal",
-    "attar.merging.pieces",
-    "attar.merging.selection",
-    "attar.merging.sparsify",
+    "attar.merging.methods.common.random_masks",
+    "attar.merging.search.loss_cache",
+    "attar.merging.methods.common.chunked",
+    "attar.merging.methods.common.selection",
+    "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.quantization.rounded",
@@ -160,12 +163,13 @@ def test_rooms_import_only_downwards():
         "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
         "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
-        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "cli"},
+        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
         "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
         "recipe": {"cli"},
+        "yaml.py": {"checkpoint", "models", "data", "walks", *ALGORITHMS, "recipe", "cli"},
         "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},
     }
     wrong = [

@@ -22,14 +22,14 @@ from torch import Tensor
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
-from attar.merging.draws import Draws
-from attar.merging.plan import Input, Output, Plan
+from attar.merging.methods.common.random_masks import Draws
+from attar.merging.planning.plan import Input, Output, Plan
 from attar.models.device import trim_memory
 from attar.progress import SILENT, Progress
 from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
 
 if TYPE_CHECKING:
-    from attar.merging.vocabulary import Vocabulary
+    from attar.merging.tokenizer.vocabulary import Vocabulary
 
 TOGETHER = 400_000_000
 """Bytes of inputs that outputs may read side by side."""
