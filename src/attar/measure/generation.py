@@ -21,10 +21,11 @@ from attar.data.auto import AUTO, CODE, fitting
 from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.bench import measure
-from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.tokenizer import PromptTokenizer
 
 SAMPLE_PROMPTS = {
     CODE: "def __init__(self",
@@ -68,7 +69,7 @@ def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
     text = SAMPLE_PROMPTS[kind]
     if kind != CHAT:
         return text, encode_prompt(subject, text, "the sample's prompt")
-    ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    ids = PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
     return f"{text}\n", ids
 
 
@@ -85,7 +86,11 @@ def generate_greedily(subject: Subject, prompt: list[int], max_tokens: int) -> l
     if subject.context is not None:
         max_tokens = min(max_tokens, subject.context - len(prompt))
     ids = torch.tensor([prompt], device=subject.model.device)
-    settings = greedy_config(subject, max_tokens, end_tokens(subject))
+    settings = greedy_config(
+        subject,
+        max_tokens,
+        end_tokens(subject.model.generation_config, subject.model.config, subject.tokenizer),
+    )
     made = subject.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
     return [int(token) for token in made[0, len(prompt) :]]
 
@@ -114,17 +119,6 @@ def greedy_config(subject: Subject, max_tokens: int, ends: tuple[int, ...] = ())
         pad_token_id=0,
         suppress_tokens=padding or None,
     )
-
-
-def end_tokens(subject: Subject) -> tuple[int, ...]:
-    """Tokens after which a text is finished: the generation config's, else the model's, else the
-    tokenizer's.
-    """
-    for owner in (subject.model.generation_config, subject.model.config, subject.tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()
 
 
 BUDGET = 2.0  # seconds after which no further round is begun

@@ -19,22 +19,21 @@ from attar.data.packing import calibration_batches, row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError
-from attar.models.anatomy import Anatomy, discover
-from attar.models.device import pick_device
+from attar.models.anatomy import discover
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
-from attar.models.precision import precision_note, stored_precision
+from attar.models.parts import Anatomy, weight_of
+from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
-from attar.pruning.importance import gradient_importance, keep_most_important, units_of
+from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, units_of
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.walks.objectives import masked_token_loss, next_token_loss
-from attar.walks.precision import resolve
-from attar.walks.sweep import weight_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-Cut = Callable[[Any, Sequence[Sequence[int]]], Any]
+UnitCut = Callable[[Any, Sequence[Sequence[int]]], Any]
 
 
 def prune(
@@ -105,7 +104,7 @@ def prune(
     return open_checkpoint(out)
 
 
-def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> Cut:
+def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> UnitCut:
     """How units are removed; a family that cannot express it is found out here, on a model without weights.
 
     Raises:

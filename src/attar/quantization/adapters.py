@@ -28,7 +28,7 @@ from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
-from attar.walks.train import History, Loss, train
+from attar.walks.train import Loss, TrainHistory, train
 
 INITS = ("zero", "error")
 
@@ -46,7 +46,7 @@ class Adapted:
 
     model: Any
     weights: dict[str, QuantizedTensor]
-    history: History
+    history: TrainHistory
 
 
 def learn_adapters(

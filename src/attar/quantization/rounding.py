@@ -20,7 +20,7 @@ from torch import Tensor
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
 from attar.quantization.gates import code_numbers
@@ -36,10 +36,9 @@ from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.transforms.preparation import calibration
 from attar.quantization.write import CodeSource
-from attar.walks.objectives import agreement
-from attar.walks.precision import resolve
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, Swept, sweep
+from attar.walks.sweep import Behind, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -127,7 +126,7 @@ def _sweep(
     work: Path,
     progress: Progress,
     behind: Behind | None = None,
-) -> Swept:
+) -> SweepResult:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
     device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
@@ -217,7 +216,7 @@ def _trained(
         {name: rule for name, rule in rules.items() if rule is not None},
         rows,
         schedule,
-        loss=agreement(teacher, settings.distill),
+        loss=distillation_loss(soft_loss(teacher), settings.distill),
         train="scales" if settings.train == "scales" else "weights",
         work=work / "train",
         progress=progress,
@@ -235,7 +234,7 @@ class SweepCodes:
     """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
     order."""
 
-    def __init__(self, chosen: QuantizationPlan, swept: Swept) -> None:
+    def __init__(self, chosen: QuantizationPlan, swept: SweepResult) -> None:
         self.chosen, self.swept = chosen, swept
         self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 

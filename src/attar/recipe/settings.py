@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from attar.errors import SettingsError, nearest
-from attar.recipe.located import scalar
 from attar.recipe.origin import Origin
+from attar.yaml import scalar
 
 T = TypeVar("T")
 
