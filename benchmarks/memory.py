@@ -41,7 +41,7 @@ STREAM = """
     from attar.checkpoint import open_checkpoint
     from attar.checkpoint.shards import Slot
     from attar.quantization.grids import IntGrid
-    from attar.quantization.rtn import rtn
+    from attar.quantization.methods.rtn import rtn
     from attar.walks.stream import stream
     out = Path(sys.argv[2]); out.mkdir()
     stream(open_checkpoint(sys.argv[1]), lambda info: [Slot(info.name, "I8", info.shape)],

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from attar.data.stdlib import texts
+from attar.data.python_text import texts
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams

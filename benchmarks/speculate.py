@@ -44,7 +44,7 @@ from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.times import Times, measure
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def _stepper(runner: Compiled) -> Callable[[int], None]:
     table = tuple(range(64))
 
     def step(place: int) -> None:
-        runner.run(Step([place % 1000], (Span(0, place, place + 1, table, 1),))).argmax(1)
+        runner.run(StepInput([place % 1000], (TokenSpan(0, place, place + 1, table, 1),))).argmax(1)
 
     return step
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attar.data.stdlib import texts
+from attar.data.python_text import texts
 from attar.models.load import load_tokenizer
 from attar.runtime.speculate import ngram
 from attar.runtime.speculate.acceptance import LEVELS

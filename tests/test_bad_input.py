@@ -276,14 +276,7 @@ def test_errors_never_name_the_hidden_folder(tmp_path):
 
     with (
         pytest.raises(CheckpointError) as caught,
-        produce(
-            tmp_path / "out",
-            stage="prune",
-            version=1,
-            settings={},
-            seed=0,
-            parents=[(open_checkpoint("attar:tiny"), "weights")],
-        ) as output,
+        produce(tmp_path / "out", "prune", {}, 1, [open_checkpoint("attar:tiny")]) as output,
     ):
         raise CheckpointError(f"{output.folder}: broken", hint=f"look at {output.folder}/x")
     assert str(caught.value) == f"{tmp_path}/out: broken\nhint: look at {tmp_path}/out/x"

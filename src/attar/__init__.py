@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attar.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from attar.checkpoint import Card, Checkpoint, open_checkpoint
     from attar.errors import (
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
         report,
         run,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

@@ -315,7 +315,7 @@ def run_extract(
 ) -> Path:
     """Call the extraction with settings that are checked already."""
     check_models(model, base)
-    function = load("attar.merging.extraction:extract")
+    function = load("attar.merging.adapters.extract:extract")
     made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
     return made
 

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import attar
 from attar.checkpoint import atomic
 from attar.errors import CheckpointError, OutputError
 
@@ -42,6 +45,42 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         atomic.write_bytes(tmp_path / "f", b"new")
     assert (tmp_path / "f").read_bytes() == b"old"
     assert names(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("kind", ["json", "tensors", "folder"])
+def test_bytes_are_on_the_disk_before_the_name_and_the_name_after(tmp_path, monkeypatch, kind):
+    events = []
+    fsync, replace, rename = os.fsync, Path.replace, Path.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def replaced(self: Path, target: Path) -> Path:
+        events.append(f"name {target.name}")
+        return (replace if self.is_file() else rename)(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    if kind == "json":
+        atomic.write_json(tmp_path / "x", {})
+    elif kind == "tensors":
+        atomic.save_tensors(tmp_path / "x", {"w": torch.ones(2)}, {"of": "test"})
+        assert load_file(tmp_path / "x")["w"].tolist() == [1.0, 1.0]
+    else:
+        (tmp_path / ".x.partial").mkdir()
+        fill(tmp_path / ".x.partial")
+        atomic.publish(tmp_path / ".x.partial", tmp_path / "x")
+    assert events[-3:] == ["sync .x.partial", "name x", f"sync {tmp_path.name}"]
+    assert ("sync config.json" in events) == (kind == "folder")
+    assert names(tmp_path) == ["x"]
+
+
+def test_tensors_are_saved_by_atomic_alone():
+    """Activations are scratch of one process: nothing resumes from them."""
+    root = Path(attar.__file__).parent
+    users = {path for path in root.rglob("*.py") if "save_file(" in path.read_text()}
+    assert {path.name for path in users} == {"atomic.py", "activations.py"}
 
 
 def test_a_folder_appears_when_the_block_ends(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -148,12 +147,11 @@ def test_the_licence_of_a_file(folder: Path, tmp_path: Path) -> None:
 
 def test_commands_and_outputs_name_the_file(file: Path, tmp_path: Path) -> None:
     opened = open_checkpoint(file)
-    command = command_line("export", {}, 0, [(opened, "weights")], tmp_path / "out")
+    command = command_line("export", {}, [(opened, "weights")], tmp_path / "out")
     assert command.startswith(f"attar export {file} -o out")
     Card(name="x", stage="export").write(tmp_path)
-    options: dict[str, Any] = {"stage": "export", "version": 1, "settings": {}, "seed": 0}
     refused = pytest.raises(OutputError, match="contains the input model")
-    with refused, produce(tmp_path, parents=[(opened, "weights")], force=True, **options):
+    with refused, produce(tmp_path, "export", {}, 1, [opened], force=True):
         pass
     assert file.is_file()
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from attar.checkpoint import open_checkpoint, produce, write_checkpoint_tensors
-from attar.checkpoint.output import Output, command_line, finished
+from attar.checkpoint.output import StageOutput, command_line, finished
 from attar.errors import DataError, OutputError
 from tests.checkpoint.checkpoint_files import CONFIG, llama_tensors
 
-SETTINGS = {"ratio": 0.25, "method": "heads", "names": ["a", "b"], "fast": True, "none": None}
+SETTINGS = {"ratio": 0.25, "method": "heads", "names": ["a", "b"], "fast": True, "none": None, "seed": 5}
 
 
 def names(folder: Path) -> list[str]:
@@ -24,12 +24,12 @@ def names(folder: Path) -> list[str]:
 
 
 def start(out: Path, model: Path | None = None, **changes: Any) -> Any:
-    parents = [(open_checkpoint(model), "weights")] if model else []
-    work = {"stage": "prune", "version": 1, "settings": SETTINGS, "seed": 5, "parents": parents}
+    weights = [open_checkpoint(model)] if model else []
+    work = {"stage": "prune", "version": 1, "settings": SETTINGS, "weights": weights}
     return produce(out, **{**work, **changes})
 
 
-def fill(output: Output) -> None:
+def fill(output: StageOutput) -> None:
     (output.folder / "config.json").write_text(json.dumps(CONFIG))
     write_checkpoint_tensors(output.folder, llama_tensors())
 
@@ -76,8 +76,8 @@ def test_rounds_of_pruning_and_recovery_grow_the_card_by_the_same_each(make, tmp
         with start(pruned, model) as output:
             fill(output)
             (output.folder / "tokenizer.json").write_text(f"p{index}")
-        parents = [(open_checkpoint(pruned), "weights"), (open_checkpoint(model), "signal")]
-        with start(recovered, stage="recover", parents=parents) as output:
+        inputs = {"weights": [open_checkpoint(pruned)], "signals": [open_checkpoint(model)]}
+        with start(recovered, stage="recover", **inputs) as output:
             fill(output)
             (output.folder / "tokenizer.json").write_text(f"r{index}")
         model = recovered
@@ -129,7 +129,9 @@ def test_an_interruption_before_any_work_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"version": 2}, {"settings": {}}, {"key": "other"}])
+@pytest.mark.parametrize(
+    "change", [{"settings": {**SETTINGS, "seed": 6}}, {"version": 2}, {"settings": {}}, {"key": "other"}]
+)
 def test_other_work_starts_clean(tmp_path, change):
     with pytest.raises(KeyboardInterrupt), start(tmp_path / "out") as output:
         (output.work / "sub").mkdir()
@@ -187,7 +189,7 @@ def test_two_processes_cannot_write_the_same_output(tmp_path):
     code = (
         "import sys\n"
         "from attar.checkpoint import produce\n"
-        "with produce(sys.argv[1], stage='s', version=1, settings={}, seed=0, parents=[]) as output:\n"
+        "with produce(sys.argv[1], 's', {}, 1, []) as output:\n"
         "    print('in', flush=True); sys.stdin.read()\n"
     )
     command = [sys.executable, "-c", code, tmp_path / "out"]
@@ -206,7 +208,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from checkpoint_files import llama_tensors
 from attar.checkpoint import ShardWriter, produce
-from attar.checkpoint.shards import slot
+from attar.checkpoint.shards import tensor_spec
 
 CALLS = ("pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "posix_fallocate")
 left = 0
@@ -222,9 +224,8 @@ def counted(function):
 
 def write(out):
     tensors = llama_tensors()
-    settings = {"stage": "s", "version": 1, "settings": {}, "seed": 0, "parents": [], "force": True}
-    with produce(out, **settings) as output:
-        layout = [slot(*item) for item in tensors.items()]
+    with produce(out, "s", {}, 1, [], force=True) as output:
+        layout = [tensor_spec(*item) for item in tensors.items()]
         writer = ShardWriter(output.folder, layout, max_shard_bytes=1200, work=output.work)
         for name in writer.missing():
             writer.add(name, tensors[name])
@@ -340,7 +341,10 @@ def test_a_parent_that_is_a_file(make, tmp_path):
 def test_command_lines_name_teachers(make):
     student, teacher = open_checkpoint(make("student")), open_checkpoint(make("teacher"))
     line = command_line(
-        "recover", {"top_k": 3, "keep": False}, 1, [(student, "weights"), (teacher, "signal")], Path("o")
+        "recover",
+        {"top_k": 3, "keep": False, "seed": 1},
+        [(student, "weights"), (teacher, "signal")],
+        Path("o"),
     )
     assert line == f"attar recover {student.path} -o o --teacher {teacher.path} --top-k 3 --no-keep --seed 1"
 
@@ -348,5 +352,7 @@ def test_command_lines_name_teachers(make):
 def test_command_lines_name_a_model_once(make):
     """distill reads one model for its weights and for its outputs, and has no option for a second one."""
     teacher = open_checkpoint(make("teacher"))
-    line = command_line("distill", {"layers": 2}, 1, [(teacher, "weights"), (teacher, "signal")], Path("o"))
+    line = command_line(
+        "distill", {"layers": 2, "seed": 1}, [(teacher, "weights"), (teacher, "signal")], Path("o")
+    )
     assert line == f"attar distill {teacher.path} -o o --layers 2 --seed 1"

@@ -6,8 +6,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-import attar
 from attar.checkpoint import paths
+from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.paths import EMBEDDED, UNWANTED, WANTED, model_name, resolve
 from attar.errors import CheckpointError
@@ -41,7 +41,7 @@ def test_embedded_models(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="attar:tinny: no such embedded model") as caught:
         resolve("attar:tinny")
     assert caught.value.hint == "did you mean attar:tiny?"
-    monkeypatch.setattr(attar, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(paths, "EMBEDDED_FOLDER", tmp_path / "embedded")
     with pytest.raises(CheckpointError, match="attar:tiny: this installation does not contain it"):
         resolve("attar:tiny")
     (tmp_path / "embedded" / "tiny").mkdir(parents=True)
@@ -69,7 +69,11 @@ def test_a_model_of_a_package(tmp_path, monkeypatch):
 def test_the_embedded_draft_is_of_the_embedded_model():
     """One tokenizer, fewer layers, and a card that says how it was made and knows no folder of its maker."""
     tiny, draft = (open_checkpoint(f"attar:{name}") for name in EMBEDDED)
-    assert (draft.path / "tokenizer.json").read_bytes() == (tiny.path / "tokenizer.json").read_bytes()
+    assert (draft.path / "tokenizer.json").samefile(tiny.path / "tokenizer.json"), "one file, linked"
+    for checkpoint in (tiny, draft):
+        listed = {name: sha256_file(checkpoint.path / name) for name in checkpoint.card.files}
+        assert checkpoint.card.files == listed
+        assert "curve" not in checkpoint.card.details
     assert draft.config["num_hidden_layers"] < tiny.config["num_hidden_layers"]
     assert {parent.name for parent in draft.card.parents} == {"attar:tiny"}
     assert draft.card.command.startswith("attar distill attar:tiny -o draft ")

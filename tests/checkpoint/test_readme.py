@@ -95,14 +95,7 @@ def test_it_follows_measurements_unless_somebody_edited_it(tmp_path):
 
 
 def test_an_output_of_an_old_attar_without_it_stays_as_it_is(tmp_path):
-    with produce(
-        tmp_path / "out",
-        stage="prune",
-        version=1,
-        settings={},
-        seed=0,
-        parents=[(open_checkpoint("attar:tiny"), "weights")],
-    ) as output:
+    with produce(tmp_path / "out", "prune", {}, 1, [open_checkpoint("attar:tiny")]) as output:
         write_json(output.folder / "config.json", {})
     (tmp_path / "out" / FILE).unlink()
     card = Card.read(tmp_path / "out")

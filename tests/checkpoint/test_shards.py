@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 
 from attar.checkpoint import ShardWriter, write_checkpoint_tensors
-from attar.checkpoint.headers import read_header
-from attar.checkpoint.shards import slot
+from attar.checkpoint.shards import tensor_spec
+from attar.checkpoint.tensors import read_header
 from attar.errors import OutputError
 from tests.checkpoint.checkpoint_files import llama_tensors
 
 
 def layout_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, tuple[int, ...]]]:
-    return [slot(name, tensor) for name, tensor in tensors.items()]
+    return [tensor_spec(name, tensor) for name, tensor in tensors.items()]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

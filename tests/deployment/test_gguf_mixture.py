@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.deployment.mixture import NARROW, WIDE, gguf_mixture
+from attar.deployment.gguf_mixture import NARROW, WIDE, gguf_mixture
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf.architectures import placements
-from attar.formats.gguf.container import Slot, Writer
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter
 from attar.formats.gguf.mixes import bits, tensor_bytes
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML
-from attar.quantization.mixture import ground
-from attar.quantization.sensitivity import read
+from attar.quantization.mixed_precision.mixture import ground
+from attar.quantization.mixed_precision.sensitivity import read
 from tests import tiny_models
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -55,7 +55,7 @@ def cache(tmp_path, monkeypatch):
     """A folder for measurements; what else is cached (compiled kernels) stays where it is."""
     folder = tmp_path / "cache"
     folder.mkdir()
-    monkeypatch.setattr("attar.quantization.mixture.cache_folder", lambda: folder)
+    monkeypatch.setattr("attar.quantization.mixed_precision.mixture.cache_folder", lambda: folder)
     return folder
 
 
@@ -139,9 +139,9 @@ def test_the_size_is_that_of_the_written_file(tmp_path):
     smallest = None
     for size in (400_000, 300_000):
         found = case.mix(size=size, metadata=metadata)
-        slots = [Slot(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
+        slots = [GGUFTensorInfo(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
         whole = metadata | {"general.file_type": found.file_type, "general.quantization_version": 2}
-        with Writer(tmp_path / "model.gguf", whole, slots) as writer:
+        with GGUFWriter(tmp_path / "model.gguf", whole, slots) as writer:
             for name, kind in found.kinds.items():
                 nbytes = tensor_bytes(kind, case.shapes[name])
                 raw = torch.zeros(nbytes, dtype=torch.uint8)

@@ -4,7 +4,7 @@ it, and texts stay those of attar:tiny."""
 import torch
 
 from attar.data.packing import pack
-from attar.distillation.drafting import acceptance
+from attar.distillation.objectives.overlap import acceptance
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams

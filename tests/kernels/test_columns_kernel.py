@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from attar.kernels.build import load
-from attar.quantization.awq import search_clip
-from attar.quantization.gptq import gptq
 from attar.quantization.grids import GGML, IntGrid
 from attar.quantization.hessian import Hessian
-from attar.quantization.qronos import qronos
-from attar.quantization.refine import refine
+from attar.quantization.methods.gptq import gptq
+from attar.quantization.methods.qronos import qronos
+from attar.quantization.methods.refine import refine
+from attar.quantization.transforms.awq import search_clip
 
 pytestmark = pytest.mark.skipif(load("columns") is None, reason="no C++ compiler")
 

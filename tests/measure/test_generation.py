@@ -16,12 +16,12 @@ from attar.measure.generation import (
     SAMPLE_PROMPTS,
     decode_tokens,
     encode_prompt,
-    end_tokens,
     generate_greedily,
     measure_speed,
     sample_prompt,
 )
 from attar.measure.subject import Subject, load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
@@ -64,8 +64,9 @@ def test_end_of_text_stops(subject: Subject) -> None:
 
 def test_end_tokens_may_be_several() -> None:
     model = llama(0, eos_token_id=[3, 5])
-    assert end_tokens(Subject(model, words())) == (3, 5)
-    assert end_tokens(Subject(llama(0), words())) == ()
+    assert end_tokens(model.generation_config, model.config, words()) == (3, 5)
+    model = llama(0)
+    assert end_tokens(model.generation_config, model.config, words()) == ()
 
 
 def test_context_bounds_the_answer(subject: Subject) -> None:

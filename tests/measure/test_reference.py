@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attar.data.packing import Packed
+from attar.data.packing import PackedRows
 from attar.errors import UsageError
 from attar.measure import reference
 from attar.measure.evaluate import measure_quality
@@ -78,7 +78,7 @@ def test_other_text_is_refused(subject: Subject, change: dict[str, Any]) -> None
 
 def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    packed = Packed(torch.cat(text()))
+    packed = PackedRows(torch.cat(text()))
     monkeypatch.setattr(reference, "evaluation_rows", lambda *_, **more: asked.update(more) or packed)
     held_out(subject, replace(SETTINGS, sequence_length=65))
     assert asked["sequence_length"] == 64
@@ -87,9 +87,9 @@ def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyP
 def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def rows(tokenizer: Any, data: str, **more: Any) -> Packed:
+    def rows(tokenizer: Any, data: str, **more: Any) -> PackedRows:
         asked.update(more, data=data)
-        return Packed(torch.cat(text()), "too short")
+        return PackedRows(torch.cat(text()), "too short")
 
     monkeypatch.setattr(reference, "evaluation_rows", rows)
     made = make_reference(subject, replace(SETTINGS, data="python-stdlib"))

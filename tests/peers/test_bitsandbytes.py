@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from attar.formats.bitsandbytes import STATE, decode, encode, layout, read_state
 from attar.models.load import load_model
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 

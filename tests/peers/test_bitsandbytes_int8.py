@@ -19,7 +19,7 @@ from attar.formats.coded import Coded
 from attar.formats.readers import reader
 from attar.models.load import load_model
 from attar.quantization.grids import IntGrid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 from tests import tiny_models
 from tests.quantization.packing import save
 

@@ -20,8 +20,8 @@ from attar.formats.layouts import decode, encode
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.fake_quant import quantize_activation
 from attar.quantization.grids import IntGrid
+from attar.quantization.methods.rtn import rtn
 from attar.quantization.ranges import ActivationRange
-from attar.quantization.rtn import rtn
 from attar.quantization.schemes import SCHEMES
 
 pytestmark = pytest.mark.peers

@@ -18,7 +18,7 @@ from attar.errors import NumericsError
 from attar.formats.gguf.blocks import LAYOUTS, check_blocks, dequantize, pack, unpack
 from attar.formats.gguf.types import TYPES, UNREAD, row_bytes
 from attar.quantization.grids import GGML, MXFP4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 pytestmark = pytest.mark.peers
 KINDS = list(LAYOUTS)

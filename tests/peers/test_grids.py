@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.quantization.grids import GGML, Float8Grid, MXFP4Grid, NF4Grid, NVFP4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 pytestmark = pytest.mark.peers
 

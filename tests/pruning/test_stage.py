@@ -12,12 +12,12 @@ from attar.cli.main import call
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
+from attar.models import device
 from attar.models.load import load_model
 from attar.progress import Silent
 from attar.pruning import stage
 from attar.pruning.settings import PruneSettings
 from attar.pruning.stage import kept_units, nothing_removed, prune
-from attar.walks import precision
 from tests import tiny_models
 
 SMALL = {
@@ -59,7 +59,7 @@ def test_the_least_important_go(tmp_path):
     """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
     from attar.models.anatomy import discover
     from attar.models.surgery import keep_neurons
-    from attar.pruning.importance import gradient_importance, keep_most_important
+    from attar.pruning.criteria.gradient import gradient_importance, keep_most_important
     from attar.pruning.stage import units
     from attar.walks.objectives import next_token_loss
 
@@ -145,7 +145,7 @@ def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
 
 @pytest.mark.parametrize(("asked", "native"), [("auto", True), ("auto", False), ("bf16", False)])
 def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkeypatch, asked, native):
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: native)
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: native)
     seen = []
     plain = stage.next_token_loss
     monkeypatch.setattr(stage, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))

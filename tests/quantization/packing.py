@@ -8,9 +8,9 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.models.fake_quant import on_keys_and_values
 from attar.models.load import load_model
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.plan import plan, static_inputs
 from attar.quantization.ranges import ActivationRange
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import plan, static_inputs
 from attar.quantization.write import write
 from tests import tiny_models
 

@@ -13,8 +13,8 @@ from attar.models.anatomy import discover
 from attar.quantization.adapters import learn_adapters, save_adapters
 from attar.quantization.grids import IntGrid
 from attar.quantization.grids.nf4 import NF4Grid
-from attar.quantization.rtn import rtn
-from attar.walks.objectives import agreement
+from attar.quantization.methods.rtn import rtn
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
 from tests import tiny_models
 
@@ -69,7 +69,7 @@ def test_adapters_recover_and_merge_into_a_dense_model(family, init):
     grid = IntGrid(2, 16, symmetric=False)
     model, grids = ready(family, grid)
     original = copy.deepcopy(model)
-    loss = agreement(original)
+    loss = distillation_loss(soft_loss(original))
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for name in grids:
@@ -107,7 +107,7 @@ def test_a_killed_run_resumes_and_the_adapters_are_saved_for_peft(tmp_path):
         pass
 
     model, grids = ready()
-    loss = agreement(copy.deepcopy(model))
+    loss = distillation_loss(soft_loss(copy.deepcopy(model)))
     calls = 0
 
     def deadly(m, tokens):

@@ -18,13 +18,13 @@ from attar.quantization.gates import (
     raise_on_error,
     suspect,
 )
-from attar.quantization.grids import IntGrid, Parameters, Quantized
+from attar.quantization.grids import IntGrid, QuantizedTensor, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGML
 from attar.quantization.grids.nf4 import NF4Grid
-from attar.quantization.rtn import rtn
-from attar.walks.objectives import model_kl, token_kl
+from attar.quantization.methods.rtn import rtn
+from attar.walks.objectives import Distance, DistanceSum, token_kl
 from tests import tiny_models
 
 GRIDS = {
@@ -38,6 +38,18 @@ GRIDS = {
     "Q4_K": GGML["Q4_K"],
     "Q2_K": GGML["Q2_K"],
 }
+
+
+def model_kl(reference, model, batches) -> Distance:
+    """The distance of two models over batches padded with negative numbers."""
+    total = DistanceSum()
+    with torch.no_grad():
+        for batch in batches:
+            kept = batch.flatten() >= 0
+            total.add(
+                *(m(input_ids=batch.clamp(min=0)).logits.flatten(0, 1)[kept] for m in (reference, model))
+            )
+    return total.distance()
 
 
 def weight(rows=32, columns=512, seed=0):
@@ -78,7 +90,7 @@ def test_used_is_the_entropy_of_the_codes():
     codes = torch.tensor([[0, 0, 0, 1], [0, 0, -1, 1]], dtype=torch.int8)
     W = codes.float() + 0.1
     W[1, 3] = 0.0  # a pruned weight: its code does not count
-    numbers = code_numbers(Quantized(IntGrid(2, 0), codes, Parameters(torch.ones(2, 1))), W)
+    numbers = code_numbers(QuantizedTensor(IntGrid(2, 0), codes, TileParameters(torch.ones(2, 1))), W)
     shares = (5 / 7, 1 / 7, 1 / 7)
     assert numbers["used"] == pytest.approx(-sum(p * math.log2(p) for p in shares) / 2)
     assert numbers["zeros"] == pytest.approx(5 / 7)

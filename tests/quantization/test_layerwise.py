@@ -6,7 +6,7 @@ import torch
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.layerwise import LayerSolver
-from attar.quantization.scheme import Site
+from attar.quantization.plan import LayerPlan
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import ORDERED, QuantizeSettings
 
@@ -24,7 +24,7 @@ def layer(seed=0):
 
 
 def solver(method, act_order):
-    site = Site("layer", (N, K), False, GRID, SCHEMES["W3A16"].sized(GROUP), torch.float32)
+    site = LayerPlan("layer", (N, K), False, GRID, SCHEMES["W3A16"].sized(GROUP), torch.float32)
     g = torch.Generator().manual_seed(1)
     H_O = torch.randn(N, 4 * N, generator=g)
     settings = QuantizeSettings(method=method, act_order=act_order)

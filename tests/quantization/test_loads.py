@@ -12,7 +12,7 @@ from attar.errors import SettingsError
 from attar.models.load import load_model
 from attar.progress import Silent
 from attar.quantization.loads import CONV1D, ORDERED, READS, YES
-from attar.quantization.scheme import READS_WEIGHTS
+from attar.quantization.plan import READS_WEIGHTS
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.stage import quantize
 from tests import tiny_models

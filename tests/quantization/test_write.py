@@ -12,9 +12,9 @@ from attar.errors import NumericsError
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
 from attar.models.load import load_model
-from attar.quantization.grids import Quantized
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import plan
+from attar.quantization.grids import QuantizedTensor
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.plan import plan
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.write import write
 from tests import tiny_models
@@ -153,7 +153,7 @@ def test_act_order_with_groups_of_distant_inputs(tmp_path):
         back = permuted.argsort()
         dense[stored] = made.dequantize()[:, back]
         group = (torch.arange(len(permuted)) // site.grid.group_size)[back]
-        return Quantized(site.grid, made.codes[:, back], made.parameters, group)
+        return QuantizedTensor(site.grid, made.codes[:, back], made.parameters, group)
 
     (tmp_path / "out").mkdir()
     write(checkpoint, chosen, codes, tmp_path / "out", tmp_path / "work")

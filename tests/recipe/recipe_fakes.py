@@ -7,7 +7,7 @@ The stage functions write through :func:`attar.checkpoint.produce`: work folders
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.errors import SettingsError
 from attar.recipe.run import Tools
-from attar.recipe.stages import Stage
+from attar.recipe.stages import StageSpec
 
 VERSION = 1
 CALLS: list[str] = []
@@ -73,13 +73,10 @@ def add(
     """Add ``amount`` to every weight, in ``steps`` steps that can be resumed."""
     source = open_checkpoint(model)
     name = "learn" if teacher is not None else "add"
-    parents = [(source, "weights")] + ([(open_checkpoint(teacher), "signal")] if teacher is not None else [])
+    signals = [open_checkpoint(teacher)] if teacher is not None else []
     if settings.amount == 13:
         raise SettingsError("amount", settings.amount, "a number that this model likes")
-    with produce(
-        out, stage=name, version=VERSION, settings=asdict(settings), seed=settings.seed, parents=parents,
-        force=force, key=key,
-    ) as output:  # fmt: skip
+    with produce(out, name, settings, VERSION, [source], signals=signals, force=force, key=key) as output:
         state = output.work / "steps.json"
         done = json.loads(state.read_text()) if state.exists() else 0
         CALLS.append(f"{name} {out.name} from step {done}")
@@ -163,8 +160,8 @@ TOOLS = Tools(
     peak=f"{HERE}:nothing",
 )
 STAGES = {
-    "prune": Stage("prune", "Add.", f"{HERE}:AddSettings", f"{HERE}:add", "attar prune x -o y"),
-    "recover": Stage("recover", "Learn.", f"{HERE}:AddSettings", f"{HERE}:add", "...", teacher=True),
+    "prune": StageSpec("prune", "Add.", f"{HERE}:AddSettings", f"{HERE}:add", "attar prune x -o y"),
+    "recover": StageSpec("recover", "Learn.", f"{HERE}:AddSettings", f"{HERE}:add", "...", teacher=True),
 }
 
 

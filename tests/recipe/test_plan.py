@@ -12,38 +12,38 @@ from typing import Any
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
-from attar.recipe.plan import CHANGED, DONE, HALF, NEW, Plan, make_plan
+from attar.recipe.plan import CHANGED, DONE, HALF, NEW, RecipePlan, make_plan
 from attar.recipe.schema import Recipe
 from attar.recipe.show import plan_dict, plan_text
 
 
 @pytest.fixture
-def plan(recipe: Callable[..., Recipe], model: Path, tmp_path: Path) -> Callable[..., Plan]:
+def plan(recipe: Callable[..., Recipe], model: Path, tmp_path: Path) -> Callable[..., RecipePlan]:
     """The plan of the recipe in ``tmp_path / "run"``."""
 
-    def make(*overrides: str, fresh: bool = False) -> Plan:
+    def make(*overrides: str, fresh: bool = False) -> RecipePlan:
         return make_plan(recipe(*overrides), tmp_path / "run", open_checkpoint(model), fresh=fresh)
 
     return make
 
 
-def states(plan: Plan) -> list[str]:
+def states(plan: RecipePlan) -> list[str]:
     """State of every step."""
     return [step.state for step in plan.steps]
 
 
-def keys(plan: Plan) -> list[str]:
+def keys(plan: RecipePlan) -> list[str]:
     """Key of every step."""
     return [step.key for step in plan.steps]
 
 
-def test_nothing_is_written(plan: Callable[..., Plan], tmp_path: Path) -> None:
+def test_nothing_is_written(plan: Callable[..., RecipePlan], tmp_path: Path) -> None:
     assert states(plan()) == [NEW] * 4
     assert not (tmp_path / "run").exists()
 
 
 def test_keys_follow_the_chain(
-    plan: Callable[..., Plan], fakes: Any, monkeypatch: pytest.MonkeyPatch
+    plan: Callable[..., RecipePlan], fakes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = keys(plan())
     assert keys(plan()) == base and len(set(base)) == 4
@@ -62,7 +62,7 @@ def test_keys_follow_the_chain(
     assert changed() == [True] * 4
 
 
-def test_states(plan: Callable[..., Plan], run: Callable[..., Any], fakes: Any) -> None:
+def test_states(plan: Callable[..., RecipePlan], run: Callable[..., Any], fakes: Any) -> None:
     fakes.FAULTS["03-recover"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -75,7 +75,7 @@ def test_states(plan: Callable[..., Plan], run: Callable[..., Any], fakes: Any) 
 
 
 def test_the_text_and_the_dict(
-    plan: Callable[..., Plan], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    plan: Callable[..., RecipePlan], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "140")
     before = plan()
@@ -93,7 +93,9 @@ def test_the_text_and_the_dict(
     assert plan_text(plan()).splitlines()[-1].startswith("Everything is done in ")
 
 
-def test_the_table_fits_the_terminal(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_fits_the_terminal(
+    plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan("stages.1.names=" + str([f"name-{n}" for n in range(30)]))
     monkeypatch.setenv("COLUMNS", "90")
     lines = plan_text(made).splitlines()[:-1]
@@ -101,13 +103,13 @@ def test_the_table_fits_the_terminal(plan: Callable[..., Plan], monkeypatch: pyt
     assert all(entry.entry.name in text for entry, text in zip(made.steps, lines[3:], strict=True))
 
 
-def test_a_full_disk_is_foreseen(plan: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_foreseen(plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.recipe.show._free", lambda path: 10)
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
 
 
 def test_earlier_work_tells_the_speed(
-    plan: Callable[..., Plan], run: Callable[..., Any], tmp_path: Path
+    plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     run()
     before = plan("stages.1.amount=5", "stages.0.amount=5")
@@ -120,7 +122,7 @@ def test_earlier_work_tells_the_speed(
 
 
 def test_a_receipt_of_before_is_still_believed(
-    plan: Callable[..., Plan], run: Callable[..., Any], tmp_path: Path
+    plan: Callable[..., RecipePlan], run: Callable[..., Any], tmp_path: Path
 ) -> None:
     """It had the operations of the work in place of the estimate."""
     run()

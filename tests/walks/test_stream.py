@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.walks.stream import stream
 from benchmarks import memory
 
@@ -30,7 +30,7 @@ def make(folder, tensors, shards=1):
 
 
 def keep(info):
-    return [Slot(info.name, info.dtype, info.shape)]
+    return [TensorSpec(info.name, info.dtype, info.shape)]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_tensors_can_be_dropped_split_and_not_even_read(tmp_path, tensors):
         if info.name == "layer.0.weight":
             return []
         if info.name == "layer.1.weight":
-            return [Slot("a", "F32", (1,)), Slot("b", "F32", (2,))]
+            return [TensorSpec("a", "F32", (1,)), TensorSpec("b", "F32", (2,))]
         return keep(info)
 
     def transform(name, load):

@@ -3,16 +3,16 @@ comes from."""
 
 from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.open import Checkpoint, TensorInfo, check_finite, open_checkpoint
-from attar.checkpoint.output import Output, produce
+from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.paths import resolve
 from attar.checkpoint.shards import ShardWriter, write_checkpoint_tensors
 
 __all__ = [
     "Card",
     "Checkpoint",
-    "Output",
     "Parent",
     "ShardWriter",
+    "StageOutput",
     "TensorInfo",
     "check_finite",
     "open_checkpoint",

@@ -1,7 +1,8 @@
-"""Whole or not at all: files and folders are written beside their place, fsynced, then renamed.
+"""Files and folders that appear whole or not at all: written under a hidden name, fsynced, renamed.
 
-A reader never sees half a file or half a folder. What a killed process leaves behind is hidden
-(``.NAME.partial``, ``.NAME.old``), has a fixed name, and is cleaned by the next write to the same place.
+A reader never sees half a file or half a folder, after a power cut either. What a killed process leaves
+behind is hidden (``.NAME.partial``, ``.NAME.old``), has a fixed name, and is removed by the next write to the
+same path.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.units import bytes_text
 from attar.errors import AttarError, OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_NAME = 240  # file systems allow 255 bytes, and .NAME.partial must fit
@@ -26,29 +32,52 @@ _FULL_TEXTS = ("No space left on device", "os error 28", "PytorchStreamWriter fa
 _REFUSED_TEXTS = ("Read-only file system", "os error 30", "os error 13")
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole: the old one stays until the new one is on disk.
+@contextmanager
+def file(final: Path, needed: int | None = None) -> Iterator[Path]:
+    """A temporary sibling file that takes the name ``final`` when the block ends well.
+
+    Yields:
+        the path to write to; an older file at ``final`` stays until the new one is on disk.
 
     Raises:
-        OutputError: no space, or no permission.
+        OutputError: no space (of ``needed`` bytes), or no permission.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    with explain_os_errors(path, len(data)):
+    partial = hidden(final, "partial")
+    with explain_os_errors(final, needed):
         try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+            yield partial
+            publish(partial, final)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        fsync(path.parent)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Rename a finished file or folder to ``final``, its bytes before and its new name after on the disk."""
+    fsync_tree(partial) if partial.is_dir() else fsync(partial)
+    partial.replace(final)
+    fsync(final.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole. Raises as :func:`file`."""
+    with file(path, len(data)) as partial:
+        partial.write_bytes(data)
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented UTF-8 JSON, whole. Raises as :func:`write_bytes`."""
+    """Write an object as indented UTF-8 JSON, whole. Raises as :func:`file`."""
     write_bytes(path, (json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file whole. Raises as :func:`file`."""
+    from safetensors.torch import save_file
+
+    with file(path) as partial:
+        save_file(dict(tensors), partial, metadata=metadata)
 
 
 @contextmanager
@@ -65,7 +94,7 @@ def folder(final: Path, force: bool = False) -> Iterator[Path]:
         OutputError: ``final`` exists (without ``force``), is not a checkpoint, or cannot be written.
     """
     final = target(final)
-    partial = beside(final, "partial")
+    partial = hidden(final, "partial")
     with explain_os_errors(final):
         recover(final)
         check_target(final, force)
@@ -98,7 +127,7 @@ def target(out: Path) -> Path:
     return final
 
 
-def beside(final: Path, suffix: str) -> Path:
+def hidden(final: Path, suffix: str) -> Path:
     """The hidden sibling ``.NAME.suffix`` of a path."""
     return final.with_name(f".{final.name}.{suffix}")
 
@@ -202,7 +231,7 @@ def fsync_tree(root: Path) -> None:
 
 def recover(final: Path) -> None:
     """Mend what a kill between the two renames of :func:`_swap` left behind."""
-    aside = beside(final, "old")
+    aside = hidden(final, "old")
     if not aside.exists():
         return
     if final.exists():
@@ -213,7 +242,7 @@ def recover(final: Path) -> None:
 
 def _swap(partial: Path, final: Path) -> None:
     """Give ``partial`` the name ``final``; an old ``final`` is deleted afterwards."""
-    aside = beside(final, "old")
+    aside = hidden(final, "old")
     replaced = final.exists() and any(final.iterdir())
     if replaced:
         final.rename(aside)

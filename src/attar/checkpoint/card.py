@@ -18,6 +18,7 @@ from typing import Any
 from attar.checkpoint.atomic import write_json
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
+from attar.version import __version__
 
 FILE = "attar.json"
 VERSION = 1
@@ -134,8 +135,8 @@ class Card:
 
 def versions() -> dict[str, str]:
     """Versions of attar, python, torch and transformers. Imports none of them."""
-    found = {"attar": _version("attar"), "python": platform.python_version()}
-    return found | {name: _version(name) for name in ("torch", "transformers")}
+    own = {"attar": __version__, "python": platform.python_version()}
+    return own | {name: _version(name) for name in ("torch", "transformers")}
 
 
 def plain(value: Any) -> Any:
@@ -159,9 +160,7 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        import attar
-
-        return attar.__version__ if package == "attar" else "not installed"
+        return "not installed"
 
 
 def _parent(content: Any, path: Path) -> Parent:

@@ -25,7 +25,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ModelGeometry:
     """A model's shape; sizes in elements, context in tokens.
 
     Attributes:
@@ -48,7 +48,7 @@ class Geometry:
     window: int | None
 
 
-def geometry(config: dict[str, Any], dtype: str) -> Geometry:
+def geometry(config: dict[str, Any], dtype: str) -> ModelGeometry:
     """Read a config.
 
     Args:
@@ -67,7 +67,7 @@ def geometry(config: dict[str, Any], dtype: str) -> Geometry:
     kinds = _layer_types(text)
     whole = causal and all(known[name] for name in ("layers", "kv_heads", "head_dim"))
     window = _number(text, ("sliding_window",))
-    return Geometry(
+    return ModelGeometry(
         causal=causal,
         kv_bytes_per_token=_kv_elements(text, known, kinds) * _BYTES.get(dtype, 2) if whole else None,
         sliding_layers=_sliding(text, known["layers"] or 0, kinds) if window else 0,

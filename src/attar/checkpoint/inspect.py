@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.card import Card, Parent, plain
-from attar.checkpoint.geometry import Geometry, geometry
+from attar.checkpoint.geometry import ModelGeometry, geometry
 from attar.checkpoint.licences import Duties, duties
 from attar.checkpoint.lineage import as_parent
 from attar.checkpoint.open import Checkpoint, open_checkpoint
-from attar.checkpoint.parts import Count, Part, code_bits, count
+from attar.checkpoint.parts import ModelPart, ParameterCount, code_bits, count
 from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
@@ -58,13 +58,13 @@ class Inspection:
     model_type: str
     dtype: str
     parameters: int
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     bits_per_weight: float
     tensor_bytes: int
     disk_bytes: int
     weight_files: int
     tied: bool
-    geometry: Geometry
+    geometry: ModelGeometry
     quantization: dict[str, Any] | None
     container: dict[str, Any] | None
     stage: str
@@ -171,7 +171,7 @@ def _dtype(checkpoint: Checkpoint) -> str:
     return stored.most_common(1)[0][0] if stored else "bfloat16"
 
 
-def _tied(config: dict[str, Any], counted: Count, shape: Geometry) -> bool:
+def _tied(config: dict[str, Any], counted: ParameterCount, shape: ModelGeometry) -> bool:
     """Whether the head shares the embedding: the config says so, or a text generator stores no head."""
     said = config.get("tie_word_embeddings")
     if isinstance(said, bool) and said:
@@ -180,7 +180,7 @@ def _tied(config: dict[str, Any], counted: Count, shape: Geometry) -> bool:
 
 
 def _quantization(
-    config: dict[str, Any], counted: Count, container: dict[str, Any] | None
+    config: dict[str, Any], counted: ParameterCount, container: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Method, format and bits of the stored codes, from ``quantization_config`` and the counting."""
     said = config.get("quantization_config")

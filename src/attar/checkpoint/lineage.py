@@ -9,9 +9,8 @@ from typing import Any
 
 from attar.checkpoint.atomic import write_json
 from attar.checkpoint.card import ROLES, Card, Parent
-from attar.checkpoint.identify import identify
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.licences import Duties, duties, licence_ids
+from attar.checkpoint.licences import Duties, duties, identify, licence_ids
 from attar.checkpoint.open import Checkpoint
 
 TEXTS = "attar-text.json"

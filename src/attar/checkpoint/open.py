@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
-from attar.checkpoint.headers import read_header
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.tensors import TensorInfo, check_finite, read_tensor
+from attar.checkpoint.tensors import TensorInfo, check_finite, read_header, read_tensor
 from attar.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ _LOCK, _KEY = "lock", "key.json"
 
 
 @dataclass
-class Output:
-    """What a stage gets to write into, and to tell the card.
+class StageOutput:
+    """The folders a stage writes into, and what it adds to the card.
 
     Attributes:
         folder: the folder of the checkpoint to be; empty at first.
@@ -62,40 +62,40 @@ class Output:
 @contextmanager
 def produce(
     out: Path | str,
-    *,
     stage: str,
+    settings: Any,
     version: int,
-    settings: dict[str, Any],
-    seed: int,
-    parents: Sequence[tuple[Checkpoint, str]],
-    force: bool = False,
-    key: str | None = None,
+    weights: Sequence[Checkpoint],
+    *,
+    signals: Sequence[Checkpoint] = (),
     text: str = "",
     needed: int | None = None,
-) -> Iterator[Output]:
-    """Write a checkpoint: everything that can be refused is refused before any work, and nothing half-done
-    shows.
+    force: bool = False,
+    key: str | None = None,
+) -> Iterator[StageOutput]:
+    """The frame of every stage: refuse, lock, resume; run the block; then write the card and rename.
 
-    On a clean end the card is written with the hashes of all files, everything is fsynced, and the folder
-    gets its name.
+    A wrong output folder is refused before the block runs. When the block ends well, ``README.md`` and the
+    card with the hashes of all files are written, everything is fsynced, and the folder gets its name.
 
     Args:
         out: the new folder; missing parent folders are created.
         stage: the verb.
+        settings: the stage's settings dataclass, or its fields in a dict; ``seed`` is the stage's seed.
         version: code version of the stage.
-        settings: every setting of the stage, as plain values.
-        seed: its seed.
-        parents: the checkpoints it reads, each with its role: ``weights`` or ``signal``.
-        force: replace an existing checkpoint.
-        key: identity of the work; by default :func:`stage_key` of the arguments.
+        weights: the checkpoints that the result's weights are made of.
+        signals: the checkpoints whose outputs it learns from.
         text: fingerprint of the text that the stage reads: another text is other work.
-        needed: bytes that the work will write, where known: a disk with less space is refused at once.
+        needed: bytes that the stage will write, where known: a disk with less space is refused at once.
+        force: replace an existing checkpoint.
+        key: identity of the work, where a recipe knows it; None: :func:`stage_key` of the arguments.
 
     Raises:
         OutputError: ``out`` exists, cannot be written, is being written by another process, or the disk is
         full.
     """
     final = atomic.target(Path(out))
+    parents = [*((item, "weights") for item in weights), *((item, "signal") for item in signals)]
     _check_apart(final, parents)
     atomic.check_target(final, force)
     with (
@@ -107,17 +107,17 @@ def produce(
         if needed:
             atomic.check_space(folder, needed)
         settings = plain(settings)
-        prints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
-        marked = zip(parents, prints, strict=True)
-        lineage = compact([as_parent(item, role, mark) for (item, role), mark in marked])
-        key = key or stage_key(stage, version, settings, seed, lineage, text)
+        fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
+        records = zip(parents, fingerprints, strict=True)
+        lineage = compact([as_parent(item, role, fingerprint) for (item, role), fingerprint in records])
+        key = key or stage_key(stage, version, settings, lineage, text)
         resumed = _claim(work, stage, key)
-        command = command_line(stage, settings, seed, parents, final)
-        output = Output(folder, work, key, resumed, command)
+        command = command_line(stage, settings, parents, final)
+        output = StageOutput(folder, work, key, resumed, command)
         with _named(folder, final):
             yield output
-        write_texts(folder, [parent for parent, _ in parents], output.texts)
-        card = _card(final.name, stage, settings, seed, lineage, output)
+        write_texts(folder, [*weights, *signals], output.texts)
+        card = _card(final.name, stage, settings, lineage, output)
         write_readme(card, folder)
         replace(card, files=_files(folder)).write(folder)
 
@@ -138,15 +138,14 @@ def stage_key(
     stage: str,
     version: int,
     settings: dict[str, Any],
-    seed: int,
     lineage: Sequence[Parent],
     text: str = "",
 ) -> str:
-    """Identity of a stage's work: hash of verb, code version, settings, seed, inputs with their roles, and
-    the fingerprint of the text it reads."""
+    """Identity of a stage's work: hash of verb, code version, settings, inputs with their roles, and the
+    fingerprint of the text it reads."""
     inputs = [f"{parent.role}:{parent.fingerprint}" for parent in lineage]
     inputs += [f"text:{text}"] if text else []
-    return hashing.identity(stage, version, {**plain(settings), "seed": seed}, inputs)
+    return hashing.identity(stage, version, plain(settings), inputs)
 
 
 def finished(out: Path | str, key: str) -> bool:
@@ -163,12 +162,12 @@ def finished(out: Path | str, key: str) -> bool:
         return False
     with suppress(OutputError), _work_folder(final):  # unless another process is replacing it just now
         for suffix in ("partial", "old"):
-            shutil.rmtree(atomic.beside(final, suffix), ignore_errors=True)
+            shutil.rmtree(atomic.hidden(final, suffix), ignore_errors=True)
     return True
 
 
 def command_line(
-    stage: str, settings: dict[str, Any], seed: int, parents: Sequence[tuple[Checkpoint, str]], out: Path
+    stage: str, settings: dict[str, Any], parents: Sequence[tuple[Checkpoint, str]], out: Path
 ) -> str:
     """The shell command that does this work: the verb, its first parent, and every setting as an option."""
     words = ["attar", stage, *(checkpoint.spelling for checkpoint, _ in parents[:1]), "-o", out.name]
@@ -176,7 +175,7 @@ def command_line(
         if checkpoint is parents[0][0]:  # a student learns from what it was cut from: one name says both
             continue
         words += ["--teacher" if role == "signal" else "--model", checkpoint.spelling]
-    for name, value in {**settings, "seed": seed}.items():
+    for name, value in settings.items():
         words += _option(f"--{name.replace('_', '-')}", value)
     return shlex.join(words)
 
@@ -192,14 +191,14 @@ def _option(flag: str, value: Any) -> list[str]:
 
 
 def _card(
-    name: str, stage: str, settings: dict[str, Any], seed: int, lineage: tuple[Parent, ...], output: Output
+    name: str, stage: str, settings: dict[str, Any], lineage: tuple[Parent, ...], output: StageOutput
 ) -> Card:
     """The card, its files not hashed yet."""
     return Card(
         name=name,
         stage=stage,
         settings=settings,
-        seed=seed,
+        seed=settings.get("seed", 0),
         key=output.key,
         parents=lineage,
         versions=versions(),
@@ -244,7 +243,7 @@ def _parent_folder(final: Path) -> Iterator[None]:
 @contextmanager
 def _work_folder(final: Path) -> Iterator[Path]:
     """The scratch folder, held by this process alone; what becomes of it is told at the top of this file."""
-    work = atomic.beside(final, "work")
+    work = atomic.hidden(final, "work")
     lock = _lock(work, final)
     try:
         try:

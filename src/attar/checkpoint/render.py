@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.card import Parent
 from attar.checkpoint.licences import UNKNOWN, Duties, age_in_days
-from attar.checkpoint.parts import Part
+from attar.checkpoint.parts import ModelPart
 from attar.checkpoint.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _parts(inspection: Inspection) -> Iterator[str]:
         yield _part(part, inspection.parameters)
 
 
-def _part(part: Part, total: int) -> str:
+def _part(part: ModelPart, total: int) -> str:
     share = f"{part.parameters / max(total, 1):.1%}"
     bits = f"{part.bits_per_weight:.2f}" if part.bits_per_weight is not None else "tied"
     return (

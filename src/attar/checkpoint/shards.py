@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import canonical_json, sha256_text
-from attar.checkpoint.headers import BITS, Entry, tensor_bytes, write_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import INDEX, SINGLE
-from attar.checkpoint.tensors import stored_dtype
+from attar.checkpoint.tensors import BITS, HeaderEntry, stored_dtype, tensor_bytes, write_header
 from attar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ MANIFEST = ".shards.json"
 _PIECE = 1 << 20  # bytes of one call: larger ones are slower
 
 
-class Slot(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that will be written: its name, the format's dtype name (``"BF16"``) and its shape."""
 
     name: str
@@ -41,9 +40,9 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
-def slot(name: str, tensor: torch.Tensor) -> Slot:
+def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     """The slot that a tensor (which may be on the meta device) will fill."""
-    return Slot(name, stored_dtype(tensor.dtype), tuple(tensor.shape))
+    return TensorSpec(name, stored_dtype(tensor.dtype), tuple(tensor.shape))
 
 
 class ShardWriter:
@@ -68,7 +67,7 @@ class ShardWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         work: Path | None = None,
     ) -> None:
-        slots = [Slot(name, dtype, tuple(shape)) for name, dtype, shape in layout]
+        slots = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layout]
         assert slots, "a layout has at least one tensor"
         assert len({item.name for item in slots}) == len(slots), "a layout names each tensor once"
         self.folder, self.work = folder, work or folder
@@ -98,7 +97,7 @@ class ShardWriter:
             OutputError: no space, or no permission.
         """
         shard, entry = self._of[name]
-        found = slot(name, tensor)
+        found = tensor_spec(name, tensor)
         assert found == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {found}"
         assert name in self._waiting[shard.name], f"{name} is written already"
         partial = self._partial(shard)
@@ -111,8 +110,7 @@ class ShardWriter:
             with self._lock:
                 self._waiting[shard.name].discard(name)
                 if not self._waiting[shard.name]:
-                    atomic.fsync(partial)
-                    partial.rename(self.work / shard.name)
+                    atomic.publish(partial, self.work / shard.name)
                     self._note()
 
     def finish(self) -> list[Path]:
@@ -170,7 +168,7 @@ class ShardWriter:
         atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
 
     def _partial(self, shard: _Shard) -> Path:
-        return atomic.beside(self.work / shard.name, "partial")
+        return atomic.hidden(self.work / shard.name, "partial")
 
 
 def write_checkpoint_tensors(
@@ -196,7 +194,9 @@ def write_checkpoint_tensors(
     """
     if isinstance(tensors, Mapping):
         writer = ShardWriter(
-            folder, [slot(name, tensor) for name, tensor in tensors.items()], max_shard_bytes=max_shard_bytes
+            folder,
+            [tensor_spec(name, tensor) for name, tensor in tensors.items()],
+            max_shard_bytes=max_shard_bytes,
         )
         for name, tensor in tensors.items():
             writer.add(name, tensor)
@@ -207,13 +207,13 @@ def write_checkpoint_tensors(
 class _Shard(NamedTuple):
     name: str
     header: bytes
-    entries: list[Entry]
+    entries: list[HeaderEntry]
     size: int
 
 
-def _plan(slots: list[Slot], max_shard_bytes: int) -> list[_Shard]:
+def _plan(slots: list[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
     """Cut the layout, in its order, into shards of at most ``max_shard_bytes``."""
-    groups: list[list[Slot]] = [[]]
+    groups: list[list[TensorSpec]] = [[]]
     filled = 0
     for item in slots:
         size = tensor_bytes(item.dtype, item.shape)
@@ -228,7 +228,7 @@ def _plan(slots: list[Slot], max_shard_bytes: int) -> list[_Shard]:
     ]
 
 
-def _shard(name: str, slots: list[Slot]) -> _Shard:
+def _shard(name: str, slots: list[TensorSpec]) -> _Shard:
     # Wide types first: every tensor then begins at a multiple of its element size, as readers like it.
     header, entries = write_header(sorted(slots, key=lambda item: -BITS[item[1]]))
     return _Shard(name, header, entries, entries[-1].end)
@@ -288,13 +288,13 @@ def _write_spooled(
     from attar.checkpoint.tensors import TensorInfo, read_tensor
 
     spool = folder / ".spool.partial"
-    slots: list[Slot] = []
+    slots: list[TensorSpec] = []
     places: list[TensorInfo] = []
     position = 0
     try:
         with atomic.explain_os_errors(folder), spool.open("wb", buffering=0) as file:
             for name, tensor in tensors:
-                slots.append(slot(name, tensor))
+                slots.append(tensor_spec(name, tensor))
                 size = _write(file.fileno(), tensor, position)
                 places.append(TensorInfo(name, slots[-1].dtype, slots[-1].shape, size, spool, position))
                 position += size

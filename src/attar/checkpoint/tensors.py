@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from attar.checkpoint.jsonfile import parse_json
 from attar.errors import CheckpointError, NumericsError
 
 if TYPE_CHECKING:
@@ -124,3 +129,154 @@ def check_finite(name: str, tensor: torch.Tensor, file: Path) -> None:
                 f"{file}: tensor {name!r} contains NaN or infinity",
                 hint="the weights are damaged; get them again",
             )
+
+
+MAX_HEADER = 100_000_000
+"""Longest header in bytes; the reference implementation has the same limit."""
+
+_DIMENSIONS = 64
+
+BITS: dict[str, int] = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "U16": 16,
+    "I16": 16,
+    "U32": 32,
+    "I32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F16": 16,
+    "BF16": 16,
+    "F32": 32,
+    "F64": 64,
+    "C64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""Bits of one element, by the format's dtype name."""
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a safetensors file; ``begin`` and ``end`` are positions in the file, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of this dtype (the format's name) and shape, rounded up to whole bytes."""
+    return (math.prod(shape) * BITS[dtype] + 7) // 8
+
+
+def read_header(path: Path) -> list[HeaderEntry]:
+    """The tensors of a safetensors file in the order of their bytes. Reads the header and nothing else.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or damaged; names the file and the sizes.
+    """
+    raw, size = _raw_header(path)
+    start = 8 + len(raw)
+    entries = [_entry(path, name, field, start) for name, field in _fields(path, raw).items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            raise _damaged(path, f"tensor {entry.name!r} begins at byte {entry.begin}, expected {position}")
+        position = entry.end
+    if position != size:
+        what = "truncated" if size < position else "damaged"
+        raise CheckpointError(
+            f"{path}: {what}: the header describes {position} bytes, the file has {size}",
+            hint="copy or download the file again",
+        )
+    return entries
+
+
+def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[HeaderEntry]]:
+    """Header bytes of a file that holds these (name, dtype, shape) in this order, and where each tensor goes.
+
+    The header is padded with spaces to a multiple of 8 bytes, so that tensors sorted by element size are
+    aligned.
+    """
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, places = 0, []
+    for name, dtype, shape in entries:
+        end = position + tensor_bytes(dtype, shape)
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        places.append(HeaderEntry(name, dtype, tuple(shape), position, end))
+        position = end
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, [
+        place._replace(begin=place.begin + start, end=place.end + start) for place in places
+    ]
+
+
+def _raw_header(path: Path) -> tuple[bytes, int]:
+    """The header's JSON bytes and the size of the file."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _damaged(path, f"truncated: {size} bytes, a safetensors file has at least 8")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER:
+                raise _damaged(path, f"not a safetensors file: it claims a header of {length} bytes")
+            if 8 + length > size:
+                raise _damaged(path, f"truncated: the header needs {8 + length} bytes, the file has {size}")
+            return file.read(length), size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _fields(path: Path, raw: bytes) -> dict[str, Any]:
+    """The header as a mapping from tensor name to its entry; duplicate names are refused."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            raise _damaged(path, "the header names a tensor twice")
+        return fields
+
+    fields = parse_json(raw, f"{path}: header of {len(raw)} bytes", unique)
+    if not isinstance(fields, dict):
+        raise _damaged(path, "the header is not a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(path, "the header's __metadata__ is not a mapping of texts")
+    return fields
+
+
+def _entry(path: Path, name: str, field: Any, start: int) -> HeaderEntry:
+    """One checked header entry, with offsets counted from the beginning of the file."""
+    try:
+        dtype, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
+        whole = all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end))
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from error
+    if not isinstance(shape, list) or len(shape) > _DIMENSIONS or not whole:
+        raise _damaged(path, f"tensor {name!r} has shape {shape} and offsets {begin}..{end}")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise _damaged(path, f"tensor {name!r} has the unknown dtype {dtype!r}")
+    expected = tensor_bytes(dtype, shape)
+    if end - begin != expected:
+        raise _damaged(
+            path, f"tensor {name!r} ({dtype} {shape}) has {end - begin} bytes, expected {expected}"
+        )
+    return HeaderEntry(name, dtype, tuple(shape), begin + start, end + start)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", hint="copy or download the file again")

@@ -21,7 +21,7 @@ import typer.main
 from attar.cli.guard import guarded
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.origin import CommandOrigin, option
-from attar.recipe.settings import Setting, parse, settings_of, short
+from attar.recipe.settings import SettingField, parse, settings_of, short
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
@@ -145,7 +145,7 @@ def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
     return parse(cls, given, CommandOrigin(verb))
 
 
-def _setting_option(setting: Setting) -> inspect.Parameter:
+def _setting_option(setting: SettingField) -> inspect.Parameter:
     spelling = option(setting.name)
     default = "required" if setting.default is dataclasses.MISSING else f"default: {short(setting.default)}"
     if setting.flag:

@@ -14,8 +14,7 @@ from typer.core import TyperGroup
 
 from attar.cli.guard import explain, say
 from attar.cli.verbs import VERBS
-from attar.errors import AttarError, UsageError, nearest
-from attar.recipe.origin import did_you_mean
+from attar.errors import AttarError, UsageError, did_you_mean, nearest
 from attar.recipe.stages import load
 
 # typer brings its own copy of click in newer versions: the base of its errors is found through one that it
@@ -52,7 +51,7 @@ app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, no_args_is_help=False, i
 
 def _version(value: bool) -> None:
     if value:
-        from attar import __version__
+        from attar.version import __version__
 
         print(f"attar {__version__}")
         raise typer.Exit

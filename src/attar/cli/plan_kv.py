@@ -69,7 +69,7 @@ def _print(made: KVPlan) -> None:
     if sys.stdout.isatty():
         _rich(head, rows)
     else:
-        from attar.recipe.table import table
+        from attar.checkpoint.units import table
 
         print(table(head, rows))
     if any(cell.fits is False for cell in made.cells):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attar.checkpoint import paths
 from attar.checkpoint.jsonfile import read_json
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
 

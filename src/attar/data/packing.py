@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.geometry import geometry
-from attar.data.chat import render
 from attar.data.sources import read_split
 from attar.data.splits import Document
 from attar.errors import DataError
@@ -37,7 +36,7 @@ CHUNK = 256  # documents tokenized in one call, at most: enough to keep every co
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedRows:
     """Rows of a split.
 
     Attributes:
@@ -182,7 +181,7 @@ def pack_split(
     seed: int,
     packing: str = "stream",
     bos: str = "auto",
-) -> Packed:
+) -> PackedRows:
     """:func:`pack`, and whether the rows are the split's own.
 
     A source of few documents whose split holds less than one row gives rows of its whole text, and says so.
@@ -195,7 +194,7 @@ def pack_split(
         text = read_split(data, split, seed, whole=whole)
         packed = cut(tokenize(text.documents, tokenizer), length, end, rows, front)
         if len(packed):
-            return Packed(packed, text.shared)
+            return PackedRows(packed, text.shared)
     raise DataError(
         f"{data}: the {split} split holds less than one row of {length} tokens",
         hint="give more text, or a smaller --sequence-length",
@@ -235,7 +234,81 @@ def evaluation_batches(
 
 def evaluation_rows(
     tokenizer: Any, data: str, *, tokens: int, sequence_length: int, seed: int, bos: str = "auto"
-) -> Packed:
+) -> PackedRows:
     """Rows of the evaluation split, about ``tokens`` tokens in all, and whether they are held out."""
     count = max(tokens // sequence_length, 1)
     return pack_split(tokenizer, data, "evaluation", length=sequence_length, rows=count, seed=seed, bos=bos)
+
+
+def calibration_batches(
+    tokenizer: Any,
+    data: str,
+    *,
+    samples: int,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    bos: str = "auto",
+) -> list[Tensor]:
+    """The first ``samples`` rows of the calibration split in the seed's order, as int64 (B, S) batches.
+
+    Raises:
+        DataError: the source holds less than one row.
+    """
+    rows = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed, bos=bos)
+    return list(rows.split(batch_size))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Shuffled batches over rows of tokens; each epoch has its own permutation.
+
+    Attributes:
+        rows: int64 (N, S).
+        size: B, rows a batch.
+        seed: of the permutations.
+    """
+
+    rows: Tensor
+    size: int
+    seed: int
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Batch number ``index``, int64 (B, S); runs on through epochs without end."""
+        total = self.rows.shape[0]
+        places = torch.arange(index * self.size, (index + 1) * self.size)
+        orders = {int(epoch): self._order(int(epoch)) for epoch in (places // total).unique()}
+        return self.rows[torch.stack([orders[int(place) // total][int(place) % total] for place in places])]
+
+    def _order(self, epoch: int) -> Tensor:
+        return torch.randperm(self.rows.shape[0], generator=numbered_generator(self.seed, epoch))
+
+
+def numbered_generator(seed: int, number: int) -> torch.Generator:
+    """A generator for one of many draws of a seed; any whole numbers will do."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64)
+
+
+def render(document: Document, tokenizer: Any) -> str:
+    """The text a model would see: plain text as it is, messages through the tokenizer's chat template.
+
+    Raises:
+        DataError: the document is a conversation and the tokenizer has no template, or the template refuses
+            it.
+    """
+    if isinstance(document, str):
+        return document
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the data holds conversations, but the tokenizer has no chat template",
+            hint="use a model with a chat template, or data with a plain text field",
+        )
+    try:
+        return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=False))
+    except Exception as error:  # a template is a program of the checkpoint's and may raise anything
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        where = getattr(document, "where", "a conversation")
+        raise DataError(
+            f"{where}: the model's chat template refuses the messages: {reason}",
+            hint="give roles in the order it wants, mostly user and assistant in turns, contents as text",
+        ) from error

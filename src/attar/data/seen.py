@@ -80,11 +80,11 @@ def record(
     }
 
 
-def remember(output: Any, records: Sequence[dict[str, Any]], progress: Any) -> None:
+def note_texts(output: Any, records: Sequence[dict[str, Any]], progress: Any) -> None:
     """Put records into a stage's output, and say which texts could not be split.
 
     Args:
-        output: an :class:`attar.checkpoint.output.Output`.
+        output: an :class:`attar.checkpoint.output.StageOutput`.
     """
     output.texts += records
     output.details["text"] = [
@@ -119,7 +119,7 @@ def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, record
     """Why an evaluation's text is not held out; empty where it is.
 
     Args:
-        shared: of :class:`attar.data.packing.Packed`.
+        shared: of :class:`attar.data.packing.PackedRows`.
         records: of the model's lineage.
     """
     reasons = seen(tokenizer, batches, records)

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attar.checkpoint.hashing import sha256_file
-from attar.data import prose, stdlib
+from attar.data import python_text
 from attar.data.settings import SOURCES
-from attar.data.splits import BY_HASH, Document, Split, take
+from attar.data.splits import BY_HASH, SPLITS, Document, Split, take
 from attar.errors import DataError
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ SUFFIXES = (".txt", ".md", ".py", ".rst", ".jsonl")
 WHOLE = "whole:"
 
 
-class Conversation(list[dict[str, Any]]):
+class MessageList(list[dict[str, Any]]):
     """The messages of a conversation that know where they were read.
 
     Args:
@@ -75,12 +75,12 @@ def read_split(data: str, split: str, seed: int = 0, *, whole: bool = False) -> 
     Raises:
         DataError: as in :func:`documents`.
     """
-    if split not in stdlib.SPLITS:
+    if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", hint="train, calibration or evaluation")
     if data == "python-stdlib":
-        chosen = Split([text for _, text in stdlib.texts(split)])
-    elif data in (prose.PROSE, prose.CHAT):
-        chosen = Split(prose.documents(data, split))
+        chosen = Split([text for _, text in python_text.texts(split)])
+    elif data in (python_text.PROSE, python_text.CHAT):
+        chosen = Split(python_text.documents(data, split))
     else:
         chosen = _of_files(data, split, whole)
     shuffled = list(chosen.documents)
@@ -105,8 +105,8 @@ def fingerprint(data: str) -> str:
     It enters a stage's identity, so that an edited text file makes the stage run again.
     """
     digest = hashlib.sha256(data.encode(errors="surrogateescape"))
-    if data in ("python-stdlib", prose.PROSE, prose.CHAT):
-        for relative, file in stdlib.all_files():
+    if data in ("python-stdlib", python_text.PROSE, python_text.CHAT):
+        for relative, file in python_text.all_files():
             digest.update(f"{relative}:{file.stat().st_size}\n".encode())
         return digest.hexdigest()
     name, _ = _field(data)
@@ -202,7 +202,7 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
             yield value
     elif value:
         _check_messages(f"{where}: {wanted}", value)
-        yield Conversation(value, where)
+        yield MessageList(value, where)
 
 
 def _check_unicode(where: str, value: Any) -> None:

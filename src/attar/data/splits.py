@@ -14,18 +14,20 @@ topic, in the training text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attar.data import stdlib
-
 Document = str | list[dict[str, Any]]
 """A text, or the messages of a conversation."""
 
 BY_HASH = 100  # documents from which on a hash splits well enough
+SPLITS = {"train": range(90), "calibration": range(90, 95), "evaluation": range(95, 100)}
+"""Which per cent of the hash belongs to which split."""
+
 SHARES = {"train": 0.8, "calibration": 0.1, "evaluation": 0.1}
 LEAST = 1_000  # characters of a source that can be cut
 NEAR = 0.02  # of a source: how far a cut moves to fall between two documents
@@ -50,13 +52,19 @@ class Split:
 def take(documents: Sequence[Document], split: str) -> Split:
     """The documents of a split: by content where there are many, by position where there are few."""
     if len(documents) >= BY_HASH:
-        return Split([each for each in documents if stdlib.split_of(content(each)) == split])
+        return Split([each for each in documents if split_of(content(each)) == split])
     unique = list({content(each): each for each in documents}.values())
     total = sum(map(size, unique))
     if total < LEAST:
         return Split(unique, f"{total:,} characters cannot be cut into splits")
     parts = by_position(unique, SHARES)
     return Split(parts[split])
+
+
+def split_of(path: str) -> str:
+    """The split of a file, from the first 32 bits of SHA-256 over its relative POSIX path, modulo 100."""
+    bucket = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 100
+    return next(name for name, buckets in SPLITS.items() if bucket in buckets)
 
 
 def by_position(documents: Sequence[Document], shares: dict[str, float]) -> dict[str, list[Document]]:

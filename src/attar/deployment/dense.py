@@ -11,14 +11,14 @@ from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.output import StageOutput
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import method, reader
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -35,7 +35,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     method(source)
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
     dtype = _dtype(source, settings, output)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
@@ -45,14 +45,14 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     write_config(output.folder, config)
     read = reader(source)
 
-    def layout(info: Any) -> Sequence[Slot]:
+    def layout(info: Any) -> Sequence[TensorSpec]:
         made = read.slot(info)
         if made is None:
             return []
         name, kind, shape = made
         if dtype is not None and kind in ("F32", "F16", "BF16"):
             kind = stored_dtype(dtype)
-        return [Slot(name, kind, shape)]
+        return [TensorSpec(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         tensor, made = read.dense(name), read.slot(source.tensors[name])
@@ -65,7 +65,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     return same_tensors(source, open_checkpoint(output.folder), dtype, progress)
 
 
-def _dtype(source: Checkpoint, settings: ExportSettings, output: Output) -> torch.dtype | None:
+def _dtype(source: Checkpoint, settings: ExportSettings, output: StageOutput) -> torch.dtype | None:
     """The number type of the tensors; None: as they are stored. Says so where it was not asked for."""
     if settings.dtype != "auto":
         asked: torch.dtype = getattr(torch, settings.dtype)

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output
-from attar.checkpoint.shards import Slot
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.checkpoint.output import StageOutput
+from attar.checkpoint.shards import TensorSpec
+from attar.data.packing import calibration_batches, row_length
 from attar.deployment import imatrix
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
@@ -35,22 +34,22 @@ from attar.formats.readers import method, reader
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import Progress
-from attar.quantization.exl2 import (
+from attar.quantization.hessian import Hessian
+from attar.quantization.methods.exl2 import (
     HEADS,
-    Inputs,
-    Measured,
-    Pattern,
+    BitPattern,
+    PatternError,
+    SortedHessian,
     choose,
     measure,
     order_inputs,
     patterns,
     quantize_layer,
 )
-from attar.quantization.hessian import Hessian
 from attar.walks.stream import stream
-from attar.walks.sweep import Solution, Swept, sweep
+from attar.walks.sweep import Solution, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -87,7 +86,7 @@ def _linears(source: Checkpoint) -> dict[str, tuple[int, int]]:
     return found
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
     shapes = _linears(source)
     batches = calibration_batches(
@@ -100,7 +99,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
         bos=settings.bos,
     )
 
-    def walk(solver: Any, name: str) -> Swept:
+    def walk(solver: Any, name: str) -> SweepResult:
         return sweep(
             source,
             batches,
@@ -118,7 +117,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
     swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
     head = _rounded_head(source, batches, settings, output, progress)
-    made = _Made(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
+    made = _EXL2Conversion(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
     stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
     said = exl2.quantization_config(
         round(stored, 4),
@@ -166,7 +165,7 @@ class _Measuring:
             name: Solution(weight, {}, self._report(weight, H, inputs)) for name, weight in weights.items()
         }
 
-    def _report(self, weight: Tensor, H: Tensor, inputs: Inputs) -> dict[str, Any]:
+    def _report(self, weight: Tensor, H: Tensor, inputs: SortedHessian) -> dict[str, Any]:
         shape = (weight.shape[0], weight.shape[1])
         near = patterns(shape, self.bits - 1.6, self.bits + 2.2)
         return {
@@ -182,7 +181,7 @@ class _Measuring:
 class _Rounding:
     """Rounds each Linear under its pattern."""
 
-    chosen: Mapping[str, Pattern]
+    chosen: Mapping[str, BitPattern]
     original = False
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
@@ -204,11 +203,11 @@ class _Rounding:
         return decode(tensors)
 
 
-def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[Measured]:
+def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[PatternError]:
     made = []
     for parts, error in row["measured"]:
-        pattern = Pattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
-        made.append(Measured(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
+        pattern = BitPattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
+        made.append(PatternError(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
     return made
 
 
@@ -216,7 +215,7 @@ def _rounded_head(
     source: Checkpoint,
     batches: Sequence[Tensor],
     settings: ExportSettings,
-    output: Output,
+    output: StageOutput,
     progress: Progress,
 ) -> dict[str, Tensor] | None:
     """The tensors of the head; None where it stays dense."""
@@ -234,7 +233,7 @@ def _rounded_head(
 
 
 def _head(
-    source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: Pattern
+    source: Checkpoint, sums: Mapping[str, tuple[Tensor, float]], pattern: BitPattern
 ) -> dict[str, Tensor]:
     """The tensors of the head."""
     stored = _head_name(source)
@@ -252,7 +251,7 @@ def _head_name(source: Checkpoint) -> str:
 
 
 @dataclass
-class _Made:
+class _EXL2Conversion:
     """What each stored tensor becomes.
 
     Attributes:
@@ -265,8 +264,8 @@ class _Made:
 
     source: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
-    chosen: Mapping[str, Pattern]
-    swept: Swept
+    chosen: Mapping[str, BitPattern]
+    swept: SweepResult
     head: Mapping[str, Tensor] | None
 
     def __post_init__(self) -> None:
@@ -275,17 +274,17 @@ class _Made:
         self.modules = {names[f"{module}.weight"]: module for module in self.shapes}
         self.head_stored = _head_name(self.source) if self.head is not None else ""
 
-    def slots(self, info: Any) -> list[Slot]:
+    def slots(self, info: Any) -> list[TensorSpec]:
         """Names, types and shapes of what a stored tensor becomes."""
         if info.name in self.modules:
             module, base = self.modules[info.name], info.name.removesuffix(".weight")
             made = layout(self.shapes[module], self.chosen[module].sections(self.shapes[module][1]))
-            return [Slot(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
-        kept = Slot(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
+            return [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        kept = TensorSpec(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
         if info.name != self.head_stored:
             return [kept]
         made = layout(info.shape, sections_of(self.head or {}))
-        heads = [Slot(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        heads = [TensorSpec(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
         return heads if info.name == f"{HEAD}.weight" else [kept, *heads]
 
     def tensors(self, name: str, load: Any) -> dict[str, Tensor]:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.output import StageOutput
+from attar.checkpoint.shards import TensorSpec
 from attar.deployment.folder import write_config
-from attar.deployment.integers import Integers, refuse_source
+from attar.deployment.integers import IntegerConversion, refuse_source
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors, same_weights
 from attar.errors import ModelError
@@ -83,7 +83,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
         refuse_source(source, settings.format)
 
 
-def write(source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress) -> list[str]:
+def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
     found = method(source)
     if found == settings.format:
@@ -92,8 +92,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: Output, progress
     if "modelopt" in (found, settings.format):
         made = _modelopt(source, settings.format)
     else:
-        made = Integers(source, settings.format, progress)
-    if isinstance(made, Integers):
+        made = IntegerConversion(source, settings.format, progress)
+    if isinstance(made, IntegerConversion):
         output.details["notes"] = made.notes
     write_config(output.folder, made.config)
     if isinstance(made, FromCompressedTensors):
@@ -109,12 +109,12 @@ def _modelopt(source: Checkpoint, target: str) -> FromCompressedTensors | ToComp
     return FromCompressedTensors(source) if target == "modelopt" else ToCompressedTensors(source)
 
 
-def _copy(source: Checkpoint, output: Output, progress: Progress) -> list[str]:
+def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[str]:
     """The same tensors in a folder of their own."""
     write_config(output.folder, source.config)
     stream(
         source,
-        lambda info: [Slot(info.name, info.dtype, info.shape)],
+        lambda info: [TensorSpec(info.name, info.dtype, info.shape)],
         lambda name, load: {name: load()},
         output.folder,
         work=output.work / "shards",
@@ -127,13 +127,13 @@ def _copy(source: Checkpoint, output: Output, progress: Progress) -> list[str]:
     return same_tensors(source, written, None, progress)
 
 
-def _stream(source: Checkpoint, made: Conversion, output: Output, progress: Progress) -> None:
+def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress: Progress) -> None:
     def transform(name: str, load: Callable[[], Tensor]) -> Mapping[str, Tensor]:
         return made.tensors(name)
 
     stream(
         source,
-        lambda info: [Slot(*slot) for slot in made.slots(info)],
+        lambda info: [TensorSpec(*slot) for slot in made.slots(info)],
         transform,
         output.folder,
         work=output.work / "shards",

@@ -17,7 +17,7 @@ FILE.attar.json, FILE.md and FILE.Modelfile, so that several models share a fold
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,12 +28,12 @@ from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
 from attar.checkpoint.lineage import TEXTS, texts_beside
 from attar.checkpoint.open import open_checkpoint
-from attar.checkpoint.output import Output, produce
+from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.readme import FILE as README
 from attar.checkpoint.readme import MODELFILE, write_readme
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.deployment.gguf import IMATRIX
 from attar.deployment.settings import VERSION, ExportSettings
@@ -107,17 +107,8 @@ def _write(
     force: bool,
     key: str | None,
 ) -> None:
-    with produce(
-        out,
-        stage="export",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "export", settings, VERSION, [source], text=text, force=force, key=key) as output:
         if settings.text_rows:
             settings = _recorded(source, settings, output, progress)
         details: dict[str, Any] = output.details
@@ -127,7 +118,7 @@ def _write(
 
 
 def _recorded(
-    source: Checkpoint, settings: ExportSettings, output: Output, progress: Progress
+    source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress
 ) -> ExportSettings:
     """Note the text that will be read. Settings without an importance matrix where nobody asked for one, and
     there is no text for it."""
@@ -143,7 +134,7 @@ def _recorded(
             raise
         progress.log(f"no importance matrix, so the file loses more than it need: {error.message}")
         return plain
-    remember(output, [read], progress)
+    note_texts(output, [read], progress)
     return settings
 
 
@@ -161,7 +152,7 @@ def _write_file(
     if settings.max_file:
         raise SettingsError("max_file", settings.max_file, "unset for a single file; -o a folder")
     atomic.check_file(final, force)
-    folder = atomic.beside(final, "folder")
+    folder = atomic.hidden(final, "folder")
     _write(source, folder, settings, writer, progress, True, key)
     with atomic.explain_os_errors(final):
         made = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
@@ -171,6 +162,7 @@ def _write_file(
         for name, place in places.items():
             if (folder / name).is_file():
                 (folder / name).replace(place)
+        atomic.fsync(final.parent)
         shutil.rmtree(folder)
     return open_checkpoint(final)
 

@@ -22,13 +22,14 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from attar.data.auto import AUTO, CODE, fitting
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.bench import measure
-from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.tokenizer import PromptTokenizer
 
 SAMPLE_PROMPTS = {
     CODE: "def __init__(self",
@@ -95,7 +96,7 @@ def sample_prompt(subject: Subject, setting: str) -> tuple[str, list[int]]:
     text = SAMPLE_PROMPTS[kind]
     if kind != CHAT:
         return text, encode_prompt(subject, text, "the sample's prompt")
-    return f"{text}\n", Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+    return f"{text}\n", PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
 
 
 def serving_llm(subject: Subject) -> LLM:
@@ -116,24 +117,14 @@ def generate_greedily(subject: Subject, prompt: list[int], max_tokens: int) -> l
         return list(serving_llm(subject).generate(prompt, params)[0].token_ids)
     if subject.context is not None:
         max_tokens = min(max_tokens, subject.context - len(prompt))
-    tokens = _transformers_generate(subject, prompt, max_tokens, end_tokens(subject))
+    ends = end_tokens(subject.model.generation_config, subject.model.config, subject.tokenizer)
+    tokens = _transformers_generate(subject, prompt, max_tokens, ends)
     return [int(token) for token in tokens[0, len(prompt) :]]
 
 
 def decode_tokens(subject: Subject, ids: list[int]) -> str:
     """The text of tokens, without special tokens."""
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def end_tokens(subject: Subject) -> tuple[int, ...]:
-    """End tokens of a model in transformers: its generation config's, else its config's, else the
-    tokenizer's.
-    """
-    for owner in (subject.model.generation_config, subject.model.config, subject.tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()
 
 
 def measure_speed(

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.errors import MissingExtraError
-from attar.measure.generation import decode_tokens, end_tokens, generate_greedily, serving_llm
+from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
 from attar.measure.multiple_choice import TokenPair, log_likelihoods
 from attar.measure.subject import load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.sampling.params import SamplingParams
 
 try:
@@ -147,7 +148,8 @@ class Harness(TemplateLM):  # type: ignore[misc]
         prompt = prompt[-(self.max_length - max_tokens) :]  # a long prompt loses its beginning
         if self.subject.loaded is None:
             ids = generate_greedily(self.subject, prompt, max_tokens)
-            ends = end_tokens(self.subject)
+            model = self.subject.model
+            ends = end_tokens(model.generation_config, model.config, self.subject.tokenizer)
             text = decode_tokens(self.subject, [token for token in ids if token not in ends])
         else:
             text = serving_llm(self.subject).generate(prompt, _params(options, max_tokens, stops))[0].text

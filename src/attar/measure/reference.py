@@ -16,8 +16,8 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
 from attar.data.auto import AUTO, fit
-from attar.data.packing import Packed, evaluation_rows
-from attar.data.prose import PROSE
+from attar.data.packing import PackedRows, evaluation_rows
+from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.logits import next_token_logits, predicted, split
@@ -37,7 +37,7 @@ class Reference:
         settings: of the evaluation; another text or length needs another reference.
         batches: the text, int64 (B, S) each.
         width: compared columns of the logits.
-        shared: why the text is in other splits too, as in :class:`attar.data.packing.Packed`.
+        shared: why the text is in other splits too, as in :class:`attar.data.packing.PackedRows`.
         logits: per batch and sequence, float32 (n, width); None where each evaluation recomputes them.
     """
 
@@ -111,7 +111,7 @@ def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
     return list(held_out_rows(subject, settings).rows.split(settings.batch_size))
 
 
-def held_out_rows(subject: Subject, settings: EvaluateSettings) -> Packed:
+def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
     """The settings' held-out text in the subject's tokens, with what is known against its being held out.
 
     Sequences are at most as long as the subject's context.

@@ -22,19 +22,19 @@ from typing import Any
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
-from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
-from attar.checkpoint.output import Output, command_line, finished, produce
+from attar.checkpoint.output import StageOutput, command_line, finished, produce
+from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.merging.chat_template import choose_chat_template, write_chat_template
-from attar.merging.config import SEARCHED, MergeConfig
+from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.disagreement import Disagreement
 from attar.merging.parents import Parents
-from attar.merging.prepared import Prepared, asked_tokens, prepare
+from attar.merging.planning.prepare import Prepared, asked_tokens, prepare
 from attar.merging.settings import VERSION, MergeSettings
+from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
 from attar.merging.written import read_configs
 from attar.progress import SILENT, Progress
 
@@ -123,7 +123,7 @@ class _Run:
     def _command(self, out: Path) -> str:
         """The command that does this again, from the configuration beside the weights."""
         rest = {name: value for name, value in asdict(self.settings).items() if name != "config"}
-        line = command_line("merge", rest, self.settings.seed, (), out)
+        line = command_line("merge", rest, (), out)
         return line.replace("attar merge", f"attar merge {FILE}", 1)
 
     def _produce(self, out: Path, force: bool, key: str | None, early: Prepared | None) -> Any:
@@ -131,20 +131,12 @@ class _Run:
         if early is not None:
             slots = [early.merge.slot(output) for output in early.merge.plan.outputs]
             needed = sum(tensor_bytes(slot.dtype, slot.shape) for slot in slots)
+        text, models = fingerprint(self.settings.data), self.parents.checkpoints()
         return produce(
-            out,
-            stage="merge",
-            version=VERSION,
-            settings=asdict(self.settings),
-            seed=self.settings.seed,
-            parents=[(checkpoint, "weights") for checkpoint in self.parents.checkpoints()],
-            force=force,
-            key=key,
-            text=fingerprint(self.settings.data),
-            needed=needed,
+            out, "merge", self.settings, VERSION, models, text=text, needed=needed, force=force, key=key
         )
 
-    def _fill(self, prepared: Prepared, output: Output) -> None:
+    def _fill(self, prepared: Prepared, output: StageOutput) -> None:
         """Write one document's model into its folder."""
         notes = [*self.parents.notes, *prepared.notes]
         for note in notes:
@@ -177,11 +169,11 @@ class _Run:
                 prepared, output.folder, self.settings, texts, self.progress, [*known, *output.texts]
             )
 
-    def _chosen(self, prepared: Prepared, output: Output) -> Prepared:
+    def _chosen(self, prepared: Prepared, output: StageOutput) -> Prepared:
         """What is to be merged: as written, or with what a soup or a search chose."""
         if not self.settings.search and prepared.document.method not in SEARCHED:
             return prepared
-        from attar.merging.chosen import choose
+        from attar.merging.search.choose import choose
 
         return choose(prepared, self.parents, self.settings, output, self.progress)
 

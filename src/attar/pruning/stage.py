@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,27 +15,25 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.packing import calibration_batches, row_length
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError, UsageError
-from attar.models.anatomy import Anatomy, discover
-from attar.models.device import pick_device
+from attar.models.anatomy import discover
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
-from attar.models.precision import precision_note, stored_precision
+from attar.models.parts import Anatomy, weight_of
+from attar.models.stored import precision_note, stored_precision
 from attar.models.surgery import keep_heads, keep_neurons
 from attar.progress import SILENT, Progress
-from attar.pruning.importance import gradient_importance, keep_most_important, units_of
+from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, units_of
 from attar.pruning.settings import VERSION, PruneSettings
 from attar.walks.objectives import masked_token_loss, next_token_loss
-from attar.walks.precision import resolve
-from attar.walks.sweep import weight_of
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
-Cut = Callable[[Any, Sequence[Sequence[int]]], Any]
+UnitCut = Callable[[Any, Sequence[Sequence[int]]], Any]
 
 
 def prune(
@@ -67,23 +65,14 @@ def prune(
     if keep == total:
         raise nothing_removed(total, settings)
     cut = _cut(source, anatomy, settings, keep)
-    with produce(
-        out,
-        stage="prune",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(source, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "prune", settings, VERSION, [source], text=text, force=force, key=key) as output:
         for note in (_share(total, keep, settings), precision_note(source)):
             if note:
                 progress.log(note)
         length = row_length(settings.sequence_length, source.config)
         read = record("prune", tokenizer, settings, "calibration", length=length, rows=settings.samples)
-        remember(output, [read], progress)
+        note_texts(output, [read], progress)
         batches = calibration_batches(
             tokenizer,
             settings.data,
@@ -115,7 +104,7 @@ def prune(
     return open_checkpoint(out)
 
 
-def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> Cut:
+def _cut(source: Checkpoint, anatomy: Anatomy, settings: PruneSettings, keep: int) -> UnitCut:
     """How units are removed; a family that cannot express it is found out here, on a model without weights.
 
     Raises:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from attar.errors import MissingExtraError, ModelError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import Grid, Quantized
-from attar.quantization.rtn import rtn
+from attar.quantization.grids import Grid, QuantizedTensor
+from attar.quantization.methods.rtn import rtn
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
-from attar.walks.train import History, Loss, train
+from attar.walks.train import Loss, TrainHistory, train
 
 INITS = ("zero", "error")
 
@@ -45,8 +45,8 @@ class Adapted:
     """
 
     model: Any
-    weights: dict[str, Quantized]
-    history: History
+    weights: dict[str, QuantizedTensor]
+    history: TrainHistory
 
 
 def learn_adapters(
@@ -60,7 +60,7 @@ def learn_adapters(
     init: str = "zero",
     merge: bool = True,
     loss: Loss = next_token,
-    start: Mapping[str, Quantized] | None = None,
+    start: Mapping[str, QuantizedTensor] | None = None,
     work: Path | None = None,
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels import columns as kernel
-from attar.quantization.grids import Grid, Parameters
+from attar.quantization.grids import Grid, TileParameters
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
 
@@ -25,7 +25,7 @@ def round_columns(
     W: Tensor,
     U: Tensor,
     grid: Grid,
-    parameters: Parameters,
+    parameters: TileParameters,
     group: Tensor,
     mask: Tensor | None = None,
     first: Tensor | None = None,
@@ -65,7 +65,7 @@ def round_columns(
     return codes.T
 
 
-def compiled_tiles(grid: Grid, parameters: Parameters, group: Tensor) -> kernel.Tiles | None:
+def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
     """What the compiled loop decodes with; None where it does not know the grid, or does not run.
 
     Args:
@@ -76,12 +76,12 @@ def compiled_tiles(grid: Grid, parameters: Parameters, group: Tensor) -> kernel.
     if book is None or not kernel.available(parameters.scale.device):
         return None
     across = parameters.each(lambda value: value.float().T.contiguous())
-    return kernel.Tiles(book, across.scale, across.zero, across.minimum, group)
+    return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
 
 
 def _round_in_torch(
     grid: Grid,
-    spread: Parameters,
+    spread: TileParameters,
     block: Tensor,
     factor: Tensor,
     codes: Tensor,

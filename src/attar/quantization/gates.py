@@ -39,7 +39,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels import planes
-from attar.quantization.grids import Grid, Quantized
+from attar.quantization.grids import Grid, QuantizedTensor
 
 LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
 USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
@@ -71,7 +71,7 @@ class Finding:
         return f"{self.layer}: {self.message}" if self.layer else self.message
 
 
-def code_numbers(quantized: Quantized, weight: Tensor, decoded: Tensor | None = None) -> dict[str, Any]:
+def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | None = None) -> dict[str, Any]:
     """What the gates want to know of a quantized weight; part of its report. Does not modify its inputs.
 
     Args:

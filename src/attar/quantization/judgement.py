@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.data.packing import Packed, evaluation_rows, row_length
+from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.formats.decoded import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress
 from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
-from attar.quantization.scheme import Plan
+from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.compare import Compared, compare
+from attar.walks.compare import Comparison, compare
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -32,10 +32,10 @@ SPOKEN = 24  # tokens of the greedy sample
 SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
 
 
-def judge(
+def check_result(
     original: Checkpoint,
     written: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     reports: Sequence[Mapping[str, Any]],
     settings: QuantizeSettings,
     work: Path,
@@ -82,7 +82,7 @@ def judge(
     return found | ({"sample": spoken["text"]} if "text" in spoken else {})
 
 
-def culprit(compared: Compared, chosen: Plan, reports: Sequence[Mapping[str, Any]]) -> str:
+def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
     """The layer that most likely did it: in the block where the drift jumps, the one that looks worst."""
     blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
     inside = [
@@ -105,7 +105,7 @@ def _number(block: str) -> int:
     return int(tail) if tail.isdigit() else 0
 
 
-def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> Packed:
+def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> PackedRows:
     return evaluation_rows(
         tokenizer,
         settings.data,
@@ -123,7 +123,7 @@ def _compare(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-) -> Compared:
+) -> Comparison:
     return compare(
         original,
         Decoded(written),

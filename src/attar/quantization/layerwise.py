@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.quantization.awq import search_clip
 from attar.quantization.gates import code_numbers
-from attar.quantization.gptaq import gptaq
-from attar.quantization.gptq import Inputs, factorize, gptq_shared
-from attar.quantization.grids import Grid, NVFP4Grid, Parameters, Quantized, choose_scales
+from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
 from attar.quantization.hessian import CrossHessian, Hessian, energy
-from attar.quantization.qronos import least_squares_weight, qronos
-from attar.quantization.refine import refine
-from attar.quantization.rounded import Rounded
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import Site
+from attar.quantization.methods.gptaq import gptaq
+from attar.quantization.methods.gptq import HessianFactor, factorize, gptq_shared
+from attar.quantization.methods.qronos import least_squares_weight, qronos
+from attar.quantization.methods.refine import refine
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.methods.yaqa import yaqa
+from attar.quantization.plan import LayerPlan
+from attar.quantization.rounded import RoundingResult
 from attar.quantization.settings import QuantizeSettings
-from attar.quantization.yaqa import yaqa
+from attar.quantization.transforms.awq import search_clip
 from attar.walks.sweep import Solution
 
 ASYMMETRIC = ("gptaq", "qronos", "yaqa")
@@ -42,7 +42,7 @@ class LayerSolver:
         curvature: gives H_O (N, N) of a module, for yaqa.
     """
 
-    sites: Mapping[str, Site]
+    sites: Mapping[str, LayerPlan]
     settings: QuantizeSettings
     curvature: Callable[[str], Tensor] | None = None
 
@@ -73,7 +73,7 @@ class LayerSolver:
                 solved[name] = self._solution(weights[name], rounded, H, seen)
         return solved
 
-    def _factorized(self, H: Tensor) -> Inputs | None:
+    def _factorized(self, H: Tensor) -> HessianFactor | None:
         """H's factor, once for all grids of a group."""
         if self.settings.rounding != "gptq":
             return None
@@ -81,11 +81,16 @@ class LayerSolver:
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) that stored codes stand for."""
-        return Quantized.from_tensors(self.sites[name].grid, tensors).dequantize()
+        return QuantizedTensor.from_tensors(self.sites[name].grid, tensors).dequantize()
 
     def _round(
-        self, weights: Mapping[str, Tensor], grid: Grid, H: Tensor, seen: Hessian, inputs: Inputs | None
-    ) -> dict[str, Rounded]:
+        self,
+        weights: Mapping[str, Tensor],
+        grid: Grid,
+        H: Tensor,
+        seen: Hessian,
+        inputs: HessianFactor | None,
+    ) -> dict[str, RoundingResult]:
         """Round weights with one input; for act-order "group" their columns stand sorted by H_ii, so that
         every method forms its groups of columns that matter alike."""
         settings = self.settings
@@ -111,7 +116,7 @@ class LayerSolver:
 
     def _round_one(
         self, name: str, weight: Tensor, grid: Grid, H: Tensor, seen: Hessian, mask: Tensor | None
-    ) -> Rounded:
+    ) -> RoundingResult:
         settings, ordered = self.settings, self.settings.act_order != "off"
         parameters = self._parameters(weight, grid, H)
         if settings.rounding == "yaqa":
@@ -148,11 +153,11 @@ class LayerSolver:
                 mask=mask,
             )
         nearest = rtn(weight, grid, parameters)
-        return Rounded(nearest if mask is None else masked(nearest, mask), 0.0, 0)
+        return RoundingResult(nearest if mask is None else masked(nearest, mask), 0.0, 0)
 
     def _refined(
-        self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian, mask: Tensor | None
-    ) -> Rounded:
+        self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian, mask: Tensor | None
+    ) -> RoundingResult:
         settings = self.settings
         quantized = rounded.quantized
         if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
@@ -161,15 +166,15 @@ class LayerSolver:
         better = refine(
             quantized, H, target, sweeps=settings.refine, damp=settings.damp, weight=weight, mask=mask
         )
-        return Rounded(better, rounded.damp, rounded.dead)
+        return RoundingResult(better, rounded.damp, rounded.dead)
 
-    def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> Parameters:
+    def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> TileParameters:
         how = scale_choice(self.settings, grid)
         if how == "output" and not grid.searches:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
         return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
-    def _solution(self, weight: Tensor, rounded: Rounded, H: Tensor, seen: Hessian) -> Solution:
+    def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian) -> Solution:
         quantized, whole = rounded.quantized, max(energy(weight, H), 1e-30)
         dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
         report = {
@@ -183,7 +188,7 @@ class LayerSolver:
         return Solution(dense, quantized.tensors(), report)
 
 
-def _nearest(weight: Tensor, quantized: Quantized) -> Tensor:
+def _nearest(weight: Tensor, quantized: QuantizedTensor) -> Tensor:
     """The weight rounded to nearest; on a grid that searches for its scales with those that are there."""
     grid = quantized.grid
     return rtn(weight, grid, quantized.parameters if grid.searches else None).dequantize()
@@ -212,8 +217,8 @@ def mask_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:
     return weight != 0 if keep_zeros and bool((weight == 0).any()) else None
 
 
-def masked(quantized: Quantized, mask: Tensor) -> Quantized:
+def masked(quantized: QuantizedTensor, mask: Tensor) -> QuantizedTensor:
     """The same codes with the code nearest to zero where the mask is False."""
     zero = quantized.grid.quantize(torch.zeros(mask.shape, device=mask.device), quantized.parameters)
     codes = torch.where(mask, quantized.codes.float(), zero.codes.float()).to(quantized.codes.dtype)
-    return Quantized(quantized.grid, codes, quantized.parameters, quantized.g_idx)
+    return QuantizedTensor(quantized.grid, codes, quantized.parameters, quantized.g_idx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attar.formats.limits import kernels
 from attar.formats.rules import PACK
-from attar.quantization.scheme import Plan
+from attar.quantization.plan import QuantizationPlan
 
 YES = "yes"
 UNTRIED = "nothing known against it; attar is not tested with vLLM"
@@ -17,7 +17,7 @@ READS = (
 )
 
 
-def loads_in(chosen: Plan) -> dict[str, str]:
+def loads_in(chosen: QuantizationPlan) -> dict[str, str]:
     """For transformers and vLLM: "yes", or a sentence that says what is in the way. attar loads everything
     that it writes."""
     rules = {site.module: site.scheme.weights for site in chosen.sites.values()}

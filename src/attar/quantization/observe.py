@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from attar.models.fake_quant import on_keys_and_values
 from attar.progress import Progress
+from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.ranges import ActivationRange
-from attar.quantization.scheme import Plan, static_inputs
 from attar.walks.sweep import Nothing, sweep
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StaticScales:
 
 def observe(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     batches: Sequence[Tensor],
     *,
     work: Path,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attar.quantization.grids import Quantized
+from attar.quantization.grids import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundingResult:
     """Codes, and what the algorithm had to do for them.
 
     Attributes:
@@ -17,6 +17,6 @@ class Rounded:
         dead: how many columns had no input.
     """
 
-    quantized: Quantized
+    quantized: QuantizedTensor
     damp: float
     dead: int

@@ -20,26 +20,25 @@ from torch import Tensor
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
-from attar.quantization import qat
-from attar.quantization.autoround_solver import AutoRoundSolver, gptq_start
-from attar.quantization.curvature import Curvature
 from attar.quantization.gates import code_numbers
-from attar.quantization.grids import NVFP4Grid, Quantized, choose_scales
+from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
+from attar.quantization.methods import qat
+from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
+from attar.quantization.methods.output_hessian import OutputHessian
+from attar.quantization.mixed_precision.sensitivity import shared_groups
 from attar.quantization.observe import StaticScales, observe
-from attar.quantization.preparation import calibration
-from attar.quantization.scheme import Plan, Site
-from attar.quantization.sensitivity import shared_groups
+from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
-from attar.quantization.write import Codes
-from attar.walks.objectives import agreement
-from attar.walks.precision import resolve
+from attar.quantization.transforms.preparation import calibration
+from attar.quantization.write import CodeSource
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, Swept, sweep
+from attar.walks.sweep import Behind, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -61,7 +60,7 @@ class RoundedModel:
             there was none.
     """
 
-    codes: Codes
+    codes: CodeSource
     reports: Callable[[], list[dict[str, Any]]]
     input_scales: Mapping[str, float] = field(default_factory=dict)
     kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -71,7 +70,7 @@ class RoundedModel:
 
 def round_all(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
@@ -91,17 +90,21 @@ def round_all(
     if settings.rounding == "qat":
         made = _trained(checkpoint, chosen, settings, work, progress)
     elif settings.method == "rtn" or (settings.rounding == "rtn" and settings.method != "awq"):
-        nearest = _Nearest(checkpoint, chosen, settings, work / "errors.jsonl")
+        nearest = StreamedCodes(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
-        swept = _Swept(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
+        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
         made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
 
 
 def _static_scales(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: QuantizationPlan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
 ) -> StaticScales:
     if not chosen.caches and not any(site.static for site in chosen.sites.values()):
         return StaticScales({}, {})
@@ -118,12 +121,12 @@ def _static_scales(
 
 def _sweep(
     checkpoint: Checkpoint,
-    chosen: Plan,
+    chosen: QuantizationPlan,
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
     behind: Behind | None = None,
-) -> Swept:
+) -> SweepResult:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
     device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
@@ -134,7 +137,7 @@ def _sweep(
     else:
         curvature = None
         if settings.rounding == "yaqa":
-            curvature = Curvature(checkpoint, chosen, batches, settings, work / "curvature", progress)
+            curvature = OutputHessian(checkpoint, chosen, batches, settings, work / "curvature", progress)
             curvature.collect()
         solver = LayerSolver(sites, settings, curvature)
     return sweep(
@@ -151,7 +154,9 @@ def _sweep(
     )
 
 
-def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings) -> AutoRoundSolver:
+def _autoround(
+    checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings
+) -> AutoRoundSolver:
     masks = {}
     for stored, site in chosen.sites.items() if settings.keep_zeros else ():
         mask = mask_of(dense_weight(checkpoint.load(stored), site), True)
@@ -170,12 +175,16 @@ def _autoround(checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings)
 
 
 def _trained(
-    checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, work: Path, progress: Progress
+    checkpoint: Checkpoint,
+    chosen: QuantizationPlan,
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
 ) -> RoundedModel:
     """Quantization-aware training, from the codes of another rounding."""
     sites = {site.module: site for site in chosen.sites.values()}
     first = replace(settings, method="gptq" if settings.start == "auto" else settings.start, smooth="none")
-    start = _Swept(chosen, _sweep(checkpoint, chosen, first, work / "start", progress)).all()
+    start = SweepCodes(chosen, _sweep(checkpoint, chosen, first, work / "start", progress)).all()
     device = pick_device(settings.device)
     model, teacher = (load_model(checkpoint, dtype=torch.float32, device=device) for _ in range(2))
     teacher.requires_grad_(False)
@@ -207,13 +216,13 @@ def _trained(
         {name: rule for name, rule in rules.items() if rule is not None},
         rows,
         schedule,
-        loss=agreement(teacher, settings.distill),
+        loss=distillation_loss(soft_loss(teacher), settings.distill),
         train="scales" if settings.train == "scales" else "weights",
         work=work / "train",
         progress=progress,
         start=start,
     )
-    held = _Held(chosen, learned.weights, teacher, settings)
+    held = TrainedCodes(chosen, learned.weights, teacher, settings)
     scales = {name: float(found["scale"]) for name, found in learned.activations.items()}
     history = learned.history
     return RoundedModel(
@@ -221,22 +230,22 @@ def _trained(
     )
 
 
-class _Swept:
+class SweepCodes:
     """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
     order."""
 
-    def __init__(self, chosen: Plan, swept: Swept) -> None:
+    def __init__(self, chosen: QuantizationPlan, swept: SweepResult) -> None:
         self.chosen, self.swept = chosen, swept
         self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 
-    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         site = self.chosen.sites[stored]
         number = self.swept.block_of[site.module]
         if self.held[0] != number:
             self.held = (number, self.swept.tensors(number))
-        return Quantized.from_tensors(site.grid, self.held[1][site.module])
+        return QuantizedTensor.from_tensors(site.grid, self.held[1][site.module])
 
-    def all(self) -> dict[str, Quantized]:
+    def all(self) -> dict[str, QuantizedTensor]:
         """Every site's codes at once, by module name."""
         return {site.module: self(stored, Tensor) for stored, site in self.chosen.sites.items()}
 
@@ -245,11 +254,15 @@ class _Swept:
         return list(self.swept.reports)
 
 
-class _Held:
+class TrainedCodes:
     """Codes in memory, by module name."""
 
     def __init__(
-        self, chosen: Plan, weights: Mapping[str, Quantized], original: Any, settings: QuantizeSettings
+        self,
+        chosen: QuantizationPlan,
+        weights: Mapping[str, QuantizedTensor],
+        original: Any,
+        settings: QuantizeSettings,
     ) -> None:
         self.chosen, self.weights, self.rows = chosen, dict(weights), []
         for site in chosen.sites.values():
@@ -260,7 +273,7 @@ class _Held:
             made = self.weights[site.module]
             self.rows.append({"name": site.module, **weight_numbers(weight, made)})
 
-    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         return self.weights[self.chosen.sites[stored].module]
 
     def reports(self) -> list[dict[str, Any]]:
@@ -268,12 +281,12 @@ class _Held:
         return self.rows
 
 
-class _Nearest:
+class StreamedCodes:
     """Codes rounded to nearest as the tensors stream by; notes each layer's numbers in a file that survives a
     kill."""
 
     def __init__(
-        self, checkpoint: Checkpoint, chosen: Plan, settings: QuantizeSettings, errors: Path
+        self, checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings, errors: Path
     ) -> None:
         self.checkpoint, self.chosen, self.settings, self.errors = checkpoint, chosen, settings, errors
         self.stored = {site.module: stored for stored, site in chosen.sites.items()}
@@ -283,7 +296,7 @@ class _Nearest:
             groups = shared_groups(blocks, list(self.stored)).values()
             self.together = {name: names for names in groups for name in names}
 
-    def __call__(self, stored: str, load: Callable[[], Tensor]) -> Quantized:
+    def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         site = self.chosen.sites[stored]
         weight = dense_weight(load(), site)
         if not all_finite(weight):
@@ -304,12 +317,12 @@ class _Nearest:
         return list({row["name"]: row for row in rows}.values())
 
 
-def dense_weight(stored: Tensor, site: Site) -> Tensor:
+def dense_weight(stored: Tensor, site: LayerPlan) -> Tensor:
     """A site's weight (N, K) from the tensor as it is stored."""
     return stored.T.contiguous() if site.transposed else stored
 
 
-def weight_numbers(weight: Tensor, made: Quantized) -> dict[str, Any]:
+def weight_numbers(weight: Tensor, made: QuantizedTensor) -> dict[str, Any]:
     """A report where no inputs were seen: the relative squared error of the weight, and what the gates want
     to know of the codes."""
     lost = whole = 0.0

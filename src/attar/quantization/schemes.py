@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantizationScheme:
     """What happens to a Linear.
 
     Attributes:
@@ -49,7 +49,7 @@ class Scheme:
         """The layout of its tensors in compressed-tensors."""
         return format_of(self.weights, self.activations)
 
-    def sized(self, group_size: int) -> Scheme:
+    def sized(self, group_size: int) -> QuantizationScheme:
         """The scheme with another group size where that is a setting; 0: one scale for each output."""
         if not self.resizable:
             return self
@@ -104,20 +104,20 @@ _FP8_TENSOR = ActivationRule("float", 8, "tensor", dynamic=False)
 _FP8_GROUP = ActivationRule("float", 8, "group", group_size=128)
 
 _ALL = (
-    *(Scheme(f"W{bits}A16", _integer(bits)) for bits in (8, 6, 5, 4, 3, 2)),
-    Scheme("W4A16_ASYM", _integer(4, symmetric=False)),
-    Scheme("W8A8", _INT8, _TOKEN8),
-    Scheme("W8A8_STATIC", _INT8, ActivationRule("int", 8, "tensor", dynamic=False)),
-    Scheme("W4A8", _integer(4), _TOKEN8),
-    Scheme("FP8", WeightRule("float", 8, "tensor"), _FP8_TENSOR),
-    Scheme("FP8_DYNAMIC", WeightRule("float", 8, "channel"), _FP8_TOKEN),
-    Scheme("FP8_BLOCK", WeightRule("float", 8, "block", block=(128, 128)), _FP8_GROUP),
-    Scheme("NVFP4A16", WeightRule("float", 4, "tensor_group", 16)),
-    Scheme("MXFP4A16", WeightRule("float", 4, "group", 32)),
-    Scheme("NF4", WeightRule("nf4", 4, "group", 64)),
+    *(QuantizationScheme(f"W{bits}A16", _integer(bits)) for bits in (8, 6, 5, 4, 3, 2)),
+    QuantizationScheme("W4A16_ASYM", _integer(4, symmetric=False)),
+    QuantizationScheme("W8A8", _INT8, _TOKEN8),
+    QuantizationScheme("W8A8_STATIC", _INT8, ActivationRule("int", 8, "tensor", dynamic=False)),
+    QuantizationScheme("W4A8", _integer(4), _TOKEN8),
+    QuantizationScheme("FP8", WeightRule("float", 8, "tensor"), _FP8_TENSOR),
+    QuantizationScheme("FP8_DYNAMIC", WeightRule("float", 8, "channel"), _FP8_TOKEN),
+    QuantizationScheme("FP8_BLOCK", WeightRule("float", 8, "block", block=(128, 128)), _FP8_GROUP),
+    QuantizationScheme("NVFP4A16", WeightRule("float", 4, "tensor_group", 16)),
+    QuantizationScheme("MXFP4A16", WeightRule("float", 4, "group", 32)),
+    QuantizationScheme("NF4", WeightRule("nf4", 4, "group", 64)),
 )
 
-SCHEMES: Mapping[str, Scheme] = MappingProxyType(
+SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {scheme.name: scheme for scheme in _ALL} | {"INT8": next(s for s in _ALL if s.name == "W8A8")}
 )
 """Every scheme by name; INT8 is another name of W8A8."""

@@ -12,7 +12,6 @@ ends in any format. Each leaves what it has done in the work folder; a killed ru
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +21,19 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import produce
 from attar.data.auto import fit
 from attar.data.packing import row_length
-from attar.data.seen import record, remember
+from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.judgement import judge
+from attar.quantization.judgement import check_result
 from attar.quantization.loads import loads_in, warnings
-from attar.quantization.mixture import mixture
-from attar.quantization.preparation import prepare
+from attar.quantization.mixed_precision.mixture import mixture
+from attar.quantization.plan import QuantizationPlan, group_sizes, plan
 from attar.quantization.rounding import round_all
-from attar.quantization.scheme import Plan, group_sizes, plan
 from attar.quantization.settings import VERSION, QuantizeSettings
+from attar.quantization.transforms.preparation import prepare
 from attar.quantization.write import write
 
 if TYPE_CHECKING:
@@ -72,19 +71,10 @@ def quantize(
     first = plan(checkpoint, settings)  # what cannot be done is said before anything is
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
-    with produce(
-        out,
-        stage="quantize",
-        version=VERSION,
-        settings=asdict(settings),
-        seed=settings.seed,
-        parents=[(checkpoint, "weights")],
-        force=force,
-        key=key,
-        text=fingerprint(settings.data),
-    ) as output:
+    text = fingerprint(settings.data)
+    with produce(out, "quantize", settings, VERSION, [checkpoint], text=text, force=force, key=key) as output:
         details: dict[str, Any] = output.details
-        remember(output, _records(checkpoint, settings, first), progress)
+        note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
         if settings.bits:
             assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)
@@ -117,7 +107,7 @@ def quantize(
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
         reports = rounded.reports()
-        gates = judge(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
+        gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
         for warning in gates["warnings"]:
             progress.log(f"warning: {warning}")
@@ -130,13 +120,15 @@ def quantize(
     return open_checkpoint(out)
 
 
-def _calibrates(settings: QuantizeSettings, chosen: Plan) -> bool:
+def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
     nearest = settings.rounding == "rtn" and settings.smoothing == "none" and not settings.bits
     return not nearest or bool(chosen.caches) or any(site.static for site in chosen.sites.values())
 
 
-def _records(checkpoint: Checkpoint, settings: QuantizeSettings, chosen: Plan) -> list[dict[str, Any]]:
+def _records(
+    checkpoint: Checkpoint, settings: QuantizeSettings, chosen: QuantizationPlan
+) -> list[dict[str, Any]]:
     """The text that the quantization reads."""
     if not _calibrates(settings, chosen):
         return []

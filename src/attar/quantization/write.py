@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint.shards import Slot
+from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
 from attar.formats.coded import Coded
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import IntGrid, Quantized
-from attar.quantization.rtn import rtn
-from attar.quantization.scheme import Plan, Site
+from attar.quantization.grids import IntGrid, QuantizedTensor
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.walks.stream import stream
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-Codes = Callable[[str, Callable[[], Tensor]], Quantized]
+CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
 """``codes(stored name, load)`` gives the quantized weight of a site; ``load()`` reads the dense one as it is
 stored."""
 
 
 def write(
     checkpoint: Checkpoint,
-    chosen: Plan,
-    codes: Codes,
+    chosen: QuantizationPlan,
+    codes: CodeSource,
     folder: Path,
     work: Path,
     progress: Progress = SILENT,
@@ -47,7 +47,7 @@ def write(
     Args:
         checkpoint: the dense model that the codes were made of.
         chosen: what happens to each tensor.
-        codes: see :data:`Codes`.
+        codes: see :data:`CodeSource`.
         folder: where the result goes.
         work: where unfinished shards survive a kill.
         input_scales: of the inputs of each site whose activations are static, by module name.
@@ -68,15 +68,15 @@ def write(
     def kept(kind: str) -> str:
         return stored_dtype(dtype) if dtype is not None and kind in FLOATS else kind
 
-    def layout(info: Any) -> Sequence[Slot]:
+    def layout(info: Any) -> Sequence[TensorSpec]:
         base, kind = info.name.removesuffix(".weight"), kept(info.dtype)
-        beside = [Slot(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
+        beside = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
         if info.name in chosen.sites:
             return [*site_slots(chosen.sites[info.name], base), *beside]
         if info.name == chosen.embedding:
-            scale = [Slot(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
-            return [Slot(info.name, "I8", info.shape), *scale, *beside]
-        return [Slot(info.name, kind, info.shape), *beside]
+            scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
+            return [TensorSpec(info.name, "I8", info.shape), *scale, *beside]
+        return [TensorSpec(info.name, kind, info.shape), *beside]
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
@@ -98,7 +98,7 @@ def write(
     stream(checkpoint, layout, transform, folder, work=work, progress=progress, what="pack")
 
 
-def site_slots(site: Site, base: str) -> list[Slot]:
+def site_slots(site: LayerPlan, base: str) -> list[TensorSpec]:
     """What the weight of a site becomes, known before any number is.
 
     Args:
@@ -109,13 +109,15 @@ def site_slots(site: Site, base: str) -> list[Slot]:
         made = bitsandbytes.layout(site.shape, rule.group_size, site.grid.storage, rule.double)
     else:
         made = layouts.layout(site.shape, rule, site.scheme.form, dtype, stored_dtype(site.grid.code_dtype))
-    slots = [Slot(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+    slots = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
     if site.static:
-        slots.append(Slot(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
+        slots.append(TensorSpec(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
     return slots
 
 
-def site_tensors(site: Site, base: str, made: Quantized, input_scale: float | None) -> dict[str, Tensor]:
+def site_tensors(
+    site: LayerPlan, base: str, made: QuantizedTensor, input_scale: float | None
+) -> dict[str, Tensor]:
     """The tensors of a site, as :func:`site_slots` announces them."""
     rule, parameters = site.scheme.weights, made.parameters
     if rule.kind == "nf4":
@@ -131,20 +133,20 @@ def site_tensors(site: Site, base: str, made: Quantized, input_scale: float | No
     return {f"{base}.{leaf}": value for leaf, value in found.items()}
 
 
-def _embedding(chosen: Plan, name: str, weight: Tensor) -> dict[str, Tensor]:
+def _embedding(chosen: QuantizationPlan, name: str, weight: Tensor) -> dict[str, Tensor]:
     """The int8 embedding and its scale, for itself and for a head tied to it."""
     made = rtn(weight, IntGrid(8, 0, storage=weight.dtype))
     scale = made.parameters.scale.to(weight.dtype)
     return {name: made.codes, **dict.fromkeys(_scaled(chosen, name.removesuffix(".weight")), scale)}
 
 
-def _scaled(chosen: Plan, embedding: str) -> list[str]:
+def _scaled(chosen: QuantizationPlan, embedding: str) -> list[str]:
     """Names of the scales of an int8 embedding: its own, and that of a head tied to it."""
     owners = [embedding, chosen.tied_head] if chosen.tied_head else [embedding]
     return [f"{owner}.{layouts.SCALE}" for owner in owners]
 
 
-def _cache_names(chosen: Plan, stored: str) -> list[str]:
+def _cache_names(chosen: QuantizationPlan, stored: str) -> list[str]:
     """Names of the scales of keys and values that stand beside the weight of the keys."""
     if stored not in chosen.caches:
         return []
@@ -153,7 +155,7 @@ def _cache_names(chosen: Plan, stored: str) -> list[str]:
 
 
 def _check_scales(
-    chosen: Plan, inputs: Mapping[str, float], caches: Mapping[str, tuple[float, float]]
+    chosen: QuantizationPlan, inputs: Mapping[str, float], caches: Mapping[str, tuple[float, float]]
 ) -> None:
     """Raise where a static scale is missing, not finite or not positive."""
     found = [(site.module, inputs.get(site.module)) for site in chosen.sites.values() if site.static]

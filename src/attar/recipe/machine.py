@@ -123,8 +123,4 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        if package == "attar":
-            from attar import __version__
-
-            return __version__
         return "not installed"

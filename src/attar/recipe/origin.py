@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from attar.errors import RecipeError, SettingsError, UsageError, nearest
+from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean
 
 
 class Origin(Protocol):
@@ -25,12 +25,6 @@ class Origin(Protocol):
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
         """The error for a value that is not allowed."""
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """``; did you mean 'x'?``, or the list of what is known when nothing is close."""
-    close = nearest(name, known)
-    return f"; did you mean {close!r}?" if close else f"; known: {', '.join(known) or 'none'}"
 
 
 @dataclass(frozen=True)

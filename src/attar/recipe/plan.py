@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from attar.checkpoint.atomic import beside
+from attar.checkpoint.atomic import hidden
 from attar.checkpoint.card import Card
 from attar.checkpoint.hashing import identity
 from attar.checkpoint.jsonfile import read_json
@@ -22,12 +22,11 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
-from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
+from attar.recipe.estimate import Estimate, Shape, after, estimate, evaluation_seconds, shape_of
 from attar.recipe.machine import Rates, measure_rates
-from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
+from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
 from attar.recipe.settings import plain
-from attar.recipe.shape import Shape, after, shape_of
 from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
 
 DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
@@ -35,7 +34,7 @@ DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
 
 
 @dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """One stage of a plan.
 
     Args:
@@ -65,7 +64,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecipePlan:
     """All steps of a run.
 
     Args:
@@ -81,7 +80,7 @@ class Plan:
     original_key: str
     original_evaluation_key: str
     original_seconds: float
-    steps: tuple[Step, ...]
+    steps: tuple[RecipeStep, ...]
 
     @property
     def seconds(self) -> float:
@@ -95,7 +94,7 @@ class Plan:
         return next(step.folder for step in self.steps if step.entry.name == name)
 
 
-def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> Plan:
+def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> RecipePlan:
     """Decide what is to be done.
 
     Args:
@@ -109,7 +108,7 @@ def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = 
     """
     recipe = fitted(recipe, original)
     receipts = {} if fresh else _receipts(recipe, out)
-    return _Planner(recipe, out, original, receipts, fresh).plan()
+    return _RecipePlanner(recipe, out, original, receipts, fresh).plan()
 
 
 def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) -> Recipe:
@@ -126,14 +125,14 @@ def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) ->
 
 
 @dataclass
-class _Planner:
+class _RecipePlanner:
     recipe: Recipe
     out: Path
     original: Checkpoint
     receipts: Mapping[str, Receipt]
     fresh: bool
 
-    def plan(self) -> Plan:
+    def plan(self) -> RecipePlan:
         root = self.original.fingerprint()
         keys, shapes = {ORIGINAL: root}, {ORIGINAL: shape_of(self.original)}
         rates, errors = measure_rates(), _errors(self.recipe, self.receipts)
@@ -149,11 +148,13 @@ class _Planner:
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
             seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(made, rates)
             folder = self.out / entry.folder
-            steps.append(Step(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds))
+            steps.append(
+                RecipeStep(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds)
+            )
         evaluation = self._evaluation_key(root, root, data)
         needed = evaluation and not self._evaluated(ORIGINAL_RECEIPT, evaluation)
         seconds = self._evaluation_seconds(shapes[ORIGINAL], rates) if needed else 0.0
-        return Plan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
+        return RecipePlan(self.recipe, self.out, self.original, root, evaluation, seconds, tuple(steps))
 
     def _key(self, entry: StageEntry, keys: Mapping[str, str], data: dict[str, str]) -> str:
         parents = [keys[name] for name in entry.parents]
@@ -246,6 +247,6 @@ def _card_key(folder: Path) -> str | None:
 def _work_key(folder: Path) -> str | None:
     """The key of the half-done work beside a folder."""
     try:
-        return str(read_json(beside(folder, "work") / "key.json").get("key"))
+        return str(read_json(hidden(folder, "work") / "key.json").get("key"))
     except CheckpointError:
         return None

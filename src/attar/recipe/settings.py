@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from attar.errors import SettingsError, nearest
-from attar.recipe.located import scalar
 from attar.recipe.origin import Origin
+from attar.yaml import scalar
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ _TELLING = (*_SELF_EVIDENT, "ratio")  # always told; steps where training is all
 
 
 @dataclass(frozen=True)
-class Setting:
+class SettingField:
     """One field of a settings class, as recipe, command line and documentation see it.
 
     Args:
@@ -53,11 +53,11 @@ class Setting:
         return self.kind is bool
 
 
-def settings_of(cls: type) -> tuple[Setting, ...]:
+def settings_of(cls: type) -> tuple[SettingField, ...]:
     """The fields of a settings class, in order."""
     hints = get_type_hints(cls)
     return tuple(
-        Setting(
+        SettingField(
             name=field.name,
             kind=hints[field.name],
             default=field.default
@@ -158,7 +158,7 @@ class _WrongTypeError(Exception):
     pass
 
 
-def _value(setting: Setting, value: object, origin: Origin) -> Any:
+def _value(setting: SettingField, value: object, origin: Origin) -> Any:
     """The value in the field's type, one of its choices."""
     try:
         result = _convert(setting.kind, value, origin.text)

@@ -7,19 +7,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.units import bytes_text
+from attar.checkpoint.units import bytes_text, seconds_text, table
 from attar.recipe.estimate import Estimate
-from attar.recipe.plan import DONE, Plan, Step
+from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
-from attar.recipe.table import seconds_text, table
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
 _WIDTH = 120  # of the table where no terminal says
 _LEAST = 12  # of a column that is shortened to fit
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: RecipePlan) -> str:
     """The plan as a table, and what it will take altogether."""
     rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, None)]
     for step in plan.steps:
@@ -47,7 +46,7 @@ def _shorter(text: str, width: int) -> str:
     return text if len(text) <= width else textwrap.shorten(text, width, placeholder=" ...")
 
 
-def plan_dict(plan: Plan) -> dict[str, Any]:
+def plan_dict(plan: RecipePlan) -> dict[str, Any]:
     """The plan as JSON values."""
     stages = [_step_dict(step) for step in plan.steps]
     return {
@@ -58,7 +57,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: RecipePlan) -> str:
     todo = [step for step in plan.steps if step.state != DONE]
     if not todo and plan.seconds == 0:
         return f"Everything is done in {plan.out}."
@@ -80,7 +79,7 @@ def _row(
     return (count, name, what, source, state, time, memory, disk)
 
 
-def _step_dict(step: Step) -> dict[str, Any]:
+def _step_dict(step: RecipeStep) -> dict[str, Any]:
     entry = step.entry
     return {
         "number": entry.number,

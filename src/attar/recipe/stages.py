@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """One verb of the pipeline.
 
     Args:
@@ -56,24 +56,24 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
-STAGES: dict[str, Stage] = {
+STAGES: dict[str, StageSpec] = {
     stage.verb: stage
     for stage in (
-        Stage(
+        StageSpec(
             verb="distill",
             summary="Make a student with fewer layers and train it on its teacher.",
             settings="attar.distillation.settings:DistillSettings",
             function="attar.distillation.stage:distill",
             example="attar distill attar:tiny -o out/student --layers 4 --steps 200",
         ),
-        Stage(
+        StageSpec(
             verb="prune",
             summary="Remove attention heads or MLP neurons.",
             settings="attar.pruning.settings:PruneSettings",
             function="attar.pruning.stage:prune",
             example="attar prune attar:tiny -o out/pruned --method heads --ratio 0.25",
         ),
-        Stage(
+        StageSpec(
             verb="recover",
             summary="Train a pruned model to agree with its teacher again.",
             settings="attar.distillation.settings:RecoverSettings",
@@ -81,14 +81,14 @@ STAGES: dict[str, Stage] = {
             example="attar recover out/pruned -o out/recovered --teacher attar:tiny --steps 200",
             teacher=True,
         ),
-        Stage(
+        StageSpec(
             verb="quantize",
             summary="Store the weights in few bits.",
             settings="attar.quantization.settings:QuantizeSettings",
             function="attar.quantization.stage:quantize",
             example="attar quantize attar:tiny -o out/w4 --scheme W4A16 --group-size 64 --method gptq",
         ),
-        Stage(
+        StageSpec(
             verb="merge",
             summary="Make one model out of several, as mergekit's YAML says.",
             settings="attar.merging.settings:MergeSettings",
@@ -96,7 +96,7 @@ STAGES: dict[str, Stage] = {
             example="attar merge ties.yml -o out/merged",
             merges=True,
         ),
-        Stage(
+        StageSpec(
             verb="export",
             summary="Write a checkpoint for another engine.",
             settings="attar.deployment.settings:ExportSettings",

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from attar.progress import SILENT, Progress
-from attar.walks.activations import Activations
-from attar.walks.objectives import Total
+from attar.walks.objectives import DistanceSum
 from attar.walks.passes import arithmetic
-from attar.walks.skeleton import Call, Skeleton
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes
@@ -30,7 +29,7 @@ LOGIT = 650  # multiplications that take as long as the softmax, its logarithm a
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """How a changed model differs from the original.
 
     Attributes:
@@ -73,7 +72,7 @@ def compare(
     spill_bytes: int = 2**30,
     prepare: Any = None,
     progress: Progress = SILENT,
-) -> Compared:
+) -> Comparison:
     """Run both checkpoints over some tokens.
 
     Args:
@@ -88,7 +87,7 @@ def compare(
     sides = [Skeleton(checkpoint, place) for checkpoint in (original, changed)]
     if prepare is not None:
         prepare(sides[1].model)
-    stores = [Activations(work / f"compare-{number}", spill_bytes) for number in range(2)]
+    stores = [HiddenStates(work / f"compare-{number}", spill_bytes) for number in range(2)]
     drift = []
     head = _head_units(sides[0])
     with torch.no_grad(), progress.task("compare", total=len(sides[0].blocks) + head) as task:
@@ -102,7 +101,7 @@ def compare(
         task.advance(head)
     for store in stores:
         store.clear()
-    return Compared(*result, tuple(drift))
+    return Comparison(*result, tuple(drift))
 
 
 def _head_units(side: Skeleton) -> int:
@@ -116,7 +115,7 @@ def _head_units(side: Skeleton) -> int:
 
 
 def _advance(
-    side: Skeleton, store: Activations, calls: dict[tuple[int, ...], list[Call]], index: int
+    side: Skeleton, store: HiddenStates, calls: dict[tuple[int, ...], list[BlockCall]], index: int
 ) -> None:
     block = side.blocks[index]
     with side.loaded(block), arithmetic(side.device, False):
@@ -126,7 +125,7 @@ def _advance(
             store[number] = output if isinstance(output, Tensor) else output[0]
 
 
-def _drift(theirs: Activations, ours: Activations) -> float:
+def _drift(theirs: HiddenStates, ours: HiddenStates) -> float:
     lost = whole = 0.0
     for number in range(len(theirs)):
         h, changed = theirs[number].double(), ours[number].double()
@@ -136,7 +135,7 @@ def _drift(theirs: Activations, ours: Activations) -> float:
 
 
 def _end(
-    sides: Sequence[Skeleton], stores: Sequence[Activations], batches: Sequence[Tensor]
+    sides: Sequence[Skeleton], stores: Sequence[HiddenStates], batches: Sequence[Tensor]
 ) -> tuple[float | None, float | None, float | None, int]:
     """KL, agreement and the blind KL of the logits; one head in memory at a time. The original's logits are
     kept for as many tokens as fit in :data:`KEPT` bytes; then the other head has its turn, and so on."""
@@ -144,7 +143,7 @@ def _end(
     tokens = sum(batch.numel() for batch in batches)
     if not width:
         return None, None, None, tokens
-    total = Total()
+    total = DistanceSum()
     for spans in _rounds(batches, width):
         used = torch.cat([batches[number][rows, columns].flatten() for number, rows, columns in spans])
         with sides[0].headed(used.unique()):
@@ -155,11 +154,11 @@ def _end(
     return (*total.distance()[:3], tokens)
 
 
-Span = tuple[int, slice, slice]
+TokenSpan = tuple[int, slice, slice]
 """Number of a batch, rows and columns of it."""
 
 
-def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[Span]]:
+def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[TokenSpan]]:
     """All tokens, cut into spans whose logits take :data:`CHUNK` bytes at most, and these into rounds of
     :data:`KEPT` bytes."""
     step = max(1, CHUNK // (4 * vocabulary))
@@ -179,7 +178,7 @@ def _vocabulary(side: Skeleton) -> int:
     return int(side.model.get_submodule(head).weight.shape[0]) if head else 0
 
 
-def _logits(side: Skeleton, store: Activations, batches: Sequence[Tensor], span: Span) -> Tensor:
+def _logits(side: Skeleton, store: HiddenStates, batches: Sequence[Tensor], span: TokenSpan) -> Tensor:
     """Logits (tokens, V) of a span, float32: what follows the blocks looks at one token at a time."""
     number, rows, columns = span
     logits = side.logits(batches[number][rows, columns], store[number][rows, columns].to(side.device))

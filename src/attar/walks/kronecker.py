@@ -43,7 +43,7 @@ Seen = Callable[[str, Tensor, Tensor], None]  # name, inputs (B, S, K), output g
 
 
 @dataclass(frozen=True)
-class Kronecker:
+class KroneckerFactors:
     """The factors of one Linear's Hessian.
 
     Attributes:
@@ -67,7 +67,7 @@ def collect(
     autocast: torch.dtype | None = None,
     progress: Progress = SILENT,
     device: str | torch.device = "cpu",
-) -> dict[str, Kronecker]:
+) -> dict[str, KroneckerFactors]:
     """The factors of some Linears. Memory beside the model and one backward pass: 2 (N^2 + K^2) numbers for
     each; ask for the modules in portions where that is too much. Does not modify the model.
 
@@ -88,14 +88,14 @@ def collect(
     """
     shapes = {name: _shape(model, name) for name in names}
     factors = {
-        name: Kronecker(torch.eye(N, device=device), torch.eye(K, device=device))
+        name: KroneckerFactors(torch.eye(N, device=device), torch.eye(K, device=device))
         for name, (N, K) in shapes.items()
     }
     generator = torch.Generator(device).manual_seed(seed)
     with progress.task("kronecker", total=rounds * draws * len(batches)) as task:
         for _ in range(rounds):
             sums = {name: _Sums(factor, span) for name, factor in factors.items()}
-            watch = _Watch(names, partial(_add, sums))
+            watch = _GradientHooks(names, partial(_add, sums))
             passes = _gradients(model, batches, watch, draws, generator, autocast)
             for _ in passes:
                 task.advance()
@@ -142,7 +142,7 @@ def token_importance(
         found[name].append(g.float().square().sum(-1).flatten())
 
     with progress.task("token importance", total=draws * len(batches)) as task:
-        for _ in _gradients(model, batches, _Watch(names, add), draws, generator, autocast):
+        for _ in _gradients(model, batches, _GradientHooks(names, add), draws, generator, autocast):
             task.advance()
     return {name: _normalised(values, draws) for name, values in found.items()}
 
@@ -157,7 +157,7 @@ def _normalised(values: list[Tensor], draws: int) -> list[Tensor]:
 class _Sums:
     """Sums of G^T H_O G and G H_I G^T over spans of tokens."""
 
-    def __init__(self, factor: Kronecker, span: int) -> None:
+    def __init__(self, factor: KroneckerFactors, span: int) -> None:
         self.factor, self.span = factor, span
         self.output, self.input = torch.zeros_like(factor.output), torch.zeros_like(factor.input)
         self.energy = torch.zeros((), dtype=torch.float64, device=factor.output.device)
@@ -172,12 +172,12 @@ class _Sums:
         self.energy += ((D @ D.mT) * (X @ X.mT)).sum(dtype=torch.float64)
         self.tokens += x.shape[0] * x.shape[1]
 
-    def value(self) -> Kronecker:
+    def value(self) -> KroneckerFactors:
         """The factors, with the scale in H_I; a Linear that no gradient reached has a zero H_I."""
         output, into = _symmetric(self.output), _symmetric(self.input)
         N, energy = len(output), (self.energy / max(self.tokens, 1)).float()
         output = output * (N / output.trace().clamp(min=1e-30))
-        return Kronecker(output, into * (energy / N / into.trace().clamp(min=1e-30)))
+        return KroneckerFactors(output, into * (energy / N / into.trace().clamp(min=1e-30)))
 
 
 def _spans(value: Tensor, span: int) -> Tensor:
@@ -191,7 +191,7 @@ def _symmetric(H: Tensor) -> Tensor:
     return (H + H.T) / 2
 
 
-class _Watch:
+class _GradientHooks:
     """Hooks that give ``seen`` the input and the output gradient of each named module, sequence by sequence.
     Backward goes no deeper than the first of them.
 
@@ -242,7 +242,7 @@ class _Watch:
 def _gradients(
     model: nn.Module,
     batches: Sequence[Tensor],
-    watch: _Watch,
+    watch: _GradientHooks,
     draws: int,
     generator: torch.Generator,
     autocast: torch.dtype | None,

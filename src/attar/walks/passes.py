@@ -22,7 +22,7 @@ class StopForward(Exception):  # noqa: N818  (control flow, not an error)
     """Ends a forward pass once all it was run for has been seen."""
 
 
-class Passes:
+class BlockPasses:
     """Every batch's pass through one block, group by group.
 
     Args:

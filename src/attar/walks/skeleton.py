@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attar.errors import CheckpointError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
-from attar.models.names import stored_names
-from attar.walks.activations import Activations
+from attar.models.stored import stored_names
 from attar.walks.passes import StopForward
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """How the model calls a block: everything but the hidden states."""
 
     args: tuple[Any, ...]
@@ -51,12 +52,12 @@ class Skeleton:
         self.first_names = _first_names(self.model)
         self.kinds: int | None = None
 
-    def trace(self, batches: Sequence[Tensor], store: Activations) -> dict[tuple[int, ...], list[Call]]:
+    def trace(self, batches: Sequence[Tensor], store: HiddenStates) -> dict[tuple[int, ...], list[BlockCall]]:
         """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
         block is called."""
         self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
         self.kinds = kinds = self._output_kind(batches[0])
-        calls: dict[tuple[int, ...], list[Call]] = {}
+        calls: dict[tuple[int, ...], list[BlockCall]] = {}
         for number, batch in enumerate(batches):
             seen, hidden = self._record(batch, kinds)
             calls.setdefault(tuple(batch.shape), seen)
@@ -106,16 +107,16 @@ class Skeleton:
     def _outer_names(self) -> set[str]:
         return {name for name, _ in self._outer()}
 
-    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[Call], Tensor]:
+    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[BlockCall], Tensor]:
         """One pass with every block replaced by a recorder that returns what it is given."""
-        seen: list[Call] = []
+        seen: list[BlockCall] = []
         first: list[Tensor] = []
 
         def recorder(*args: Any, **kwargs: Any) -> Any:
             keyword = not args
             hidden = kwargs.pop("hidden_states") if keyword else args[0]
             first.append(hidden)
-            seen.append(Call(args[1:], kwargs, keyword))
+            seen.append(BlockCall(args[1:], kwargs, keyword))
             if len(seen) == len(self.blocks):
                 raise StopForward
             return hidden if extra is None else (hidden, *[None] * extra)
@@ -140,12 +141,12 @@ class Skeleton:
         Found out on the meta device, without a weight.
         """
         call, hidden = self._record_first(batch[:1])
-        output = Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
+        output = BlockCall(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
             self.blocks[0].module, hidden.to("meta")
         )
         return None if isinstance(output, Tensor) else len(output) - 1
 
-    def _record_first(self, batch: Tensor) -> tuple[Call, Tensor]:
+    def _record_first(self, batch: Tensor) -> tuple[BlockCall, Tensor]:
         blocks, self.blocks = self.blocks, self.blocks[:1]
         try:
             calls, hidden = self._record(batch, None)
@@ -258,3 +259,50 @@ def _remap(module: Any, used: Tensor) -> Any:
     lookup[used] = torch.arange(len(used), device=used.device)
     module.padding_idx = None
     return module.register_forward_pre_hook(lambda _, args: (lookup[args[0]], *args[1:]))
+
+
+class HiddenStates:
+    """Hidden states (B, S, D) by batch number.
+
+    Args:
+        folder: where those beyond the limit go.
+        limit: bytes held in memory.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit, self.held = folder, limit, 0
+        self.kept: dict[int, Tensor | Path] = {}
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __setitem__(self, number: int, value: Tensor) -> None:
+        value = value.detach().to("cpu")
+        old = self.kept.get(number)
+        if isinstance(old, Tensor):
+            self.held -= old.nbytes
+        if self.held + value.nbytes <= self.limit:
+            self.kept[number] = value
+            self.held += value.nbytes
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"{number}.safetensors"
+        save_file({"hidden": value.contiguous()}, file)
+        self.kept[number] = file
+
+    def __getitem__(self, number: int) -> Tensor:
+        value = self.kept[number]
+        if isinstance(value, Tensor):
+            return value
+        with safe_open(value, framework="pt") as opened:
+            hidden: Tensor = opened.get_tensor("hidden").clone()
+        return hidden
+
+    def clear(self) -> None:
+        """Forget everything, on disk too."""
+        for value in self.kept.values():
+            if isinstance(value, Path):
+                value.unlink(missing_ok=True)
+        self.kept.clear()
+        if self.folder.is_dir():
+            self.folder.rmdir()

@@ -22,12 +22,12 @@ from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-    from attar.checkpoint.shards import Slot
+    from attar.checkpoint.shards import TensorSpec
     from attar.checkpoint.tensors import TensorInfo
 
 SHARD_BYTES = 2_000_000_000
 
-Layout = Callable[["TensorInfo"], Sequence["Slot"]]
+TensorLayout = Callable[["TensorInfo"], Sequence["TensorSpec"]]
 """What a stored tensor becomes: names, types and shapes. An empty sequence drops it."""
 
 Transform = Callable[[str, Callable[[], Tensor]], Mapping[str, Tensor]]
@@ -36,7 +36,7 @@ not be called."""
 
 
 @dataclass(frozen=True)
-class Step:
+class WriteStep:
     """Some tensors of the output, and what makes them.
 
     Attributes:
@@ -45,14 +45,14 @@ class Step:
         nbytes: how much it reads into memory.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[TensorSpec]
     make: Callable[[], Mapping[str, Tensor]]
     nbytes: int = 0
 
 
 def stream(
     checkpoint: Checkpoint,
-    layout: Layout,
+    layout: TensorLayout,
     transform: Transform,
     folder: Path,
     *,
@@ -65,7 +65,7 @@ def stream(
 
     Args:
         checkpoint: read, never changed.
-        layout: see :data:`Layout`; asked once for every tensor before any is read.
+        layout: see :data:`TensorLayout`; asked once for every tensor before any is read.
         transform: see :data:`Transform`.
         folder: where the shards and their index go.
         work: where unfinished shards survive a kill; by default ``folder``.
@@ -78,7 +78,7 @@ def stream(
         OutputError: no space, or no permission.
     """
     steps = [
-        Step(
+        WriteStep(
             list(layout(info)),
             lambda name=info.name: transform(name, lambda: checkpoint.load(name)),  # type: ignore[misc]
         )
@@ -88,7 +88,7 @@ def stream(
 
 
 def stream_steps(
-    steps: Sequence[Step],
+    steps: Sequence[WriteStep],
     folder: Path,
     *,
     work: Path | None = None,
@@ -120,7 +120,7 @@ def stream_steps(
     missing = frozenset(writer.missing())
     todo = [step for step in steps if any(slot.name in missing for slot in step.slots)]
 
-    def do(step: Step) -> None:
+    def do(step: WriteStep) -> None:
         made = step.make()
         for slot in step.slots:
             if slot.name in missing:
@@ -132,7 +132,9 @@ def stream_steps(
     return writer.finish()
 
 
-def _side_by_side(steps: Sequence[Step], do: Callable[[Step], None], together: int) -> Iterator[None]:
+def _side_by_side(
+    steps: Sequence[WriteStep], do: Callable[[WriteStep], None], together: int
+) -> Iterator[None]:
     """Do steps in as many threads as torch has, each of one thread itself; yields after each step."""
     threads = torch.get_num_threads()
     held: dict[Future[None], int] = {}

@@ -28,20 +28,18 @@ from typing import Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from attar.checkpoint import atomic
 from attar.errors import NumericsError
-from attar.models.device import free_memory
+from attar.models.device import free_memory, resolve, trim_memory
+from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
-from attar.walks.activations import Activations
-from attar.walks.freed import give_back
-from attar.walks.passes import Passes, arithmetic
-from attar.walks.precision import resolve
-from attar.walks.skeleton import Call, Skeleton, on_meta
+from attar.walks.passes import BlockPasses, arithmetic
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 
 Select = Callable[[str], bool]
-Behind = Callable[[Skeleton, Sequence[Tensor], Activations], None]
+Behind = Callable[[Skeleton, Sequence[Tensor], HiddenStates], None]
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class BlockView:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """Where a sweep left its solutions: one safetensors file per block, tensors named ``module/short``.
 
     Attributes:
@@ -176,7 +174,7 @@ def sweep(
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
     what: str = "sweep",
-) -> Swept:
+) -> SweepResult:
     """Walk over the blocks of a checkpoint.
 
     Args:
@@ -206,10 +204,10 @@ def sweep(
     skeleton = Skeleton(checkpoint, place)
     if prepare is not None:
         prepare(skeleton.model)
-    store = Activations(work / "activations", spill_bytes)
+    store = HiddenStates(work / "activations", spill_bytes)
     whole = hasattr(solver, "solve_block")
     two = whole or cast(Solver, solver).original
-    originals = Activations(work / "originals", spill_bytes) if two else None
+    originals = HiddenStates(work / "originals", spill_bytes) if two else None
     with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
         calls = skeleton.trace(batches, store)
         if originals is not None:
@@ -235,26 +233,24 @@ def sweep(
             block_of.update({report["name"]: index for report in found})
             errors = [float(report["error"]) for report in found if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
-            give_back()
+            trim_memory()
     if behind is not None:
         behind(skeleton, batches, store)
     store.clear()
     if originals is not None:
         originals.clear()
-    return Swept(tuple(files), tuple(reports), block_of, precision)
+    return SweepResult(tuple(files), tuple(reports), block_of, precision)
 
 
 def _write(file: Path, solutions: dict[str, Solution]) -> None:
-    """Write the solutions of one block beside, then rename."""
+    """Write the solutions of one block."""
     tensors = {
         f"{name}/{short}": tensor.clone(memory_format=torch.contiguous_format)
         for name, solution in solutions.items()
         for short, tensor in solution.tensors.items()
     }
     reports = [{"name": name, **solution.report} for name, solution in solutions.items()]
-    partial = file.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"reports": json.dumps(reports)})
-    partial.rename(file)
+    atomic.save_tensors(file, tensors, {"reports": json.dumps(reports)})
 
 
 def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]]]:
@@ -268,12 +264,6 @@ def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]
     return found, reports
 
 
-def weight_of(module: nn.Module) -> Tensor:
-    """The weight (N, K) of a Linear or a Conv1D (which stores it transposed)."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear) else weight.T
-
-
 def put_weight(module: nn.Module, weight: Tensor) -> None:
     """Replace the weight (N, K) of a Linear or a Conv1D in place."""
     weight_of(module).copy_(weight)
@@ -285,10 +275,10 @@ class _BlockRunner:
     def __init__(
         self,
         block: Any,
-        calls: dict[tuple[int, ...], list[Call]],
+        calls: dict[tuple[int, ...], list[BlockCall]],
         index: int,
-        store: Activations,
-        originals: Activations | None,
+        store: HiddenStates,
+        originals: HiddenStates | None,
         device: torch.device,
         fast: bool,
         waiting_bytes: int,
@@ -317,7 +307,9 @@ class _BlockRunner:
         hidden = self.store[0]
         call = self.calls[tuple(hidden.shape[:2])][self.index]
         try:
-            Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(self.block.module, hidden.to("meta"))
+            BlockCall(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
+                self.block.module, hidden.to("meta")
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -335,7 +327,7 @@ class _BlockRunner:
         """Solve the groups in order; hidden states move on to the block's outputs."""
         twin = copy.deepcopy(self.block.module) if self.originals is not None else None
         passes = self._passes(self.block.module, self.store, groups)
-        theirs = None if twin is None else self._passes(twin, cast(Activations, self.originals), groups)
+        theirs = None if twin is None else self._passes(twin, cast(HiddenStates, self.originals), groups)
         solutions: dict[str, Solution] = {}
         try:
             for number, group in enumerate(groups):
@@ -354,7 +346,7 @@ class _BlockRunner:
             _write(file, solutions)
             self._advance(self.store, passes.outputs())
             if theirs is not None:
-                self._advance(cast(Activations, self.originals), theirs.outputs())
+                self._advance(cast(HiddenStates, self.originals), theirs.outputs())
         finally:
             passes.close()
             if theirs is not None:
@@ -362,7 +354,7 @@ class _BlockRunner:
 
     def solve_whole(self, solver: BlockSolver, groups: list[list[str]], file: Path) -> None:
         """Let the solver learn the whole block; hidden states move on to its outputs."""
-        originals = cast(Activations, self.originals)
+        originals = cast(HiddenStates, self.originals)
         self._advance(originals, self._outputs(self.block.module, originals))
         names = [name for group in groups for name in group]
         modules = {name: self.modules[name] for name in names}
@@ -381,10 +373,10 @@ class _BlockRunner:
             put_weight(self.modules[name], solver.restore(name, tensors))
         self._advance(self.store, self._outputs(self.block.module, self.store))
 
-    def _passes(self, module: nn.Module, store: Activations, groups: list[list[str]]) -> Passes:
+    def _passes(self, module: nn.Module, store: HiddenStates, groups: list[list[str]]) -> BlockPasses:
         inside = dict(module.named_modules())
         stops = [inside[group[0].removeprefix(self.block.name + ".")] for group in groups]
-        return Passes(
+        return BlockPasses(
             lambda number: self.call(module, store[number].to(self.device)),
             len(store),
             stops,
@@ -402,13 +394,13 @@ class _BlockRunner:
         streams = 1 if self.originals is None else 2
         return bool(tokens * streams * 4 * (5 * hidden + widest) <= self.waiting_bytes)
 
-    def _outputs(self, module: nn.Module, store: Activations) -> Iterator[Tensor]:
+    def _outputs(self, module: nn.Module, store: HiddenStates) -> Iterator[Tensor]:
         for number in range(len(store)):
             with arithmetic(self.device, self.fast):
                 output = self.call(module, store[number].to(self.device))
             yield output
 
-    def _advance(self, store: Activations, outputs: Iterator[Tensor]) -> None:
+    def _advance(self, store: HiddenStates, outputs: Iterator[Tensor]) -> None:
         """Replace every batch's hidden states by the block's output."""
         for number, output in enumerate(outputs):
             if not torch.isfinite(torch.stack(torch.aminmax(output))).all():

@@ -25,22 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from attar.data.batches import Batches
+from attar.checkpoint import atomic
+from attar.data.packing import Batches
 from attar.errors import NumericsError
+from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
-from attar.walks.precision import resolve
+from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
-"""``loss(model, tokens)``: tokens int64 (B, S) to a scalar, the mean over the predicted tokens."""
 
 
 @dataclass
-class History:
+class TrainHistory:
     """What a run has gone through.
 
     Attributes:
@@ -73,13 +72,14 @@ def train(
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,
     what: str = "train",
-) -> History:
+) -> TrainHistory:
     """Train ``model`` in place.
 
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
             only).
-        loss: see :data:`Loss`; called under autocast where products are in bf16, and so is ``held_out``.
+        loss: see :data:`attar.walks.objectives.Loss`; called under autocast where products are in bf16, as is
+            ``held_out``.
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
@@ -97,7 +97,7 @@ def train(
     torch.manual_seed(settings.seed)
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
-    run = _Run(accelerator, prepared, tuned, work)
+    run = _TrainRun(accelerator, prepared, tuned, work)
     history = run.resume()
     history.precision = settings.precision
     batches = Batches(rows, settings.batch_size, settings.seed)
@@ -144,7 +144,7 @@ def _log_every(settings: TrainSettings) -> int:
     return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
 
 
-def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
+def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
     """One optimizer step; returns the mean loss of its micro-batches."""
     run.model.train()
     device = run.accelerator.device
@@ -171,7 +171,7 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
     return total
 
 
-def _arithmetic(run: _Run, settings: TrainSettings) -> torch.autocast:
+def _arithmetic(run: _TrainRun, settings: TrainSettings) -> torch.autocast:
     """Products in bf16 inside, where that was decided; sums and weights stay float32."""
     return torch.autocast(run.accelerator.device.type, torch.bfloat16, enabled=settings.precision == "bf16")
 
@@ -183,7 +183,7 @@ def _diverged(what: str, settings: TrainSettings) -> NumericsError:
 
 
 def _measure(
-    run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings
+    run: _TrainRun, held_out: Callable[[nn.Module], float], history: TrainHistory, settings: TrainSettings
 ) -> float:
     """Measure the held-out loss and keep count of how long it has not fallen."""
     run.model.eval()
@@ -200,7 +200,7 @@ def _measure(
 
 
 @dataclass
-class _Run:
+class _TrainRun:
     """What a run saves and restores: prepared model and optimizers, and the folder of its states."""
 
     accelerator: Any
@@ -209,8 +209,8 @@ class _Run:
     work: Path | None
     best: dict[str, Tensor] | None = None
 
-    def save(self, history: History) -> None:
-        """Write the state beside, rename it, and drop the one before."""
+    def save(self, history: TrainHistory) -> None:
+        """Write the state whole, then delete the one before."""
         if self.work is None:
             return
         target = self.work / f"state-{history.step:08d}"
@@ -227,7 +227,7 @@ class _Run:
             return
         (partial / "history.json").write_text(json.dumps(asdict(history)))
         shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        atomic.publish(partial, target)
         for old in self.states():
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
@@ -236,15 +236,15 @@ class _Run:
         """Complete states, oldest first."""
         return sorted(self.work.glob("state-*")) if self.work is not None and self.work.is_dir() else []
 
-    def resume(self) -> History:
+    def resume(self) -> TrainHistory:
         """Load the newest state, if there is one."""
         states = self.states()
         if not states:
             if self.work is not None:
                 self.work.mkdir(parents=True, exist_ok=True)
-            return History()
+            return TrainHistory()
         self.accelerator.load_state(str(states[-1]))
-        return History(**json.loads((states[-1] / "history.json").read_text()))
+        return TrainHistory(**json.loads((states[-1] / "history.json").read_text()))
 
     def save_best(self, settings: TrainSettings) -> None:
         """Keep the trainable weights of the best held-out loss, where they will be wanted."""
@@ -253,8 +253,7 @@ class _Run:
         model = self.accelerator.unwrap_model(self.model)
         self.best = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         if self.work is not None and self.accelerator.is_main_process:
-            save_file(self.best, self.work / "best.partial")
-            (self.work / "best.partial").rename(self.work / "best.safetensors")
+            atomic.save_tensors(self.work / "best.safetensors", self.best)
 
     def restore_best(self) -> None:
         """Put the best weights back."""

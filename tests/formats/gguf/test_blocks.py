@@ -14,7 +14,7 @@ from attar.formats.gguf.blocks import FLOATS, IQ4_LEVELS, LAYOUTS, check_blocks,
 from attar.formats.gguf.types import TYPES, row_bytes
 from attar.quantization.grids import GGML, MXFP4Grid
 from attar.quantization.grids import ggml as grids
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 KINDS = list(LAYOUTS)
 N, K = 5, 512

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from attar.quantization.gptq import gptq
 from attar.quantization.grids import (
     GGML,
     Float8Grid,
@@ -11,10 +10,11 @@ from attar.quantization.grids import (
     MXFP4Grid,
     NF4Grid,
     NVFP4Grid,
-    Quantized,
+    QuantizedTensor,
 )
 from attar.quantization.hessian import output_error
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.gptq import gptq
+from attar.quantization.methods.rtn import rtn
 
 GRIDS = [
     IntGrid(4, 64),
@@ -137,7 +137,7 @@ def test_saved_and_read_back(grid, weight, tmp_path):
 
     made = rtn(weight, grid)
     save_file(made.tensors(), tmp_path / "codes.safetensors")
-    again = Quantized.from_tensors(grid, load_file(tmp_path / "codes.safetensors"))
+    again = QuantizedTensor.from_tensors(grid, load_file(tmp_path / "codes.safetensors"))
     assert torch.equal(again.dequantize(), made.dequantize())
     assert again.parameters.stored.keys() == made.parameters.stored.keys()
 

@@ -5,12 +5,12 @@ import torch
 
 from attar.errors import SettingsError
 from attar.formats import exl2_tensors
-from attar.quantization.gptq import gptq
-from attar.quantization.grids import Quantized
+from attar.quantization.grids import QuantizedTensor
 from attar.quantization.grids.exl2 import EXL2Grid, bounded, fit, scales
 from attar.quantization.hessian import output_error
-from attar.quantization.refine import refine
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.gptq import gptq
+from attar.quantization.methods.refine import refine
+from attar.quantization.methods.rtn import rtn
 
 MIXED = EXL2Grid(((6, 32), (4, 64), (3, 96), (2, 64)))
 GRIDS = [MIXED, *(EXL2Grid(((bits, 128), (bits, 128))) for bits in (2, 3, 4, 5, 6, 8))]
@@ -99,7 +99,7 @@ def test_saved_and_read_back(weight, tmp_path):
 
     made = rtn(weight, MIXED)
     save_file(made.tensors(), tmp_path / "codes.safetensors")
-    again = Quantized.from_tensors(MIXED, load_file(tmp_path / "codes.safetensors"))
+    again = QuantizedTensor.from_tensors(MIXED, load_file(tmp_path / "codes.safetensors"))
     assert torch.equal(again.dequantize(), made.dequantize())
     assert torch.equal(again.parameters.top, made.parameters.top)
     assert again.parameters.stored.keys() == {"scale_codes", "scale_max"}

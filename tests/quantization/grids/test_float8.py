@@ -5,7 +5,7 @@ import torch
 
 from attar.errors import SettingsError
 from attar.quantization.grids import Float8Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 LARGEST = {"e4m3fn": 448.0, "e5m2": 57344.0}
 TYPES = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.quantization.grids import MXFP4Grid, NVFP4Grid
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BOTH = [NVFP4Grid(), MXFP4Grid()]

@@ -9,7 +9,7 @@ import torch
 from attar.errors import SettingsError
 from attar.quantization.grids import GGML, GGMLGrid
 from attar.quantization.grids import ggml as module
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 # bytes of a block, weights of a block, weights of a tile: ggml-common.h
 BLOCKS = {

@@ -7,7 +7,7 @@ import torch
 from attar.quantization.grids import GGML
 from attar.quantization.grids import ggml as module
 from attar.quantization.grids.ggml_search import clipped
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 KINDS = list(GGML)
 

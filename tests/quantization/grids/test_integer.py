@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from attar.quantization.grids import IntGrid, Quantized
+from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.grids.grid import stored_scale
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 GRIDS = [
     IntGrid(bits, group, symmetric, storage)
@@ -144,7 +144,7 @@ def test_shrink_is_a_factor_on_the_range_of_each_tile(weight):
 
 def test_tensors_and_back(weight):
     made = rtn(weight, IntGrid(3, 32, False, torch.bfloat16))
-    again = Quantized.from_tensors(made.grid, made.tensors())
+    again = QuantizedTensor.from_tensors(made.grid, made.tensors())
     assert torch.equal(again.dequantize(), made.dequantize())
 
 

@@ -5,7 +5,7 @@ import torch
 
 from attar.quantization.grids import NF4Grid
 from attar.quantization.grids.nf4 import dynamic_map
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 # Dettmers et al. 2023, appendix E
 TABLE = torch.tensor(

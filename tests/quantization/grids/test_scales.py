@@ -15,7 +15,7 @@ from attar.quantization.grids import (
 )
 from attar.quantization.grids import scales as module
 from attar.quantization.grids.scales import squared_error
-from attar.quantization.rtn import rtn
+from attar.quantization.methods.rtn import rtn
 
 INDEPENDENT = [
     IntGrid(4, 32),

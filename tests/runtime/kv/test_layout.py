@@ -6,7 +6,7 @@ import torch
 from attar.errors import ModelError, SettingsError
 from attar.runtime.kv import layout
 from attar.runtime.kv.layout import LayerShape, block_bytes, cache_bytes, layer_shapes, needed_bytes
-from attar.runtime.kv.store import STORES, Geometry, make_store
+from attar.runtime.kv.store import STORES, PoolGeometry, make_store
 
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 LLAMA_3_8B = {**LLAMA_2_7B, "num_key_value_heads": 8}
@@ -26,17 +26,17 @@ def test_known_models():
 @pytest.mark.parametrize("name", STORES)
 @pytest.mark.parametrize("head_dim", [32, 80])
 def test_a_store_takes_exactly_these_bytes(name, head_dim):
-    geometry = Geometry(layers=3, blocks=5, block_size=32, kv_heads=2, head_dim=head_dim)
+    geometry = PoolGeometry(layers=3, blocks=5, block_size=32, kv_heads=2, head_dim=head_dim)
     store = make_store(name, geometry, torch.device("cpu"))
     assert store.nbytes == 5 * block_bytes([LayerShape(2, head_dim)] * 3, name, 32)
 
 
 def test_the_formats_are_those_of_the_stores():
-    assert list(layout.FORMATS) == list(STORES)
+    assert list(layout.KV_FORMATS) == list(STORES)
 
 
 def test_the_residual_is_what_a_store_adds_for_an_open_block():
-    store = make_store("kivi2", Geometry(3, 5, 32, 2, 64), torch.device("cpu"))
+    store = make_store("kivi2", PoolGeometry(3, 5, 32, 2, 64), torch.device("cpu"))
     before = store.nbytes
     store.begin_(torch.tensor([40]))
     assert store.nbytes - before == layout.residual_bytes([LayerShape(2, 64)] * 3, "kivi2", 32)

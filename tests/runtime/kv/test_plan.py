@@ -6,7 +6,7 @@ import pytest
 
 from attar.cli.main import call
 from attar.errors import CheckpointError, SettingsError
-from attar.runtime.kv.layout import FORMATS, cache_bytes, layer_shapes
+from attar.runtime.kv.layout import KV_FORMATS, cache_bytes, layer_shapes
 from attar.runtime.kv.plan import config_of, longest, plan_kv, shown
 
 LLAMA_3_8B = {
@@ -21,7 +21,7 @@ LAYERS = layer_shapes(LLAMA_3_8B)
 
 def test_every_context_with_every_batch_in_every_format():
     made = plan_kv(LAYERS, contexts=[1024, 8192], batches=[1, 4])
-    assert len(made.cells) == 2 * 2 * len(FORMATS) and made.rooms == ()
+    assert len(made.cells) == 2 * 2 * len(KV_FORMATS) and made.rooms == ()
     sizes = {(cell.kv_dtype, cell.context, cell.batch): cell.bytes for cell in made.cells}
     assert sizes["bfloat16", 8192, 1] == 2**30 and sizes["bfloat16", 8192, 4] == 4 * 2**30
     assert sizes["int8", 1024, 4] == cache_bytes(LAYERS, "int8", 1024, 4, 32)
@@ -29,7 +29,7 @@ def test_every_context_with_every_batch_in_every_format():
     assert {cell.fits for cell in made.cells} == {None}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_longest_context_fits_and_a_block_more_does_not(name, batch):
     budget = 123_456_789

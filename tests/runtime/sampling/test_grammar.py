@@ -17,7 +17,7 @@ from attar.models.load import load_tokenizer
 from attar.runtime.sampling import grammar
 from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import SamplingRow, warp
 from tests.runtime.schemas import SCHEMAS, follows
 
 END = 0  # attar:tiny's end token
@@ -120,7 +120,7 @@ def test_masked_tokens_have_no_probability(grammars: Grammars) -> None:
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     likely = int(logits[0].argmax())
     assert not allowed[likely]
-    rows = [Row(SamplingParams(temperature=t, top_p=0.9), allowed=allowed) for t in (0.0, 2.0)]
+    rows = [SamplingRow(SamplingParams(temperature=t, top_p=0.9), allowed=allowed) for t in (0.0, 2.0)]
     p = warp(logits, rows)
     assert p[:, ~allowed].sum() == 0 and torch.allclose(p.sum(-1), torch.ones(2))
 

@@ -13,7 +13,7 @@ def fed(finder: StopFinder, pieces: list[str]) -> str:
     shown = ""
     for piece in pieces:
         shown += finder.add(piece)
-        if finder.found is not None:
+        if finder.match is not None:
             return shown
     return shown + finder.rest()
 
@@ -21,7 +21,7 @@ def fed(finder: StopFinder, pieces: list[str]) -> str:
 def test_a_stop_string_over_three_pieces() -> None:
     finder = StopFinder(["STOP"])
     assert [finder.add(piece) for piece in ("a S", "TO", "P b")] == ["a ", "", ""]
-    assert finder.found == "STOP"
+    assert finder.match == "STOP"
 
 
 def test_what_might_be_a_stop_string_is_held_and_then_shown() -> None:
@@ -30,13 +30,13 @@ def test_what_might_be_a_stop_string_is_held_and_then_shown() -> None:
     assert finder.add("y") == "\ny"
     assert finder.add("\n") == ""
     assert finder.rest() == "\n"
-    assert finder.found is None
+    assert finder.match is None
 
 
 def test_the_earliest_beginning_wins_then_the_longest() -> None:
     finder = StopFinder(["c", "bc", "bcd"])
     assert finder.add("abcd") == "a"
-    assert finder.found == "bcd"
+    assert finder.match == "bcd"
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from attar.runtime import stream
+from attar.runtime import async_engine as stream
 from attar.runtime.engine import Engine
 from attar.runtime.server import access_log, endpoints, metrics, middleware, request_body, responses, service
 from attar.runtime.server.backend import EngineBackend

@@ -14,8 +14,8 @@ import pytest
 from attar.runtime.admission import Limits
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.penalties import TokenHistory
+from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.lookahead import Lookahead
@@ -124,7 +124,7 @@ def test_prefix_hits() -> None:
     longer = [(whole[:45], replace(GREEDY, max_tokens=10)), *requests]
     made.proposer.texts = truths(longer)  # type: ignore[attr-defined]
     same(running, longer)
-    assert running.scheduler.manager.counts.hit >= 40  # generated blocks, too
+    assert running.scheduler.manager.stats.hit >= 40  # generated blocks, too
 
 
 def test_prompts_are_not_starved() -> None:
@@ -321,7 +321,7 @@ def test_exact_mode_keeps_the_law() -> None:
     for _ in range(3):
         grown = {}
         for said, mass in law.items():
-            row = Row(params, History(prompt, list(said)), ())
+            row = SamplingRow(params, TokenHistory(prompt, list(said)), ())
             p = warp(logits_after(prompt + list(said))[None], [row])[0].numpy()
             grown |= {(*said, int(token)): mass * float(p[token]) for token in np.flatnonzero(p)}
         law = grown

@@ -22,8 +22,8 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.penalties import TokenHistory
+from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import verify
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.model import DraftModel
@@ -62,7 +62,7 @@ def law(name: str) -> np.ndarray:
     for count in range(LENGTH):
         texts = list(product(range(V), repeat=count))
         logits = tiny_models.logits(target, torch.tensor([[*PROMPT, *text] for text in texts]))[:, -1]
-        rows = [Row(PARAMS[name], History(PROMPT, list(text))) for text in texts]
+        rows = [SamplingRow(PARAMS[name], TokenHistory(PROMPT, list(text))) for text in texts]
         p = np.concatenate([warp(one[None], [row]).numpy() for one, row in zip(logits, rows, strict=True)])
         found = found[..., None] * p.reshape(*(V,) * count, V)
     return found
@@ -173,7 +173,8 @@ def test_a_verifier_without_a_residual_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_coins_that_are_shared_by_all_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text is right by itself then, but they are not independent."""
-    from attar.runtime import job
 
-    monkeypatch.setattr(job.secrets, "randbits", lambda bits: 7)
+    from attar.runtime import completion
+
+    monkeypatch.setattr(completion.secrets, "randbits", lambda bits: 7)
     assert not fits(texts(drafting("draft"), WARPED, FEW), law("warped"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attar.runtime.speculate.times import ROUNDS, measure
-from attar.runtime.step import Step
+from attar.runtime.step import StepInput
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.test_speculator import Clock
 
@@ -14,7 +14,7 @@ def test_the_shortest_run_counts_but_no_warm_up_and_no_size_is_longer_than_a_lar
     clock, runner = Clock(), FakeRunner(blocks=40, context=None)
     run, runs, took = runner.run, list[int](), {1: 0.03, 2: 0.05, 4: 0.04, 8: 0.2, 16: 0.06}
 
-    def slow(step: Step) -> object:
+    def slow(step: StepInput) -> object:
         count = len(step.tokens)
         runs.append(count)
         clock.now += took[count] * (

@@ -136,7 +136,7 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
         (partial / folder.name).mkdir(parents=True)
         _fill(partial / folder.name, opened.metadata, config)
         try:
-            partial.rename(folder.parent)
+            atomic.publish(partial, folder.parent)
         except OSError:  # another process was faster
             if not folder.is_dir():
                 raise

@@ -4,7 +4,7 @@ formats; none of them knows how weights are rounded."""
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGML, GGMLGrid
-from attar.quantization.grids.grid import Grid, Parameters, Quantized
+from attar.quantization.grids.grid import Grid, QuantizedTensor, TileParameters
 from attar.quantization.grids.integer import IntGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.grids.scales import choose_scales
@@ -18,7 +18,7 @@ __all__ = [
     "MXFP4Grid",
     "NF4Grid",
     "NVFP4Grid",
-    "Parameters",
-    "Quantized",
+    "QuantizedTensor",
+    "TileParameters",
     "choose_scales",
 ]

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, TileParameters
 
 BITS = (2, 3, 4, 5, 6, 8)
 TILE = 32
@@ -51,8 +51,8 @@ SAMPLE = 4096  # rows that h is chosen by
 class EXL2Grid(Grid):
     """Groups of several bits in one weight.
 
-    ``Parameters.stored`` holds what the file does: "scale_codes" uint8 (N, G), c; "scale_max" float16 (G,),
-    256 h. ``Parameters.top`` is the largest code of each tile.
+    ``TileParameters.stored`` holds what the file does: "scale_codes" uint8 (N, G), c; "scale_max" float16
+    (G,), 256 h. ``TileParameters.top`` is the largest code of each tile.
 
     Attributes:
         sections: (bits, inputs) of each group, in the order of the columns; inputs are multiples of 32.
@@ -100,14 +100,14 @@ class EXL2Grid(Grid):
         """The code itself."""
         return codes.float()
 
-    def encode(self, values: Tensor, parameters: Parameters) -> Tensor:
+    def encode(self, values: Tensor, parameters: TileParameters) -> Tensor:
         """Nearest codes, each kept within the codes of its tile."""
         assert parameters.top is not None, "tiles of several bits say their largest code"
         return bounded(values / parameters.scale, parameters.top)
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Scales of least error, weighted by ``importance``. ``shrink`` clips the weights of each tile to
         that part of their range before the search.
 
@@ -127,7 +127,7 @@ class EXL2Grid(Grid):
             start += width
         return self.parameters([h for h, _ in found], [c for _, c in found])
 
-    def parameters(self, steps: Sequence[Tensor], codes: Sequence[Tensor]) -> Parameters:
+    def parameters(self, steps: Sequence[Tensor], codes: Sequence[Tensor]) -> TileParameters:
         """Parameters as a reader of the file computes them.
 
         Args:
@@ -139,7 +139,7 @@ class EXL2Grid(Grid):
         h, c = torch.stack(list(steps)), torch.stack(list(codes), 1)
         scale = scales(h, c).repeat_interleave(repeats, 1)
         stored = {"scale_codes": c.to(torch.uint8), "scale_max": (h * 256.0).half()}
-        return Parameters(scale, stored=stored, top=top.repeat_interleave(repeats).expand_as(scale))
+        return TileParameters(scale, stored=stored, top=top.repeat_interleave(repeats).expand_as(scale))
 
 
 def bounded(values: Tensor, top: Tensor) -> Tensor:

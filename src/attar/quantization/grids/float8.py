@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.quantization.grids.grid import Grid, Parameters, stored_scale
+from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
 KINDS = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -64,14 +64,14 @@ class Float8Grid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Scale of each tile from the largest magnitude of its weights."""
         top = self.tile(weight).abs().amax((1, 3)) * shrink
-        return Parameters(stored_scale(top / self.largest, self.storage))
+        return TileParameters(stored_scale(top / self.largest, self.storage))
 
-    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+    def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """Any positive scale, in the storage type."""
-        return Parameters(stored_scale(scale, self.storage), parameters.zero)
+        return TileParameters(stored_scale(scale, self.storage), parameters.zero)
 
     def nearest(self, values: Tensor) -> Tensor:
         """torch's cast to the float8 type (half to even), saturating."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, TileParameters
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = 6.0
@@ -56,7 +56,7 @@ def level_fp4(codes: Tensor) -> Tensor:
 class NVFP4Grid(Grid):
     """w = s * F[q], groups of 16; s = t / a with t in e4m3.
 
-    ``Parameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
+    ``TileParameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
     (N, K / 16).
 
     Attributes:
@@ -82,7 +82,7 @@ class NVFP4Grid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """The global scale from the largest magnitude of all, then each group's; ``shrink`` acts on the
         groups alone. A group of zeros gets t = 1/8."""
         top = self.tile(weight).abs().amax((1, 3))
@@ -92,7 +92,7 @@ class NVFP4Grid(Grid):
         local = (whole * (top * shrink / LARGEST)).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn)
         local = torch.where(local.float() == 0, 0.125, local.float())
         stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
-        return Parameters(local / whole, stored=stored)
+        return TileParameters(local / whole, stored=stored)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Codes 0 to 15, halves to even."""
@@ -107,7 +107,7 @@ class NVFP4Grid(Grid):
 class MXFP4Grid(Grid):
     """w = 2^e * F[q], groups of 32.
 
-    ``Parameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
+    ``TileParameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
 
     Attributes:
         storage: the type in which a reader gets the decoded weight; no scale is stored in it.
@@ -129,14 +129,14 @@ class MXFP4Grid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """The exponent of each group from the largest magnitude of its weights."""
         top = self.tile(weight).abs().amax((1, 3)) * shrink
         fraction, power = torch.frexp(top)  # top = fraction * 2^power, fraction in [1/2, 1)
         exponent = power - 1 + (fraction >= 0.875).int() - 2
         exponent = torch.where(top > 0, exponent.clamp(1 - BIAS, BIAS), torch.zeros_like(exponent))
         stored = {"exponent": (exponent + BIAS).to(torch.uint8)}
-        return Parameters(torch.exp2(exponent.float()), stored=stored)
+        return TileParameters(torch.exp2(exponent.float()), stored=stored)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Codes 0 to 15, halves to even."""

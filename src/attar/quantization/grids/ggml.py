@@ -26,26 +26,26 @@ from torch import Tensor
 from attar.errors import SettingsError
 from attar.kernels import ggml_search as kernel
 from attar.kernels.columns import CodeBook
-from attar.quantization.grids.ggml_search import Layout, clipped, search, weights
-from attar.quantization.grids.grid import Grid, Parameters, Quantized
+from attar.quantization.grids.ggml_search import GGMLLayout, clipped, search, weights
+from attar.quantization.grids.grid import Grid, QuantizedTensor, TileParameters
 
 CHUNK = 1 << 18  # weights searched at a time: they stay in the cache
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 LAYOUTS = {
-    "Q4_0": Layout(18, 32, 32, 0, 15, 8, False),
-    "Q4_1": Layout(20, 32, 32, 0, 15, 0, True),
-    "Q5_0": Layout(22, 32, 32, 0, 31, 16, False),
-    "Q5_1": Layout(24, 32, 32, 0, 31, 0, True),
-    "Q8_0": Layout(34, 32, 32, -127, 127, 0, False),
-    "Q2_K": Layout(84, 256, 16, 0, 3, 0, True, (0, 15)),
-    "Q3_K": Layout(110, 256, 16, 0, 7, 4, False, (-32, 31), 32),
-    "Q4_K": Layout(144, 256, 32, 0, 15, 0, True, (0, 63)),
-    "Q5_K": Layout(176, 256, 32, 0, 31, 0, True, (0, 63)),
-    "Q6_K": Layout(210, 256, 16, 0, 63, 32, False, (-128, 127)),
-    "IQ4_NL": Layout(18, 32, 32, 0, 15, 0, False, levels=IQ4_LEVELS),
-    "IQ4_XS": Layout(136, 256, 32, 0, 15, 0, False, (-32, 31), 32, IQ4_LEVELS),
+    "Q4_0": GGMLLayout(18, 32, 32, 0, 15, 8, False),
+    "Q4_1": GGMLLayout(20, 32, 32, 0, 15, 0, True),
+    "Q5_0": GGMLLayout(22, 32, 32, 0, 31, 16, False),
+    "Q5_1": GGMLLayout(24, 32, 32, 0, 31, 0, True),
+    "Q8_0": GGMLLayout(34, 32, 32, -127, 127, 0, False),
+    "Q2_K": GGMLLayout(84, 256, 16, 0, 3, 0, True, (0, 15)),
+    "Q3_K": GGMLLayout(110, 256, 16, 0, 7, 4, False, (-32, 31), 32),
+    "Q4_K": GGMLLayout(144, 256, 32, 0, 15, 0, True, (0, 63)),
+    "Q5_K": GGMLLayout(176, 256, 32, 0, 31, 0, True, (0, 63)),
+    "Q6_K": GGMLLayout(210, 256, 16, 0, 63, 32, False, (-128, 127)),
+    "IQ4_NL": GGMLLayout(18, 32, 32, 0, 15, 0, False, levels=IQ4_LEVELS),
+    "IQ4_XS": GGMLLayout(136, 256, 32, 0, 15, 0, False, (-32, 31), 32, IQ4_LEVELS),
 }
 
 
@@ -53,7 +53,7 @@ LAYOUTS = {
 class GGMLGrid(Grid):
     """A block format of llama.cpp. A tile is a row's 16 or 32 inputs.
 
-    ``Parameters.stored`` holds what the file does: "d" float16 (N, K / block); with a minimum "dmin"
+    ``TileParameters.stored`` holds what the file does: "d" float16 (N, K / block); with a minimum "dmin"
     (k-quants) or "m" (Q4_1, Q5_1), float16 of the same shape; for k-quants and IQ4_XS "scale_codes" (N, G),
     int8 for Q6_K and uint8 for the others, and with a minimum "minimum_codes" uint8 (N, G).
 
@@ -78,7 +78,7 @@ class GGMLGrid(Grid):
         object.__setattr__(self, "group_size", self.layout.tile)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> GGMLLayout:
         """What the format stores."""
         return LAYOUTS[self.kind]
 
@@ -110,7 +110,7 @@ class GGMLGrid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Scales and minimums of least error, weighted by ``importance``. ``shrink`` clips the weights of
         each tile to that part of their range before the search.
 
@@ -119,18 +119,18 @@ class GGMLGrid(Grid):
         """
         return self.parameters(self._search(weight, shrink, importance, codes=False).stored)
 
-    def search(self, weight: Tensor, importance: Tensor | None = None) -> Quantized:
+    def search(self, weight: Tensor, importance: Tensor | None = None) -> QuantizedTensor:
         """The same scales and every weight's nearest code, in one pass where there is a compiled kernel. Does
         not modify its inputs."""
         found = self._search(weight, 1.0, importance, codes=True)
         parameters = self.parameters(found.stored)
         if found.codes is None:
             return self.quantize(weight, parameters)
-        return Quantized(self, found.codes, parameters)
+        return QuantizedTensor(self, found.codes, parameters)
 
     def _search(
         self, weight: Tensor, shrink: float | Tensor, importance: Tensor | None, *, codes: bool
-    ) -> kernel.Found:
+    ) -> kernel.BlockScales:
         """By the compiled kernel, or a few rows at a time in torch."""
         rows, columns = weight.shape
         block, tile = self.layout.block, self.layout.tile
@@ -154,20 +154,20 @@ class GGMLGrid(Grid):
             x = weight[start : start + step].float().reshape(-1, columns // block, block // tile, tile)
             parts.append(search(self, self.layout, clipped(x, shrink[start : start + step]), v))
         stored = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
-        return kernel.Found(stored, None)
+        return kernel.BlockScales(stored, None)
 
-    def parameters(self, stored: dict[str, Tensor]) -> Parameters:
+    def parameters(self, stored: dict[str, Tensor]) -> TileParameters:
         """Scale and minimum of each tile as a reader computes them."""
         if self.layout.codes is None:
             minimum = -stored["m"].float() if self.layout.minimum else None
-            return Parameters(stored["d"].float(), minimum=minimum, stored=stored)
+            return TileParameters(stored["d"].float(), minimum=minimum, stored=stored)
         tiles = self.layout.block // self.layout.tile
         codes = stored["scale_codes"].float() - self.layout.bias
         scale = stored["d"].float().repeat_interleave(tiles, 1) * codes
         if not self.layout.minimum:
-            return Parameters(scale, stored=stored)
+            return TileParameters(scale, stored=stored)
         whole = stored["dmin"].float().repeat_interleave(tiles, 1)
-        return Parameters(scale, minimum=whole * stored["minimum_codes"].float(), stored=stored)
+        return TileParameters(scale, minimum=whole * stored["minimum_codes"].float(), stored=stored)
 
 
 def _nearest_level(values: Tensor, levels: tuple[int, ...]) -> Tensor:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, TileParameters
 
 ROUNDS = 2  # of improving the codes of scales and d in turn
 HALF_LARGEST = 65504.0
@@ -36,7 +36,7 @@ HALF_SMALLEST = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Layout:
+class GGMLLayout:
     """What a format stores.
 
     Attributes:
@@ -109,7 +109,7 @@ def clipped(x: Tensor, shrink: Tensor) -> Tensor:
     return x.minimum(high * shrink).maximum(low * shrink)
 
 
-def search(grid: Grid, layout: Layout, x: Tensor, v: Tensor) -> dict[str, Tensor]:
+def search(grid: Grid, layout: GGMLLayout, x: Tensor, v: Tensor) -> dict[str, Tensor]:
     """What the file holds for x (R, B, S, n) under weights v (1, B, S, n)."""
     fit = _fit_minimum(x, v, layout) if layout.minimum else _fit_symmetric(x, v, grid, layout)
     if layout.codes is None:
@@ -137,7 +137,7 @@ def _steps(largest: int, step: int = 1) -> list[float]:
     return [largest + reach * t / 10 for t in range(-10, 11)]
 
 
-def _fit_minimum(x: Tensor, v: Tensor, layout: Layout) -> Fit:
+def _fit_minimum(x: Tensor, v: Tensor, layout: GGMLLayout) -> Fit:
     """Scale and minimum of each tile by the search of the module's docstring.
 
     With k-quants the minimum is at least 0 (a tile reaches up to zero or beyond); Q4_1 and Q5_1 have any.
@@ -167,7 +167,7 @@ def _fit_minimum(x: Tensor, v: Tensor, layout: Layout) -> Fit:
     return Fit(scale, -base, stiffness)
 
 
-def _fit_symmetric(x: Tensor, v: Tensor, grid: Grid, layout: Layout) -> Fit:
+def _fit_symmetric(x: Tensor, v: Tensor, grid: Grid, layout: GGMLLayout) -> Fit:
     """Scale of each tile, of either sign: its largest magnitude goes to one end of the codes or near it."""
     down, up = layout.ends
     peak = x.gather(-1, x.abs().argmax(-1, True))[..., 0]
@@ -277,7 +277,7 @@ def _product(d: Tensor | None, c: Tensor | None) -> Tensor | None:
 
 def _error(x: Tensor, v: Tensor, grid: Grid, scale: Tensor, minimum: Tensor | None) -> Tensor:
     """e of each tile (R, B, S)."""
-    parameters = Parameters(scale[..., None], minimum=None if minimum is None else minimum[..., None])
+    parameters = TileParameters(scale[..., None], minimum=None if minimum is None else minimum[..., None])
     lost = grid.decode(grid.encode(x, parameters), parameters).sub_(x)
     return lost.square_().mul_(v).sum(-1)
 
@@ -293,7 +293,7 @@ def _refit(
 ) -> tuple[Tensor, Tensor | None]:
     """d and d_m (R, B, 1) of least squares for the codes that the present ones give."""
     minimum = _product(dmin, cmin)
-    parameters = Parameters((d * c)[..., None], minimum=None if minimum is None else minimum[..., None])
+    parameters = TileParameters((d * c)[..., None], minimum=None if minimum is None else minimum[..., None])
     a = grid.level(grid.encode(x, parameters)).mul_(c[..., None])
     va = v * a
     AA, AX = _total(va * a), _total(va * x)

@@ -27,7 +27,7 @@ CHUNK = 1 << 20  # weights coded at a time
 
 
 @dataclass(frozen=True)
-class Parameters:
+class TileParameters:
     """What decodes the codes of each tile.
 
     Attributes:
@@ -45,14 +45,14 @@ class Parameters:
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     top: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
+    def each(self, change: Callable[[Tensor], Tensor]) -> TileParameters:
         """The same parameters indexed, broadcast or moved; what is stored stays behind."""
         zero = None if self.zero is None else change(self.zero)
         minimum = None if self.minimum is None else change(self.minimum)
         top = None if self.top is None else change(self.top)
-        return Parameters(change(self.scale), zero, minimum, top=top)
+        return TileParameters(change(self.scale), zero, minimum, top=top)
 
-    def column(self, group: int | Tensor) -> Parameters:
+    def column(self, group: int | Tensor) -> TileParameters:
         """The parameters of one column of tiles (P,), or of several: (P, columns) for a tensor of numbers."""
         return self.each(lambda value: value[:, group])
 
@@ -95,7 +95,7 @@ class Grid(ABC):
     @abstractmethod
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Parameters of each tile of a weight. Does not modify its inputs.
 
         Args:
@@ -105,7 +105,7 @@ class Grid(ABC):
                 rule searches; the others ignore it.
         """
 
-    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+    def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """The parameters with other scales (P, G), rounded as they are stored; None where a tile's scale
         cannot be chosen freely (scales of scales, powers of two)."""
         return None
@@ -118,7 +118,7 @@ class Grid(ABC):
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits for each weight of an (N, K) matrix: codes and everything that decodes them."""
 
-    def encode(self, values: Tensor, parameters: Parameters) -> Tensor:
+    def encode(self, values: Tensor, parameters: TileParameters) -> Tensor:
         """Nearest codes, as float32, of ``values``; the parameters broadcast against them."""
         if parameters.minimum is not None:
             values = values + parameters.minimum
@@ -127,7 +127,7 @@ class Grid(ABC):
             scaled = scaled + parameters.zero
         return self.nearest(scaled)
 
-    def decode(self, codes: Tensor, parameters: Parameters) -> Tensor:
+    def decode(self, codes: Tensor, parameters: TileParameters) -> Tensor:
         """Values of codes, float32; the parameters broadcast against the codes."""
         values = self.level(codes)
         if parameters.zero is not None:
@@ -157,32 +157,32 @@ class Grid(ABC):
         whole = tiled.reshape(tiled.shape[0] * tiled.shape[1], -1)
         return whole[: shape[0], : shape[1]]
 
-    def by_row(self, parameters: Parameters, rows: int) -> Parameters:
+    def by_row(self, parameters: TileParameters, rows: int) -> TileParameters:
         """Parameters (N, G), one row for each row of the weight."""
         if self.rows == 1:
             return parameters.each(lambda value: value)
         return parameters.each(lambda value: value.repeat_interleave(self.rows or rows, 0)[:rows])
 
-    def quantize(self, weight: Tensor, parameters: Parameters) -> Quantized:
+    def quantize(self, weight: Tensor, parameters: TileParameters) -> QuantizedTensor:
         """Every weight (N, K) to its nearest code under given parameters."""
         if self.rows == 1 and weight.numel() > CHUNK and len(weight) > 1:
             return self._quantize_rows(weight, parameters)
         spread = parameters.each(lambda value: value[:, None, :, None])
         codes = self.untile(self.encode(self.tile(weight), spread), (weight.shape[0], weight.shape[1]))
-        return Quantized(self, codes.to(self.code_dtype), parameters)
+        return QuantizedTensor(self, codes.to(self.code_dtype), parameters)
 
-    def _quantize_rows(self, weight: Tensor, parameters: Parameters) -> Quantized:
+    def _quantize_rows(self, weight: Tensor, parameters: TileParameters) -> QuantizedTensor:
         """The same a few rows at a time: temporaries stay in the cache."""
         codes = torch.empty(weight.shape, dtype=self.code_dtype, device=weight.device)
         step = max(CHUNK // weight.shape[1], 1)
         for start in range(0, len(weight), step):
             part = parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
             codes[start : start + step] = self.quantize(weight[start : start + step], part).codes
-        return Quantized(self, codes, parameters)
+        return QuantizedTensor(self, codes, parameters)
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """A weight as codes on a grid.
 
     Attributes:
@@ -195,7 +195,7 @@ class Quantized:
 
     grid: Grid
     codes: Tensor
-    parameters: Parameters
+    parameters: TileParameters
     g_idx: Tensor | None = None
 
     def dequantize(self) -> Tensor:
@@ -218,12 +218,12 @@ class Quantized:
         step = max(CHUNK // self.codes.shape[1], 1)
         for start in range(0, len(values), step):
             part = self.parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
-            values[start : start + step] = Quantized(
+            values[start : start + step] = QuantizedTensor(
                 self.grid, self.codes[start : start + step], part
             ).dequantize()
         return values
 
-    def restored(self, order: Tensor) -> Quantized:
+    def restored(self, order: Tensor) -> QuantizedTensor:
         """Codes of columns that were sorted before they were rounded, back in the weight's column order;
         ``g_idx`` says which group each column belongs to.
 
@@ -233,7 +233,7 @@ class Quantized:
         codes, g_idx = torch.empty_like(self.codes), torch.empty_like(order)
         codes[:, order] = self.codes
         g_idx[order] = torch.arange(len(order), device=order.device) // (self.grid.group_size or len(order))
-        return Quantized(self.grid, codes, self.parameters, g_idx)
+        return QuantizedTensor(self.grid, codes, self.parameters, g_idx)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by short name, for a file; :meth:`from_tensors` is the inverse."""
@@ -248,14 +248,14 @@ class Quantized:
         return {name: value.cpu().contiguous() for name, value in {**named, **stored}.items()}
 
     @classmethod
-    def from_tensors(cls, grid: Grid, tensors: Mapping[str, Tensor]) -> Quantized:
+    def from_tensors(cls, grid: Grid, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
         """A quantized weight from what :meth:`tensors` gave."""
         stored = {
             name.removeprefix("stored."): value
             for name, value in tensors.items()
             if name.startswith("stored.")
         }
-        parameters = Parameters(
+        parameters = TileParameters(
             tensors["scale"], tensors.get("zero"), tensors.get("minimum"), stored, tensors.get("top")
         )
         return cls(grid, tensors["codes"], parameters, tensors.get("g_idx"))

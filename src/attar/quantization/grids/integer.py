@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels.columns import CodeBook
-from attar.quantization.grids.grid import Grid, Parameters, stored_scale
+from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class IntGrid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Scale (and zero) of each tile from the largest magnitude (or the range) of its weights.
 
         Symmetric, as compressed-tensors and llm-compressor choose it: s = 2 max|w| / (2^b - 1), so that
@@ -65,15 +65,15 @@ class IntGrid(Grid):
         tiled = self.tile(weight)
         steps = float(2**self.bits - 1)
         if self.symmetric:
-            return Parameters(stored_scale(tiled.abs().amax((1, 3)) * shrink * 2.0 / steps, self.storage))
+            return TileParameters(stored_scale(tiled.abs().amax((1, 3)) * shrink * 2.0 / steps, self.storage))
         top = tiled.amax((1, 3)).clamp(min=0.0) * shrink
         bottom = tiled.amin((1, 3)).clamp(max=0.0) * shrink
         scale = stored_scale((top - bottom) / steps, self.storage)
-        return Parameters(scale, (self.low - bottom / scale).round().clamp(self.low, self.high))
+        return TileParameters(scale, (self.low - bottom / scale).round().clamp(self.low, self.high))
 
-    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+    def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """Any scale but 0, in the storage type."""
-        return Parameters(stored_scale(scale, self.storage), parameters.zero)
+        return TileParameters(stored_scale(scale, self.storage), parameters.zero)
 
     def nearest(self, values: Tensor) -> Tensor:
         """Rounded half to even, kept within the codes."""

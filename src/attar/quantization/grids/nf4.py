@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attar.quantization.grids.grid import Grid, Parameters, stored_scale
+from attar.quantization.grids.grid import Grid, TileParameters, stored_scale
 
 LEVELS = (
     -1.0,
@@ -49,8 +49,8 @@ RUN = 256  # scales that share a scale
 class NF4Grid(Grid):
     """w = s * T[q].
 
-    With ``double``, ``Parameters.stored`` holds "absmax_codes", c, uint8 (N, G); "nested_absmax", n, float32,
-    one for each 256 scales; "nested_offset", o, float32 (1,); "nested_map", D, float32 (256,).
+    With ``double``, ``TileParameters.stored`` holds "absmax_codes", c, uint8 (N, G); "nested_absmax", n,
+    float32, one for each 256 scales; "nested_offset", o, float32 (1,); "nested_map", D, float32 (256,).
 
     Attributes:
         group_size: inputs that share a scale; 0: the whole row.
@@ -79,16 +79,16 @@ class NF4Grid(Grid):
 
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
-    ) -> Parameters:
+    ) -> TileParameters:
         """Scale of each block from the largest magnitude of its weights."""
         top = self.tile(weight).abs().amax((1, 3)) * shrink
-        return _nested(top) if self.double else Parameters(stored_scale(top, torch.float32))
+        return _nested(top) if self.double else TileParameters(stored_scale(top, torch.float32))
 
-    def rescaled(self, parameters: Parameters, scale: Tensor) -> Parameters | None:
+    def rescaled(self, parameters: TileParameters, scale: Tensor) -> TileParameters | None:
         """Any positive scale where the scales are not quantized themselves."""
-        return None if self.double else Parameters(scale.clamp(min=torch.finfo(torch.float32).tiny))
+        return None if self.double else TileParameters(scale.clamp(min=torch.finfo(torch.float32).tiny))
 
-    def encode(self, values: Tensor, parameters: Parameters) -> Tensor:
+    def encode(self, values: Tensor, parameters: TileParameters) -> Tensor:
         """Nearest codes, as float32; as in bitsandbytes, values are multiplied by the scale's reciprocal."""
         return self.nearest(values * (1.0 / parameters.scale))
 
@@ -127,7 +127,7 @@ def _middles(levels: Tensor) -> Tensor:
     return (levels[:-1] + levels[1:]) / 2
 
 
-def _nested(top: Tensor) -> Parameters:
+def _nested(top: Tensor) -> TileParameters:
     """Double quantization of the largest magnitudes (P, G)."""
     D = dynamic_map().to(top.device)
     flat = top.reshape(-1)
@@ -146,4 +146,4 @@ def _nested(top: Tensor) -> Parameters:
         "nested_offset": offset.reshape(1),
         "nested_map": D,
     }
-    return Parameters(scale, stored=stored)
+    return TileParameters(scale, stored=stored)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, TileParameters
 
 HOWS = ("absmax", "percentile", "mse")
 CHUNK = 1 << 18  # weights measured at a time: they stay in the cache
@@ -34,7 +34,7 @@ def choose_scales(
     low: float = 0.5,
     high: float = 1.1,
     steps: int = 31,
-) -> Parameters:
+) -> TileParameters:
     """Parameters of each tile. Does not modify its inputs.
 
     Args:
@@ -87,7 +87,7 @@ def within(weight: Tensor, grid: Grid, percentile: float) -> Tensor:
 
 
 def squared_error(
-    weight: Tensor, grid: Grid, parameters: Parameters, importance: Tensor | None = None
+    weight: Tensor, grid: Grid, parameters: TileParameters, importance: Tensor | None = None
 ) -> Tensor:
     """e of each tile (P, G), float32, of round to nearest; memory for a few rows at a time."""
     count, columns = weight.shape
@@ -108,7 +108,7 @@ def squared_error(
     return error.reshape(-1, height, error.shape[1]).sum(1)
 
 
-def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: list[float]) -> Parameters:
+def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: list[float]) -> TileParameters:
     """Every tile with its best factor."""
     best = squared_error(weight, grid, grid.choose(weight), importance)
     factor = torch.ones_like(best)
@@ -119,7 +119,7 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: li
     return grid.choose(weight, factor)
 
 
-def _better(weight: Tensor, grid: Grid, found: Parameters, importance: Tensor | None) -> Parameters:
+def _better(weight: Tensor, grid: Grid, found: TileParameters, importance: Tensor | None) -> TileParameters:
     """What was found, unless the grid's plain rule has less error: tiles can depend on each other (double
     quantization)."""
     plain = grid.choose(weight)

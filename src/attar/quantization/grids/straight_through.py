@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.quantization.grids.grid import Grid, Parameters
+from attar.quantization.grids.grid import Grid, TileParameters
 
 FAR = 1e30  # beyond every level
 
@@ -50,7 +50,7 @@ class _Quantize(torch.autograd.Function):  # type: ignore[misc]
         minimum: Tensor | None,
         grid: Grid,
     ) -> Tensor:
-        parameters = Parameters(scale, zero, minimum)
+        parameters = TileParameters(scale, zero, minimum)
         u = on_unit_scale(values, parameters)
         v = u if offset is None else u + offset
         codes = grid.nearest(v)
@@ -80,7 +80,7 @@ class _Quantize(torch.autograd.Function):  # type: ignore[misc]
 
 
 def quantize_through(
-    values: Tensor, grid: Grid, parameters: Parameters, offset: Tensor | None = None
+    values: Tensor, grid: Grid, parameters: TileParameters, offset: Tensor | None = None
 ) -> Tensor:
     """What a reader of the nearest codes gets, float32, with the gradients above. Does not modify its inputs.
 
@@ -95,7 +95,7 @@ def quantize_through(
     return result
 
 
-def on_unit_scale(values: Tensor, parameters: Parameters) -> Tensor:
+def on_unit_scale(values: Tensor, parameters: TileParameters) -> Tensor:
     """u, the values as the grid's ``nearest`` wants them; the parameters broadcast."""
     if parameters.minimum is not None:
         values = values + parameters.minimum
@@ -144,7 +144,9 @@ def into_cells(grid: Grid, values: Tensor, codes: Tensor, margin: float) -> Tens
     return torch.where(grid.nearest(values) == codes, values, moved)
 
 
-def storable(grid: Grid, base: Parameters, scale: Tensor, shape: tuple[int, int]) -> Parameters | None:
+def storable(
+    grid: Grid, base: TileParameters, scale: Tensor, shape: tuple[int, int]
+) -> TileParameters | None:
     """The parameters nearest to a wanted scale that a file of this grid can hold, without a gradient; None
     where the grid searches for its own.
 

@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import ModelError, SettingsError, nearest
-from attar.runtime.kv.table import blocks_for
+from attar.runtime.kv.blocks import blocks_for
 
 GROUP = 32  # tokens of a group of keys, channels of a group of values (KIVI)
 
 
 @dataclass(frozen=True)
-class Format:
+class KVFormat:
     """How a number is kept.
 
     Args:
@@ -47,14 +47,14 @@ class Format:
     pair_bytes: int = 0
 
 
-FORMATS = {
-    "float32": Format(32),
-    "bfloat16": Format(16),
-    "float16": Format(16),
-    "int8": Format(8, scale_bytes=4),
-    "fp8": Format(8, scale_bytes=4),
-    "kivi4": Format(4, pair_bytes=4),
-    "kivi2": Format(2, pair_bytes=4),
+KV_FORMATS = {
+    "float32": KVFormat(32),
+    "bfloat16": KVFormat(16),
+    "float16": KVFormat(16),
+    "int8": KVFormat(8, scale_bytes=4),
+    "fp8": KVFormat(8, scale_bytes=4),
+    "kivi4": KVFormat(4, pair_bytes=4),
+    "kivi2": KVFormat(2, pair_bytes=4),
 }
 
 
@@ -73,17 +73,17 @@ class LayerShape:
     window: int | None = None
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str) -> KVFormat:
     """The format of a name.
 
     Raises:
         SettingsError: the name is not known.
     """
-    if name not in FORMATS:
-        close = nearest(name, FORMATS)
+    if name not in KV_FORMATS:
+        close = nearest(name, KV_FORMATS)
         wish = f" (did you mean {close}?)" if close else ""
-        raise SettingsError("kv_dtype", name, f"one of {', '.join(FORMATS)}{wish}")
-    return FORMATS[name]
+        raise SettingsError("kv_dtype", name, f"one of {', '.join(KV_FORMATS)}{wish}")
+    return KV_FORMATS[name]
 
 
 def layer_shapes(config: Mapping[str, Any]) -> tuple[LayerShape, ...]:
@@ -152,7 +152,7 @@ def table(
     layers: Sequence[LayerShape],
     contexts: Sequence[int] = (1024, 4096, 32768),
     batches: Sequence[int] = (1, 8),
-    kv_dtypes: Sequence[str] = tuple(FORMATS),
+    kv_dtypes: Sequence[str] = tuple(KV_FORMATS),
     block_size: int = 32,
 ) -> str:
     """For people: what the model is, and GiB, a line for each format, a column for each context and batch."""
@@ -187,7 +187,7 @@ _WIDTH = ("hidden_size", "n_embd", "d_model")
 _PLAIN = ("full_attention", "sliding_attention")
 
 
-def _layer_bytes(layer: LayerShape, kept: Format, block_size: int) -> int:
+def _layer_bytes(layer: LayerShape, kept: KVFormat, block_size: int) -> int:
     rows, d = block_size * layer.kv_heads, layer.head_dim
     plain = 2 * rows * (d * kept.bits // 8 + kept.scale_bytes)
     if not kept.pair_bytes:

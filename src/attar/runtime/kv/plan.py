@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import SettingsError
-from attar.runtime.kv.layout import FORMATS, LayerShape, block_bytes, cache_bytes, describe
+from attar.runtime.kv.layout import KV_FORMATS, LayerShape, block_bytes, cache_bytes, describe
 
-FORMATS_SHOWN = tuple(FORMATS)
+FORMATS_SHOWN = tuple(KV_FORMATS)
 LONGEST = 1 << 27  # tokens: beyond it a context counts as unbounded (windows in every layer)
 
 
 @dataclass(frozen=True)
-class Cell:
+class CacheSize:
     """One size.
 
     Args:
@@ -35,7 +35,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Room:
+class LongestContext:
     """The longest context of ``batch`` sequences within the budget, in tokens; None: any length."""
 
     kv_dtype: str
@@ -57,8 +57,8 @@ class KVPlan:
     block_size: int
     budget: int | None
     token_bytes: dict[str, float]
-    cells: tuple[Cell, ...]
-    rooms: tuple[Room, ...]
+    cells: tuple[CacheSize, ...]
+    rooms: tuple[LongestContext, ...]
 
 
 def plan_kv(
@@ -81,9 +81,9 @@ def plan_kv(
             if value < 1:
                 raise SettingsError(name, value, "at least 1")
 
-    def cell(kv_dtype: str, context: int, batch: int) -> Cell:
+    def cell(kv_dtype: str, context: int, batch: int) -> CacheSize:
         size = cache_bytes(layers, kv_dtype, context, batch, block_size)
-        return Cell(kv_dtype, context, batch, size, None if budget is None else size <= budget)
+        return CacheSize(kv_dtype, context, batch, size, None if budget is None else size <= budget)
 
     return KVPlan(
         describe(layers),
@@ -92,7 +92,7 @@ def plan_kv(
         {name: block_bytes(layers, name, block_size) / block_size for name in kv_dtypes},
         tuple(cell(name, context, batch) for name in kv_dtypes for context in contexts for batch in batches),
         tuple(
-            Room(name, batch, longest(layers, name, batch, budget, block_size))
+            LongestContext(name, batch, longest(layers, name, batch, budget, block_size))
             for name in (kv_dtypes if budget is not None else ())
             for batch in batches
         ),
@@ -147,11 +147,11 @@ def config_of(model: Any) -> dict[str, Any]:
     return dict(read_json(place / "config.json") if bare else open_checkpoint(model).config)
 
 
-def _size(cell: Cell) -> str:
+def _size(cell: CacheSize) -> str:
     small = cell.bytes < 2**30
     size = f"{cell.bytes / 2**20:.1f} MiB" if small else f"{cell.bytes / 2**30:.2f} GiB"
     return f"{size} !" if cell.fits is False else size
 
 
-def _room(room: Room) -> str:
+def _room(room: LongestContext) -> str:
     return "any" if room.context is None else f"{room.context:,}"

@@ -15,12 +15,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Row = NDArray[np.float32]
+FloatRow = NDArray[np.float32]
 _DEPTHS = (-4.0, -8.0, -16.0, -np.inf)  # below the largest logit
 _PARTS = (2.0**-6, 2.0**-12, 2.0**-18, 0.0)  # of the largest probability
 
 
-def top_k_(x: Row, k: int) -> None:
+def top_k_(x: FloatRow, k: int) -> None:
     """Make -infinity what top-k drops of a row (V,) whose largest is 0; 0 keeps all."""
     if not 0 < k < len(x):
         return
@@ -31,7 +31,7 @@ def top_k_(x: Row, k: int) -> None:
     np.putmask(x, x < np.partition(near, len(near) - k)[len(near) - k], -np.inf)
 
 
-def top(x: Row, count: int) -> NDArray[np.int64]:
+def top(x: FloatRow, count: int) -> NDArray[np.int64]:
     """Where the ``count`` largest of a row (V,) are, the largest first, the lowest id among equals."""
     if count == 1:
         return np.array([x.argmax()])
@@ -42,7 +42,7 @@ def top(x: Row, count: int) -> NDArray[np.int64]:
     return found
 
 
-def mass_(p: Row, top_p: float, min_p: float) -> None:
+def mass_(p: FloatRow, top_p: float, min_p: float) -> None:
     """Make 0 what top-p and then min-p drop of a row (V,) of sum 1, and the sum 1 again."""
     if top_p >= 1.0 and min_p <= 0.0:
         return
@@ -53,7 +53,7 @@ def mass_(p: Row, top_p: float, min_p: float) -> None:
     p /= p.sum()
 
 
-def _top_p_cut(p: Row, mass: float) -> np.float32:
+def _top_p_cut(p: FloatRow, mass: float) -> np.float32:
     """The smallest probability that stays."""
     top = p.max()
     for part in _PARTS:

@@ -20,7 +20,7 @@ from torch import Tensor
 from attar.runtime.sampling.params import SamplingParams
 
 
-class History:
+class TokenHistory:
     """The tokens of a sequence as the penalties see them.
 
     Args:
@@ -36,15 +36,15 @@ class History:
         """One more token was generated."""
         self.counts[token] += 1
 
-    def after(self, tokens: Iterable[int]) -> History:
+    def after(self, tokens: Iterable[int]) -> TokenHistory:
         """The history with further tokens, as a verifier sees a draft. This one is not changed."""
-        later = History(())
+        later = TokenHistory(())
         later.prompt, later.counts = self.prompt, self.counts.copy()
         later.counts.update(tokens)
         return later
 
 
-def penalise_(logits: Tensor, params: SamplingParams, history: History) -> None:
+def penalise_(logits: Tensor, params: SamplingParams, history: TokenHistory) -> None:
     """Apply the three penalties to one row.
 
     Args:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.runtime.sampling.cuts import top
-from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
+from attar.runtime.sampling.warp import SamplingRow, adjust, likeliest, warp
 
 TOKEN, ACCEPT, RESAMPLE = 0, 1, 2
 """Purposes: the token itself; a verifier's coin; its draw from the residual. Streams of their own."""
@@ -83,7 +83,7 @@ def draw_distinct(p: Tensor, key: int, count: int) -> list[int]:
     return found
 
 
-def sample(logits: Tensor, rows: Sequence[Row], keys: Sequence[int]) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[int]) -> list[int]:
     """Warp and draw: a token for each row. Rows at temperature 0 take the likeliest without any noise.
 
     Args:

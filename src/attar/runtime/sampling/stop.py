@@ -18,19 +18,19 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stops)
-        self.found: str | None = None
+        self.match: str | None = None
         self._held = ""
         self._longest = max(map(len, self.stops), default=0)
 
     def add(self, piece: str) -> str:
-        """The text that can be shown now. Where a stop string is complete, ``found`` is it, and the text ends
+        """The text that can be shown now. Where a stop string is complete, ``match`` is it, and the text ends
         before the earliest that is there; of two that begin together the longer one is named.
         """
-        assert self.found is None, "the text has ended"
+        assert self.match is None, "the text has ended"
         text = self._held + piece
         matches = [(text.find(stop), -len(stop), stop) for stop in self.stops if stop in text]
         if matches:
-            start, _, self.found = min(matches)
+            start, _, self.match = min(matches)
             self._held = ""
             return text[:start]
         keep = self._possible(text)

@@ -28,13 +28,13 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.runtime.sampling.cuts import mass_, top_k_
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History, ban_, bias_, penalise_
+from attar.runtime.sampling.penalties import TokenHistory, ban_, bias_, penalise_
 
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Row:
+class SamplingRow:
     """What decides one row beside its logits.
 
     Attributes:
@@ -45,7 +45,7 @@ class Row:
     """
 
     params: SamplingParams
-    history: History | None = None
+    history: TokenHistory | None = None
     banned: Sequence[int] = ()
     allowed: Tensor | None = None
 
@@ -55,7 +55,7 @@ class Row:
         return bool(self.params.penalises or self.params.biases or self.banned or self.allowed is not None)
 
 
-def warp(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def warp(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distributions.
 
     Args:
@@ -80,7 +80,7 @@ def warp(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return p
 
 
-def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Penalties, biases and bans: float32 (R, V); the input itself where nothing applies."""
     assert len(rows) == len(logits), f"{len(rows)} rows for {len(logits)} rows of logits"
     logits = logits.float()
@@ -141,7 +141,7 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
     return indices.tolist(), largest.tolist()
 
 
-def heat(logits: Tensor, top: Tensor, rows: Sequence[Row]) -> Tensor:
+def heat(logits: Tensor, top: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """(l - max l) / T, newly made (R, V): subtracted first, so that a tiny temperature cannot overflow; of
     numbers that float32 does not have the nearest normal one is taken, so that none becomes 0.
 

@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import attar
 from attar.errors import AttarError
 from attar.runtime.server import protocol
 from attar.runtime.server.access_log import AccessLogMiddleware
@@ -38,6 +37,7 @@ from attar.runtime.server.request_body import BodyRoute
 from attar.runtime.server.service import Service
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.server.tokenizer import ServerTokenizer
+from attar.version import __version__
 
 _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody, "description": "An error."}}
 _STREAM: dict[int | str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def create_app(
         await backend.close()
         service.threads.close()
 
-    app = FastAPI(title="attar", version=attar.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
     if page is not None:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.counts import Counts
-from attar.runtime.stream import Streams
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class EngineBackend:
         streams: the engine; closed by ``close``.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: AsyncEngine) -> None:
         self._streams, self._open = streams, True
 
     @property
@@ -142,8 +142,8 @@ class EngineBackend:
             free=max(scheduler.limits.sequences - len(scheduler.running), 0),
             cache_usage=1 - (free + cached) / manager.capacity,
             blocks={"free": free, "cached": cached, "used": manager.capacity - free - cached},
-            prefix_queries=manager.counts.asked,
-            prefix_hits=manager.counts.hit,
+            prefix_queries=manager.stats.asked,
+            prefix_hits=manager.stats.hit,
             preemptions=scheduler.preemptions,
             speculation=None if speculator is None else speculator.counts.copy(),
         )

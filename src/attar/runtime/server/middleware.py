@@ -106,7 +106,7 @@ def _host_name(header: str) -> str | None:
 
 
 class ApiKeyMiddleware:
-    """Checks the API key and sets ``scope["state"]["caller"]``. Each key is a tenant with its own prefix cache.
+    """Checks the API key, and sets ``scope["state"]["caller"]``; each key is a tenant with its own prefixes.
 
     Args:
         app: the next application.

@@ -23,13 +23,13 @@ from torch import Tensor
 from attar.runtime.sampling.cuts import top
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw_distinct
-from attar.runtime.sampling.warp import Row, adjust, check_finite, likeliest, warp
+from attar.runtime.sampling.warp import SamplingRow, adjust, check_finite, likeliest, warp
 from attar.runtime.speculate.acceptance import LEVELS, kind_of
 from attar.runtime.speculate.draft import Draft, Floats
 from attar.runtime.speculate.noise import Drafting
 from attar.runtime.speculate.proposer import Wish
 
-GREEDY = Row(SamplingParams(temperature=0.0))
+GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
 @dataclass

@@ -27,9 +27,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attar.runtime.batch import Output, Planned
-from attar.runtime.drawing import Drawn
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.completion import Completion
+from attar.runtime.sampling.sampled_tokens import SampledTokens
+from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.choose import Chooser
 from attar.runtime.speculate.counts import Counts
@@ -40,7 +40,6 @@ from attar.runtime.speculate.reading import Reading
 from attar.runtime.speculate.round import RESTING, Round, Watched, mode_of, noise_of, room, wish, writes
 from attar.runtime.speculate.siblings import Siblings
 from attar.runtime.speculate.verify import Mode, verify
-from attar.runtime.text import Text
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class Speculator:
         self,
         planned: Planned,
         scheduler: Scheduler,
-        text: Callable[[Running], Text],
+        text: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
         """Gives drafts to sequences of a planned step.
@@ -125,11 +124,11 @@ class Speculator:
         self._round = Round(drafts, ids, beside, drafting, self._reading, now)
         return [(each, share + len(each.drafts)) for each, share in planned]
 
-    def has(self, output: Output) -> bool:
+    def has(self, output: StepOutput) -> bool:
         """Whether a sequence has drafts in the pass."""
         return output.sequence.id in self._round.drafts
 
-    def judge(self, output: Output, logits: Tensor, text: Text) -> Drawn:
+    def judge(self, output: StepOutput, logits: Tensor, text: Completion) -> SampledTokens:
         """What is taken of a sequence's draft.
 
         Args:
@@ -144,11 +143,13 @@ class Speculator:
         nodes = Nodes(logits[rows.start : rows.stop], text, draft, text)
         verdict = verify(draft, nodes, noise_of(sequence, text), mode_of(text, self.verification))
         self.counts.note(len(draft), len(verdict.path))
-        return Drawn(
+        return SampledTokens(
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
         )
 
-    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | Exception], logits: Tensor) -> None:
+    def note(
+        self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
+    ) -> None:
         """A pass is over, and its tokens are decided."""
         if self._round is RESTING:
             return
@@ -157,7 +158,7 @@ class Speculator:
         news = [
             self._news(output, each, logits)
             for output, each in zip(outputs, drawn, strict=True)
-            if isinstance(each, Drawn)
+            if isinstance(each, SampledTokens)
         ]
         decoded = [each for each in news if each.sequence in self._round.decoding]
         drafting = self._round.drafting
@@ -204,7 +205,7 @@ class Speculator:
         rooms: list[int],
         left: int,
         beside: int,
-        text: Callable[[Running], Text],
+        text: Callable[[Running], Completion],
     ) -> list[Draft | None]:
         """What is proposed and pays, for each."""
         ids, nothing = [each.id for each in decoding], [None] * len(decoding)
@@ -244,7 +245,7 @@ class Speculator:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
         return draft if len(draft) <= left else None if self.proposer.looks else draft.cut(left)
 
-    def _news(self, output: Output, drawn: Drawn, logits: Tensor) -> News:
+    def _news(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> News:
         sequence = output.sequence.id
         draft = self._round.drafts.get(sequence)
         choices: list[int] = []

@@ -17,14 +17,14 @@ from dataclasses import replace
 import numpy as np
 
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.warp import Row, adjust, likeliest
-from attar.runtime.step import Runner, Span, Step
+from attar.runtime.sampling.warp import SamplingRow, adjust, likeliest
+from attar.runtime.step import Runner, StepInput, TokenSpan
 
 SIZES = {1: (1, 2, 4, 8, 16, 32), 8: (8, 16, 32, 64)}  # T by B
 PROBE = -1  # and below: sequences that no scheduler has
 BUDGET = 1.0  # seconds, about
 ROUNDS = 3
-GREEDY = Row(SamplingParams(temperature=0.0))
+GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 Times = dict[int, dict[int, float]]
 
@@ -61,7 +61,7 @@ def _rising(points: dict[int, float]) -> dict[int, float]:
     return dict(zip(points, seconds.tolist(), strict=True))
 
 
-def _best(runner: Runner, step: Step, enough: float, clock: Callable[[], float]) -> float:
+def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], float]) -> float:
     """The shortest of some runs; the first warms up, and is the only one where it took long enough."""
     best = None
     for turn in range(1 + ROUNDS):
@@ -77,14 +77,14 @@ def _best(runner: Runner, step: Step, enough: float, clock: Callable[[], float])
     return best
 
 
-def _step(runner: Runner, batch: int, count: int) -> Step | None:
+def _step(runner: Runner, batch: int, count: int) -> StepInput | None:
     """``count`` tokens, as evenly as they go over ``batch`` sequences; None where there is no room."""
     each = count // batch
     blocks = -(-each // runner.block_size)
     if batch * blocks > runner.capacity or (runner.context is not None and each > runner.context):
         return None
     spans = [
-        Span(PROBE - place, 0, each, tuple(range(place * blocks, (place + 1) * blocks)), each)
+        TokenSpan(PROBE - place, 0, each, tuple(range(place * blocks, (place + 1) * blocks)), each)
         for place in range(batch)
     ]
-    return Step([0] * (batch * each), tuple(spans))
+    return StepInput([0] * (batch * each), tuple(spans))

@@ -43,7 +43,7 @@ class Streaming:
         return self.sinks + self.window
 
     def due(self, places: int, prompt_done: bool) -> int | None:
-        """Never: nothing is packed, ``kv/manager.py`` gives blocks back behind the window."""
+        """Never: nothing is packed, ``kv/block_manager.py`` gives blocks back behind the window."""
         return None
 
     def most(self, chunk: int, block_size: int) -> int | None:

@@ -1,0 +1,1 @@
+"""The rounding methods, one file each."""

@@ -1,0 +1,417 @@
+"""AutoRound: Cheng, Zhang, Shen, Cai, He, Lv, Liu 2023, "Optimize Weight Rounding via Signed Gradient Descent
+for the Quantization of LLMs", arXiv 2309.05516, algorithm 1 and eq. 2 to 5.
+
+    W' = s * (level(nearest(W / s + z + V * h)) - z) ,    s = s_0 (alpha h_+ + beta h_-) ,  z likewise
+    loss = || block(X; W') - block(X~; W) ||^2
+    V <- V - rate * sign(d loss / d V) ,  and alpha, beta likewise ;  rate falls linearly to 0
+
+Letters: W (N, K) weights of a block's Linears; V (N, K) rounding offsets in [-0.5, 0.5]; alpha, beta (P, G)
+factors in (0, 1] on the largest and the smallest weight of a tile (one factor, alpha, for grids without a
+zero); h the distance between the two levels around a weight, 1 for integers; X (B, S, D) the block's inputs
+behind the quantized prefix, X~ in the original model.
+
+Differs from the paper: it runs on every grid (there V moves a weight in units of the local distance between
+levels). It can start from given codes, of GPTQ say: each weight then starts at the point of that code's cell
+that is nearest to it, and V moves it from there. The paper keeps the V of the batch with the lowest loss,
+which is often only the easiest batch: here the start, that V and the last one are compared on all batches, so
+that the result is never worse than its start. The scale is rounded to its stored form in every step. With
+``update="adam"`` a step is Adam's instead of the sign, so that weights whose gradient only wavers stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attar.errors import NumericsError, SettingsError
+from attar.models.parts import weight_of
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor, TileParameters
+from attar.quantization.grids.grid import stored_scale
+from attar.quantization.grids.straight_through import (
+    into_cells,
+    on_unit_scale,
+    quantize_through,
+    spacing,
+    through,
+)
+
+REACH = 0.5  # how far V moves a weight, in distances between levels
+MARGIN = 0.1  # how far inside its cell a weight stands that given codes have moved there
+SMALLEST = 0.01  # alpha and beta stay above
+UPDATES = ("sign", "adam")
+BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
+HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
+
+
+class TrainableBlock(Protocol):
+    """A block, as the sweep walk shows it."""
+
+    @property
+    def names(self) -> list[str]:
+        """The Linears to round."""
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Linear and Conv1D modules by name."""
+
+    @property
+    def count(self) -> int:
+        """Batches."""
+
+    def inputs(self, number: int) -> Tensor:
+        """X (B, S, D)."""
+
+    def targets(self, number: int) -> Tensor:
+        """The original block's output (B, S, D)."""
+
+    def __call__(self, hidden: Tensor, number: int) -> Tensor:
+        """The block's output for hidden states of the shape of batch ``number``."""
+
+
+@dataclass(frozen=True)
+class LearnedBlock:
+    """What learned rounding makes of a block.
+
+    Attributes:
+        quantized: by name.
+        first: mean squared error of the block's output at the start, over all batches.
+        best: the same of what was kept.
+    """
+
+    quantized: dict[str, QuantizedTensor]
+    first: float
+    best: float
+
+
+def autoround(
+    view: TrainableBlock,
+    grids: Mapping[str, Grid],
+    *,
+    iterations: int = 200,
+    batch: int = 8,
+    learning_rate: float | None = None,
+    clip: bool = True,
+    update: str = "sign",
+    fast: bool = False,
+    seed: int = 0,
+    starts: Mapping[str, QuantizedTensor] | None = None,
+    masks: Mapping[str, Tensor] | None = None,
+    hold: int = HOLD,
+) -> LearnedBlock:
+    """Learn the rounding of all Linears of a block. The block's weights are left as they were.
+
+    Args:
+        view: the block.
+        grids: the number format of each Linear.
+        iterations: steps.
+        batch: sequences in a step.
+        learning_rate: of the first step; None: 1 / iterations.
+        clip: learn alpha and beta too.
+        update: "sign", or "adam".
+        fast: arithmetic of the block in bfloat16 while learning; comparisons are in float32.
+        seed: of the choice of sequences.
+        starts: codes to start from.
+        masks: bool (N, K) by name; False: the weight is zero and stays zero.
+        hold: bytes of inputs and targets kept at hand; where there are more, whole batches are drawn, not
+            rows.
+
+    Raises:
+        SettingsError: no iteration, another update, or codes to start from that do not keep the column order.
+        NumericsError: the loss is not finite.
+    """
+    if iterations < 1:
+        raise SettingsError("iterations", iterations, "at least 1")
+    if update not in UPDATES:
+        raise SettingsError("update", update, " or ".join(UPDATES))
+    roundings = {
+        name: LearnedRounding(
+            weight_of(view.modules[name]).detach(),
+            grids[name],
+            clip=clip,
+            update=update,
+            start=(starts or {}).get(name),
+            mask=(masks or {}).get(name),
+        )
+        for name in view.names
+    }
+    rows = _Rows(view, batch, seed, hold)
+    peak = 1.0 / iterations if learning_rate is None else learning_rate
+    with _originals(view.modules), torch.enable_grad():
+        candidates = [_state(roundings)]
+        lowest = float("inf")
+        best = candidates[0]
+        for step in range(iterations):
+            placed = _place(view.modules, roundings)
+            loss = _descend(view, rows, fast)
+            if not loss < float("inf"):
+                raise NumericsError(f"the loss of learned rounding became {loss} at step {step + 1}")
+            if loss < lowest:
+                lowest, best = loss, _state(roundings)
+            for name, made in placed.items():
+                slope = view.modules[name].weight.grad
+                if slope is not None and not isinstance(view.modules[name], nn.Linear):
+                    slope = slope.T
+                roundings[name].step(made, slope, peak * (1.0 - step / iterations))
+        candidates += [best, _state(roundings)]
+        losses = [_whole_loss(view, roundings, state) for state in candidates]
+        kept = min(range(len(losses)), key=losses.__getitem__)
+        _load(roundings, candidates[kept])
+    return LearnedBlock({name: one.quantized() for name, one in roundings.items()}, losses[0], losses[kept])
+
+
+class LearnedRounding:
+    """What is learned of one weight: V and the factors on its range.
+
+    Args:
+        weight: W (N, K), float32; not modified.
+        grid: the number format.
+        clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself, and
+            where scales have scales only if the start has the grid's own.
+        update: "sign" or "adam".
+        start: codes and scales to start from; None: nearest codes.
+        mask: bool (N, K).
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        grid: Grid,
+        *,
+        clip: bool = True,
+        update: str = "sign",
+        start: QuantizedTensor | None = None,
+        mask: Tensor | None = None,
+    ) -> None:
+        if start is not None and start.g_idx is not None:
+            raise SettingsError("act_order", "group", "off or static where learned rounding follows")
+        self.grid, self.weight = grid, weight
+        self.tiled = grid.tile(weight)
+        chosen = grid.choose(weight) if start is None or not grid.searches else start.parameters
+        self.base = chosen if start is None else _moved(start.parameters, weight.device)
+        self.learned = [torch.zeros_like(self.tiled)]  # V, then alpha (and beta)
+        if clip and self._can_clip(chosen):
+            factors = 1 if self.base.zero is None else 2
+            self.learned += [torch.ones_like(self.base.scale) for _ in range(factors)]
+        for part in self.learned:
+            part.requires_grad_(True)
+        self.update = _signs if update == "sign" else _Adam(self.learned)
+        u = on_unit_scale(self.tiled, self._spread(self.base))
+        self.gap = spacing(grid, u)
+        self.shift: Tensor | None = None
+        if start is not None:
+            codes = grid.tile(start.codes.to(weight.device))
+            self.shift = into_cells(grid, u, codes, MARGIN) - u
+        if mask is not None:
+            kept = grid.tile(mask.to(weight.device))
+            self.gap = kept if self.gap is None else self.gap * kept
+            self.shift = None if self.shift is None else self.shift * kept
+
+    def __call__(self) -> Tensor:
+        """W' (N, K) as its reader will get it, with gradients to V, alpha and beta."""
+        made = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
+        return self.grid.untile(made, (self.weight.shape[0], self.weight.shape[1]))
+
+    def step(self, made: Tensor, gradient: Tensor | None, rate: float) -> None:
+        """One step down.
+
+        Args:
+            made: what the last call returned.
+            gradient: (N, K) of the loss with respect to it; None: the Linear was not used.
+        """
+        if gradient is None:
+            return
+        slopes = torch.autograd.grad(made, self.learned, gradient)
+        with torch.no_grad():
+            for place, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
+                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if place else (-REACH, REACH)))
+
+    def offset(self) -> Tensor:
+        """What is added to each weight on the unit scale (P, r, G, c)."""
+        moved = self.learned[0] if self.gap is None else self.learned[0] * self.gap
+        return moved if self.shift is None else moved + self.shift
+
+    def parameters(self) -> TileParameters:
+        """Scale, zero and minimum (P, G) at the present alpha and beta, in stored form, with gradients."""
+        if len(self.learned) == 1:
+            return self.base
+        if isinstance(self.grid, IntGrid) and self.base.zero is not None:
+            return _clipped(self.grid, self.base, *self.learned[1:])
+        alpha = self.learned[1]
+        with torch.no_grad():
+            found = self.grid.rescaled(self.base, self.base.scale * alpha)
+            if found is None:
+                found = self.grid.choose(self.weight, shrink=alpha.detach())
+        one = alpha / alpha.detach()  # the scale is proportional to the range
+        return TileParameters(found.scale * one, found.zero, found.minimum, found.stored)
+
+    def quantized(self) -> QuantizedTensor:
+        """The codes of what a call returns."""
+        with torch.no_grad():
+            found = self.parameters()
+            codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(found)) + self.offset())
+        whole = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
+        plain = found.each(lambda value: value.detach().clone())
+        return QuantizedTensor(
+            self.grid,
+            whole.to(self.grid.code_dtype).contiguous(),
+            TileParameters(plain.scale, plain.zero, plain.minimum, found.stored),
+        )
+
+    def _can_clip(self, chosen: TileParameters) -> bool:
+        """Whether the range can be varied: the scale alone, or by the grid's own choice if that was the
+        start."""
+        if isinstance(self.grid, IntGrid):
+            return True
+        if self.base.zero is not None or self.base.minimum is not None or self.grid.searches:
+            return False
+        return self.grid.rescaled(self.base, self.base.scale) is not None or _same(self.base, chosen)
+
+    def _spread(self, parameters: TileParameters) -> TileParameters:
+        """Parameters that broadcast against (P, r, G, c)."""
+        return parameters.each(lambda value: value[:, None, :, None])
+
+
+def _signs(slopes: Sequence[Tensor]) -> list[Tensor]:
+    """Signed gradient descent."""
+    return [slope.sign() for slope in slopes]
+
+
+class _Adam:
+    """Adam's step for a rate of 1 (Kingma & Ba 2014, arXiv 1412.6980, algorithm 1)."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self.means = [torch.zeros_like(part) for part in parts]
+        self.squares = [torch.zeros_like(part) for part in parts]
+        self.steps = 0
+
+    def __call__(self, slopes: Sequence[Tensor]) -> list[Tensor]:
+        self.steps += 1
+        ways = []
+        for slope, mean, square in zip(slopes, self.means, self.squares, strict=True):
+            mean.lerp_(slope, 1.0 - BETAS[0])
+            square.lerp_(slope.square(), 1.0 - BETAS[1])
+            size = (square / (1.0 - BETAS[1] ** self.steps)).sqrt_().add_(TINY)
+            ways.append(mean / (1.0 - BETAS[0] ** self.steps) / size)
+        return ways
+
+
+def _clipped(grid: IntGrid, base: TileParameters, alpha: Tensor, beta: Tensor) -> TileParameters:
+    """Integer scale and zero of a range whose upper end is multiplied by alpha, its lower end by beta."""
+    assert base.zero is not None
+    above, below = grid.high - base.zero, base.zero - grid.low  # the range in steps
+    soft = base.scale * ((alpha * above + beta * below) / (above + below))
+    scale = through(soft, stored_scale(soft.detach(), grid.storage))
+    zero = grid.low + beta * below * base.scale / scale
+    return TileParameters(scale, through(zero, zero.detach().round().clamp(grid.low, grid.high)))
+
+
+def _same(a: TileParameters, b: TileParameters) -> bool:
+    pairs = ((a.scale, b.scale), (a.zero, b.zero), (a.minimum, b.minimum))
+    return all(x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs)
+
+
+def _moved(parameters: TileParameters, device: torch.device) -> TileParameters:
+    plain = parameters.each(lambda value: value.detach().to(device))
+    stored = {name: value.to(device) for name, value in parameters.stored.items()}
+    return TileParameters(plain.scale, plain.zero, plain.minimum, stored)
+
+
+class _Rows:
+    """Draws sequences: ``batch`` of them at a time from the batches of one shape, in pieces that have the
+    shape of a batch, because the masks of a call belong to a shape."""
+
+    def __init__(self, view: TrainableBlock, batch: int, seed: int, hold: int) -> None:
+        self.view, self.batch = view, batch
+        self.generator = torch.Generator().manual_seed(seed)
+        first = view.inputs(0)
+        self.held: list[tuple[Tensor, Tensor]] | None = None
+        if 2 * first.nbytes * view.count <= hold:
+            self.held = [(view.inputs(number), view.targets(number)) for number in range(view.count)]
+
+    def draw(self) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Inputs, targets and a batch number of their shape, piece by piece."""
+        if self.held is None:
+            numbers = self._random(self.view.count, 1)
+            size = len(self.view.inputs(numbers[0]))
+            numbers += self._random(self.view.count, max(self.batch // size, 1) - 1)
+            yield from ((self.view.inputs(n), self.view.targets(n), n) for n in numbers)
+            return
+        held = self.held
+        anchor = self._random(self.view.count, 1)[0]
+        alike = [n for n, (x, _) in enumerate(held) if x.shape == held[anchor][0].shape]
+        size = len(held[anchor][0])
+        for _ in range(max(self.batch // size, 1)):
+            drawn = self._random(len(alike) * size, size)
+            places = [(alike[row // size], row % size) for row in drawn]
+            x, y = (torch.stack([held[n][part][row] for n, row in places]) for part in (0, 1))
+            yield x, y, anchor
+
+    def _random(self, limit: int, count: int) -> list[int]:
+        drawn: list[int] = torch.randperm(limit, generator=self.generator)[:count].tolist()
+        return drawn
+
+
+def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
+    """One forward and backward pass; gradients wait in the placed weights."""
+    pieces = list(rows.draw())
+    total = 0.0
+    for hidden, target, number in pieces:
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=fast):
+            output = view(hidden, number)
+        loss = (output.float() - target).square().mean() / len(pieces)
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]) -> dict[str, Tensor]:
+    """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
+    placed = {}
+    for name, rounding in roundings.items():
+        made, module = rounding(), modules[name]
+        module.weight = nn.Parameter(made.detach() if isinstance(module, nn.Linear) else made.detach().T)
+        placed[name] = made
+    return placed
+
+
+def _whole_loss(view: TrainableBlock, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
+    """Mean squared error of the block's output over all batches."""
+    total, numbers = 0.0, 0
+    with torch.no_grad():
+        _load(roundings, state)
+        _place(view.modules, roundings)
+        for number in range(view.count):
+            output, target = view(view.inputs(number), number), view.targets(number)
+            total += float((output.float() - target).square().sum(dtype=torch.float64))
+            numbers += target.numel()
+    return total / numbers
+
+
+LearnedState = dict[str, list[Tensor]]
+
+
+def _state(roundings: Mapping[str, LearnedRounding]) -> LearnedState:
+    """A copy of everything learned."""
+    return {name: [part.detach().clone() for part in one.learned] for name, one in roundings.items()}
+
+
+def _load(roundings: Mapping[str, LearnedRounding], state: LearnedState) -> None:
+    for name, one in roundings.items():
+        for part, kept in zip(one.learned, state[name], strict=True):
+            part.data.copy_(kept)
+
+
+@contextmanager
+def _originals(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Puts the modules' own weights back at the end."""
+    kept = {name: module.weight for name, module in modules.items()}
+    try:
+        yield
+    finally:
+        for name, weight in kept.items():
+            modules[name].weight = weight

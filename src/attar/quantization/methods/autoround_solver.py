@@ -1,0 +1,106 @@
+"""Learned rounding as the sweep walk calls it, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.models.device import resolve
+from attar.models.parts import weight_of
+from attar.quantization.grids import Grid, QuantizedTensor
+from attar.quantization.hessian import Hessian
+from attar.quantization.methods.autoround import autoround
+from attar.quantization.methods.gptq import gptq
+from attar.walks.sweep import BlockView, Solution
+
+StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]
+"""``start(view, grids)``: codes by name from which the rounding of a block starts; a Linear that is left out
+starts at its nearest codes. See :func:`gptq_start`."""
+
+
+@dataclass(frozen=True)
+class AutoRoundSolver:
+    """A block solver.
+
+    Attributes:
+        grids: the number format of each Linear, by module name.
+        iterations: steps a block.
+        batch: sequences in a step.
+        learning_rate: of the first step; None: 1 / iterations.
+        clip: learn the ends of each tile's range too.
+        update: "sign", or "adam".
+        precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
+        seed: of the choice of sequences.
+        start: see :data:`StartCodes`; None: nearest codes everywhere.
+        masks: bool (N, K) by module name; False: the weight is zero and stays zero.
+    """
+
+    grids: Mapping[str, Grid]
+    iterations: int = 200
+    batch: int = 8
+    learning_rate: float | None = None
+    clip: bool = True
+    update: str = "sign"
+    precision: str = "auto"
+    seed: int = 0
+    start: StartCodes | None = None
+    masks: Mapping[str, Tensor] | None = None
+
+    def solve_block(self, view: BlockView) -> dict[str, Solution]:
+        """Learn the rounding of the view's Linears; the module is left as it was."""
+        device = next(view.module.parameters()).device
+        fast = resolve(self.precision, device) == "bf16"
+        learned = autoround(
+            view,
+            self.grids,
+            iterations=self.iterations,
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+            clip=self.clip,
+            update=self.update,
+            fast=fast,
+            seed=self.seed,
+            starts=None if self.start is None else self.start(view, self.grids),
+            masks=self.masks,
+        )
+        report = {"loss_first": learned.first, "loss_best": learned.best}
+        return {
+            name: Solution(made.dequantize(), made.tensors(), dict(report))
+            for name, made in learned.quantized.items()
+        }
+
+    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
+        """The weight (N, K) that stored codes stand for."""
+        return QuantizedTensor.from_tensors(self.grids[name], tensors).dequantize()
+
+
+def gptq_start(
+    view: BlockView, grids: Mapping[str, Grid], *, damp: float = 0.01
+) -> dict[str, QuantizedTensor]:
+    """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
+
+    The Hessians are those of the original block behind the quantized prefix, all from one pass: what the
+    Linears of one block do to each other is left to the learning.
+    """
+    seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}
+    hooks = [
+        view.modules[name].register_forward_pre_hook(lambda _, args, to=seen[name]: to.add(args[0]))
+        for name in view.names
+    ]
+    try:
+        with torch.no_grad():
+            for number in range(view.count):
+                view(view.inputs(number), number)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {
+        name: gptq(
+            weight_of(view.modules[name]).detach(), seen[name].value(), grids[name], damp=damp
+        ).quantized
+        for name in view.names
+        if seen[name].tokens
+    }

@@ -1,0 +1,232 @@
+"""A Linear in EXL2: inputs ordered, GPTQ group by group with scales chosen on the way, codes refined.
+
+turboderp, ExLlamaV2, ``conversion/adaptivegptq.py``; the rounding is GPTQ (gptq.py, arXiv 2210.17323) and
+QuantEase (refine.py, arXiv 2309.01885).
+
+    inputs in descending order of H_ii
+    for each group a:   scales of least  sum_i (w_i - w'_i)^2 / U_ii^2   on the weights as they are by now;
+                        codes q of the group by the loop of GPTQ;
+                        E = (W_a - W'_a) U_aa^-1 ;   W_b -= E U_ab   for the groups b after it
+    then  w'_k <- round(w'_k - [W' H - W H]_k / H_kk)   for each input k, some times over
+
+Letters: W (N, K) weight, N outputs, K inputs; H (K, K) from hessian.py; U (K, K) upper, U^T U = (H + lambda
+I)^-1; E (N, n) errors of a group of n inputs; W' decoded codes. 1 / U_ii^2 is what the squared error of input
+i costs when the inputs after it have made up for it.
+
+Scales chosen beforehand, from the untouched weight, cost output error, most at 2 bits (grid.choose and
+gptq.py do that). Scales refitted between the passes of the refinement gained next to nothing and are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attar.errors import NumericsError
+from attar.formats import exl2 as layout
+from attar.quantization.columns import round_columns
+from attar.quantization.grids.exl2 import TILE, EXL2Grid, fit
+from attar.quantization.grids.grid import QuantizedTensor
+from attar.quantization.hessian import inverse_factor, output_error
+from attar.quantization.methods.refine import refine
+from attar.quantization.methods.rtn import rtn
+from attar.quantization.mixed_precision.exl2_patterns import (
+    HEADS,
+    PATTERNS,
+    BitPattern,
+    PatternError,
+    choose,
+    patterns,
+)
+
+__all__ = [
+    "HEADS",
+    "PATTERNS",
+    "BitPattern",
+    "EXL2Layer",
+    "PatternError",
+    "SortedHessian",
+    "choose",
+    "measure",
+    "order_inputs",
+    "patterns",
+    "quantize_layer",
+]
+
+
+@dataclass(frozen=True)
+class SortedHessian:
+    """What the Linears of the same inputs share.
+
+    Attributes:
+        order: int64 (K,), inputs in descending order of H_ii, those without any last.
+        H: (K, K) float32 in that order; 1 on the diagonal of dead inputs.
+        U: (K, K) float32 upper.
+        damp: lambda that was used, as a fraction of H's mean diagonal.
+        dead: bool (K,) in that order: inputs that were always zero.
+    """
+
+    order: Tensor
+    H: Tensor
+    U: Tensor
+    damp: float
+    dead: Tensor
+
+
+@dataclass(frozen=True)
+class EXL2Layer:
+    """A Linear in EXL2.
+
+    Attributes:
+        tensors: by the last part of their names, as attar.formats.exl2.layout announces them for the pattern.
+        weight: (N, K) float32, what a reader decodes, inputs in their own order.
+        report: pattern, bits (stored, a weight), error and rtn_error (relative, of the output), damp, dead.
+    """
+
+    tensors: dict[str, Tensor]
+    weight: Tensor
+    report: dict[str, Any]
+
+
+def order_inputs(H: Tensor, damp: float = 0.01) -> SortedHessian:
+    """Order and factorization for all Linears that share these inputs. Does not modify H.
+
+    Args:
+        H: (K, K) float32, symmetric, positive semi-definite.
+        damp: lambda as a fraction of the mean of H's diagonal.
+
+    Raises:
+        NumericsError: H is not finite, or no damping up to 1 makes it invertible.
+    """
+    if not torch.isfinite(H).all():
+        raise NumericsError(
+            "the Hessian holds NaN or infinity", hint="check the model and the calibration data"
+        )
+    order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    sorted_H = H.float()[order][:, order]
+    dead = sorted_H.diagonal() <= 0
+    sorted_H[dead, dead] = 1.0
+    U, used = inverse_factor(sorted_H, damp)
+    return SortedHessian(order, sorted_H, U, used, dead)
+
+
+def quantize_layer(
+    weight: Tensor,
+    H: Tensor,
+    pattern: BitPattern,
+    *,
+    damp: float = 0.01,
+    sweeps: int = 4,
+    inputs: SortedHessian | None = None,
+) -> EXL2Layer:
+    """Round a weight so that the layer's output changes least. Does not modify its inputs.
+
+    Args:
+        weight: W (N, K), any float type.
+        H: (K, K) float32, not damped.
+        pattern: bits of its inputs.
+        damp: lambda as a fraction of the mean of H's diagonal.
+        sweeps: passes of refinement; 0: none.
+        inputs: of H, where other Linears share them.
+
+    Raises:
+        NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
+        ModelError: K is no multiple of 32.
+    """
+    grid = pattern.grid(weight.shape[1])
+    inputs = inputs or order_inputs(H, damp)
+    W = _ordered(weight, inputs)
+    quantized = round_groups(W, inputs.U, grid)
+    if sweeps:
+        quantized = refine(quantized, inputs.H, sweeps=sweeps, damp=inputs.damp, weight=W)
+    return _layer(weight, quantized, pattern, inputs)
+
+
+def measure(
+    weight: Tensor, H: Tensor, candidates: Sequence[BitPattern], *, inputs: SortedHessian | None = None
+) -> list[PatternError]:
+    """The error of a Linear under each pattern, rounded without refinement. Does not modify its inputs.
+
+    Args:
+        weight: W (N, K), any float type.
+        H: (K, K) float32, not damped.
+        candidates: the patterns.
+        inputs: of H, where other Linears share them.
+
+    Raises:
+        NumericsError: W or H is not finite, or no damping up to 1 makes H invertible.
+        ModelError: K is no multiple of 32.
+    """
+    inputs = inputs or order_inputs(H)
+    W, shape = _ordered(weight, inputs), (weight.shape[0], weight.shape[1])
+    made = []
+    for pattern in candidates:
+        rounded = round_groups(W, inputs.U, pattern.grid(shape[1])).dequantize()
+        made.append(PatternError(pattern, pattern.stored_bits(shape), output_error(W, rounded, inputs.H)))
+    return made
+
+
+def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:
+    """Codes and scales, group after group. Does not modify its inputs.
+
+    Args:
+        W: (N, K) float32, in the order of the file.
+        U: (K, K) upper triangular, in the same order.
+        grid: its groups.
+    """
+    left, codes = W.clone(), torch.empty_like(W)
+    cost = U.diagonal().square().reciprocal()
+    steps, scale_codes, start = [], [], 0
+    for bits, width in grid.sections:
+        a, rest = slice(start, start + width), slice(start + width, None)
+        now = left[:, a].contiguous()
+        h, c = fit(now, cost[a], bits)
+        alone = EXL2Grid(((bits, width),))
+        chosen = alone.parameters([h], [c])
+        tiles = torch.arange(width, device=W.device) // TILE
+        codes[:, a] = round_columns(now, U[a, a], alone, chosen, tiles)
+        lost = now - codes[:, a] * chosen.scale[:, :1]
+        E = torch.linalg.solve_triangular(U[a, a], lost, upper=True, left=False)
+        left[:, rest].addmm_(E, U[a, rest], alpha=-1.0)
+        steps.append(h)
+        scale_codes.append(c)
+        start += width
+    return QuantizedTensor(grid, codes.to(grid.code_dtype), grid.parameters(steps, scale_codes))
+
+
+def _ordered(weight: Tensor, inputs: SortedHessian) -> Tensor:
+    """W in the file's order, float32, zero where an input is dead."""
+    W = weight.float()[:, inputs.order]
+    if not torch.isfinite(W).all():
+        raise NumericsError("the weight holds NaN or infinity", hint="check the model")
+    W[:, inputs.dead] = 0.0
+    return W
+
+
+def _layer(
+    weight: Tensor, quantized: QuantizedTensor, pattern: BitPattern, inputs: SortedHessian
+) -> EXL2Layer:
+    """The tensors of a file, what they decode to, and how far that is from the weight."""
+    grid, stored = quantized.grid, quantized.parameters.stored
+    assert isinstance(grid, EXL2Grid)
+    tensors = layout.encode(
+        quantized.codes, stored["scale_codes"], stored["scale_max"], grid.sections, inputs.order
+    )
+    W, rounded = _ordered(weight, inputs), quantized.dequantize()
+    nearest = rtn(W, grid, grid.choose(W, importance=inputs.H.diagonal())).dequantize()
+    dense = torch.empty_like(rounded)
+    dense[:, inputs.order] = rounded
+    report = {
+        "pattern": pattern.name,
+        "bits": grid.bits_per_weight((weight.shape[0], weight.shape[1])),
+        "error": output_error(W, rounded, inputs.H),
+        "rtn_error": output_error(W, nearest, inputs.H),
+        "damp": inputs.damp,
+        "dead": int(inputs.dead.sum()),
+    }
+    return EXL2Layer(tensors, dense, report)

@@ -1,0 +1,312 @@
+"""Quantization-aware training: the Linears of a model compute with quantized weights (and inputs) while the
+train walk trains what lies behind them, so that the result is what the packed checkpoint will compute.
+
+    forward:   W' = s * (level(nearest(W / s + z)) - z) ,  x' likewise       lsq.py
+    trained:   W and the scales ("weights"), or with the codes fixed the scales alone ("scales")
+
+Letters as in lsq.py. Each scale is trained as a factor on the scale it starts with, a vector (P * G,) that
+begins at 1: one learning rate then fits all layers, and no weight decay touches it.
+
+The model's parametrized weights are ordinary parameters to the walk (``...parametrizations.weight.original``,
+``...parametrizations.weight.0.factor``), so a killed run resumes from the walk's own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from attar.errors import ModelError, SettingsError
+from attar.formats.rules import ActivationRule
+from attar.models.fake_quant import quantize_activation as round_activation
+from attar.progress import SILENT, Progress
+from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
+from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
+from attar.quantization.methods import lsq
+from attar.quantization.ranges import ActivationRange
+from attar.walks.objectives import next_token
+from attar.walks.settings import TrainSettings
+from attar.walks.train import Loss, TrainHistory
+from attar.walks.train import train as run
+
+TRAINED = ("weights", "scales")
+SMALLEST = 0.01  # a factor stays above
+MARGIN = 0.1  # how far inside the cell of its given code a weight starts, in distances between levels
+CALIBRATION = 8  # rows from which static activation scales start
+
+
+@dataclass(frozen=True)
+class QATResult:
+    """What quantization-aware training leaves.
+
+    Attributes:
+        weights: codes and scales by module name.
+        activations: ("scale", and "zero" where the rule is asymmetric) of each static rule, scalars, by
+            module name.
+        dense: the other parameters that were trained, by their name in the model; empty unless asked for.
+        history: of the run.
+    """
+
+    weights: dict[str, QuantizedTensor]
+    activations: dict[str, dict[str, Tensor]]
+    dense: dict[str, Tensor]
+    history: TrainHistory = field(default_factory=TrainHistory)
+
+
+def learn(
+    model: nn.Module,
+    grids: Mapping[str, Grid],
+    activations: Mapping[str, ActivationRule] | None,
+    rows: Tensor,
+    settings: TrainSettings,
+    *,
+    loss: Loss = next_token,
+    train: str = "weights",
+    others: bool = False,
+    work: Path | None = None,
+    held_out: Callable[[nn.Module], float] | None = None,
+    progress: Progress = SILENT,
+    start: Mapping[str, QuantizedTensor] | None = None,
+) -> QATResult:
+    """Train a model under quantization.
+
+    Afterwards ``model`` holds the quantized weights as plain parameters; inputs are no longer rounded.
+
+    Args:
+        model: causal, float32, its original weights (also when a run is resumed); changed in place.
+        grids: the number format of each Linear to quantize, by module name; one without minimums.
+        activations: how inputs are rounded, by module name; static scales are learned.
+        rows: int64 (R, S) training rows.
+        settings: of the train walk.
+        loss: see attar.walks.train; distillation from the original model, say.
+        train: "weights": weights and scales; "scales": the codes of ``start`` stay, or the nearest ones.
+        others: train everything else of the model too (norms, biases, embeddings).
+        work: folder of resumable states.
+        held_out: as in the train walk.
+        start: codes and scales from which a Linear starts; else the grid's own choice.
+
+    Raises:
+        SettingsError: ``train`` is neither, or a grid searches for its scales itself.
+        ModelError: a name is no Linear of the model.
+        NumericsError: training diverged.
+    """
+    if train not in TRAINED:
+        raise SettingsError("train", train, " or ".join(TRAINED))
+    linears = {name: _linear(model, name) for name in grids}
+    inputs = _calibrated(model, activations or {}, grids, rows)
+    model.requires_grad_(others)
+    quantizers = {name: _attach(linears[name], grids[name], (start or {}).get(name), train) for name in grids}
+    hooks = [_round_inputs(_linear(model, name), quantizer) for name, quantizer in inputs.items()]
+    try:
+        history = run(
+            model, loss, rows, settings, work=work, held_out=held_out, progress=progress, what="qat"
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    made = {name: quantizer.quantized(_original(linears[name])) for name, quantizer in quantizers.items()}
+    scales = {name: quantizer.stored() for name, quantizer in inputs.items() if quantizer.factor is not None}
+    _detach(model, linears, list(inputs))
+    dense = {name: p.detach() for name, p in model.named_parameters() if others and p.requires_grad}
+    for name in grids:
+        dense.pop(f"{name}.weight", None)
+    return QATResult(made, scales, dense, history)
+
+
+class WeightQuantizer(nn.Module):  # type: ignore[misc]
+    """A parametrization of a Linear's weight: the quantized weight with LSQ's gradients.
+
+    Args:
+        weight: W (N, K), float32; not modified.
+        grid: the number format.
+        start: codes and scales; None: the grid's own choice.
+        fixed: the codes do not change.
+        transposed: the module stores (K, N).
+    """
+
+    def __init__(
+        self, weight: Tensor, grid: Grid, start: QuantizedTensor | None, *, fixed: bool, transposed: bool
+    ) -> None:
+        super().__init__()
+        self.grid, self.shape, self.transposed = grid, (weight.shape[0], weight.shape[1]), transposed
+        base = grid.choose(weight) if start is None else start.parameters
+        lsq.stored(base.scale, grid, self.shape)  # refuses grids without free scales
+        self.register_buffer("scale", _on(base.scale, weight), persistent=False)
+        self.register_buffer("zero", _on(base.zero, weight), persistent=False)
+        self.factor = nn.Parameter(torch.ones_like(self.scale).flatten())
+        self.shift = None if self.zero is None or fixed else nn.Parameter(torch.zeros_like(self.factor))
+        codes = (start or grid.quantize(weight, base)).codes.to(weight.device) if fixed else None
+        self.register_buffer("codes", codes, persistent=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """W' as the module stores it."""
+        scale, zero = self._soft()
+        if self.codes is None:
+            rows = weight.T if self.transposed else weight
+            made = lsq.quantize_weight(rows, scale, self.grid, zero)
+        else:
+            made = lsq.decode_weight(self.codes, scale, self.grid, zero)
+        return made.T if self.transposed else made
+
+    def quantized(self, weight: Tensor) -> QuantizedTensor:
+        """What forward computes with, as codes; weight (N, K)."""
+        with torch.no_grad():
+            scale, zero = self._soft()
+            found = lsq.stored(scale, self.grid, self.shape, zero)
+            if self.codes is not None:
+                return QuantizedTensor(self.grid, self.codes, found)
+            spread = found.each(lambda value: value[:, None, :, None])
+            codes = self.grid.nearest(on_unit_scale(self.grid.tile(weight), spread))
+            whole = self.grid.untile(codes, self.shape).to(self.grid.code_dtype).contiguous()
+            return QuantizedTensor(self.grid, whole, found)
+
+    def _soft(self) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero (P, G) before they are rounded to their stored forms."""
+        scale = self.scale * self.factor.clamp(min=SMALLEST).view_as(self.scale)
+        if self.shift is None:
+            return scale, self.zero
+        return scale, self.zero + self.shift.view_as(self.zero)
+
+
+class InputQuantizer(nn.Module):  # type: ignore[misc]
+    """Rounds a Linear's inputs: by their own range where the rule is dynamic, else with a learned scale.
+
+    Args:
+        rule: which codes there are.
+        seen: the range of a static rule's inputs, from which its scale starts.
+        storage: the type in which the scale is stored.
+        device: of the scale.
+    """
+
+    def __init__(
+        self, rule: ActivationRule, seen: ActivationRange | None, storage: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.rule = rule
+        self.factor: nn.Parameter | None = None
+        self.shift: nn.Parameter | None = None
+        if seen is not None:
+            self.grid = _codes(rule, storage)
+            first = torch.tensor([seen.scale()], device=device)
+            self.register_buffer("scale", first, persistent=False)
+            self.register_buffer("zero", torch.tensor([seen.zero()], device=device), persistent=False)
+            self.factor = nn.Parameter(torch.ones_like(first))
+            self.shift = None if rule.symmetric else nn.Parameter(torch.zeros_like(first))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x' of (..., K), in the type of x."""
+        if self.factor is None:
+            return through(x, round_activation(x.detach(), self.rule))
+        return lsq.quantize_activation(x, *self._soft()[:1], self.grid, self._soft()[1])
+
+    def stored(self) -> dict[str, Tensor]:
+        """The learned numbers as a file holds them, one number each."""
+        with torch.no_grad():
+            scale, zero = self._soft()
+            found = {"scale": scale.to(self.grid.storage).float()}
+            if zero is not None:
+                found["zero"] = zero.round().clamp(*limits(self.grid))
+        return found
+
+    def _soft(self) -> tuple[Tensor, Tensor | None]:
+        assert self.factor is not None
+        scale = self.scale * self.factor.clamp(min=SMALLEST)
+        return scale, None if self.shift is None else self.zero + self.shift
+
+
+def _attach(module: nn.Module, grid: Grid, start: QuantizedTensor | None, train: str) -> WeightQuantizer:
+    """Put a quantizer before a Linear's weight; given codes are where its weight then starts."""
+    fixed, transposed = train == "scales", not isinstance(module, nn.Linear)
+    parameter: Any = module.weight
+    with torch.no_grad():
+        weight = parameter.T if transposed else parameter
+        if start is not None and not fixed:
+            began = _inside(weight, start)
+            parameter.copy_(began.T if transposed else began)
+            weight = began
+    parameter.requires_grad_(not fixed)
+    quantizer = WeightQuantizer(weight.detach(), grid, start, fixed=fixed, transposed=transposed)
+    parametrize.register_parametrization(module, "weight", quantizer, unsafe=True)
+    return quantizer
+
+
+def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:
+    """The weight (N, K), each number moved as little as it takes to round to its given code."""
+    if start.g_idx is not None:
+        raise SettingsError("act_order", "group", "off or static where training follows")
+    grid, shape = start.grid, (weight.shape[0], weight.shape[1])
+    plain = start.parameters.each(lambda value: value.detach().to(weight.device)[:, None, :, None])
+    u = on_unit_scale(grid.tile(weight), plain)
+    u = into_cells(grid, u, grid.tile(start.codes.to(weight.device)), MARGIN)
+    moved = (u if plain.zero is None else u - plain.zero) * plain.scale
+    return grid.untile(moved, shape)
+
+
+def _detach(model: nn.Module, linears: Mapping[str, nn.Module], inputs: list[str]) -> None:
+    """Leave the quantized weights as plain parameters."""
+    for module in linears.values():
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    for name in inputs:
+        del model.get_submodule(name).input_quantizer
+
+
+def _round_inputs(module: nn.Module, quantizer: InputQuantizer) -> Any:
+    """Make a Linear round its inputs; the quantizer becomes its child, so that its parameters are found."""
+    module.input_quantizer = quantizer
+    return module.register_forward_pre_hook(lambda _, args: (quantizer(args[0]), *args[1:]))
+
+
+def _calibrated(
+    model: nn.Module, rules: Mapping[str, ActivationRule], grids: Mapping[str, Grid], rows: Tensor
+) -> dict[str, InputQuantizer]:
+    """A quantizer for each module with a rule; static ones start at the range of the first rows."""
+    seen = {name: ActivationRange(rule) for name, rule in rules.items() if not rule.dynamic}
+    hooks = [
+        _linear(model, name).register_forward_pre_hook(lambda _, args, to=found: to.add(args[0]))
+        for name, found in seen.items()
+    ]
+    device = next(model.parameters()).device
+    try:
+        if seen:
+            with torch.no_grad():
+                model(input_ids=rows[:CALIBRATION].clamp(min=0).to(device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    storage = {name: grids[name].storage if name in grids else torch.float32 for name in rules}
+    return {name: InputQuantizer(rule, seen.get(name), storage[name], device) for name, rule in rules.items()}
+
+
+def _codes(rule: ActivationRule, storage: torch.dtype) -> IntGrid | Float8Grid:
+    """The codes of a static rule."""
+    if rule.kind == "int":
+        return IntGrid(rule.bits, 0, rule.symmetric, storage)
+    return Float8Grid("e4m3fn", storage=storage)
+
+
+def _linear(model: nn.Module, name: str) -> nn.Module:
+    try:
+        found: nn.Module = model.get_submodule(name)
+    except AttributeError:
+        found = nn.Identity()
+    weight = getattr(found, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(found, nn.Embedding):
+        raise ModelError(f"{name} is not a Linear of the model", hint="names are those of the module tree")
+    return found
+
+
+def _original(module: nn.Module) -> Tensor:
+    """The float weight (N, K) behind a parametrized one."""
+    weight: Tensor = module.parametrizations["weight"].original  # type: ignore[index,union-attr]
+    return weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
+
+
+def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.detach().to(like.device)

@@ -1,0 +1,241 @@
+"""Refinement of codes that are there: coordinate descent on the codes, least squares for the scales, in turn.
+Behdin, Acharya, Gupta, Keerthi, Mazumder 2023, "QuantEase", arXiv 2309.01885, algorithm 1 (the codes).
+
+    minimise  f(W') = tr(W' H W'^T) - 2 tr(W' B^T)          B = W H,  or W C for the asymmetric methods
+    codes:    w'_k <- round(w'_k - [W' H - B]_k / H_kk)      for each column k, the others held
+    scales:   A ds = -[<g, u>]_groups ;  s <- s + ds         each row, all its groups at once
+    gradient: g = W' H - B ;  g <- g + (change of W') H      f changes by <g_before + g_after, change of W'>
+
+Letters: W (N, K) weight; W' decoded codes; H (K, K), C (K, K) from hessian.py; B (N, K); q codes; s, z scale
+and zero of a group, u = level(q) - z; g (N, K) half the gradient of f; A (G, G) normal equations of a row, G
+groups.
+
+GPTQ never comes back to a column; this does, and each step can only lower f. It starts from any rounding.
+
+Differs from the paper: scales are refitted between the sweeps, rounded as they are stored, and kept only
+where that lowers the row's f. The gradient is carried from step to step, so that each costs one product with
+H. Inside a block of columns the loop is compiled (kernels/columns.py) for grids with a code book.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attar.kernels import columns as kernel
+from attar.quantization.columns import compiled_tiles
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
+
+BLOCK = 128
+BYTES = 2**28  # of normal equations at a time
+
+
+@dataclass
+class Descent:
+    """Codes on their way down. Everything but the parameters is transposed, so that a column is contiguous.
+
+    Attributes:
+        grid: the number format.
+        parameters: (P, G), as the grid chose them.
+        codes: q (K, N), float32.
+        current: W' (K, N).
+        gradient: g (K, N).
+        H: (K, K), damped.
+        mask: bool (K, N); False: stays zero.
+    """
+
+    grid: Grid
+    parameters: TileParameters
+    codes: Tensor
+    current: Tensor
+    gradient: Tensor
+    H: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def group(self) -> Tensor:
+        """The tile of each column, int64 (K,)."""
+        return torch.arange(len(self.codes), device=self.codes.device) // self.width
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.grid.group_size or len(self.codes)
+
+    def rows(self) -> TileParameters:
+        """(N, G), a row of parameters for each output."""
+        return self.grid.by_row(self.parameters, self.codes.shape[1])
+
+    def quantized(self) -> QuantizedTensor:
+        """What stands there now."""
+        return QuantizedTensor(self.grid, self.codes.T.to(self.grid.code_dtype).contiguous(), self.parameters)
+
+
+def refine(
+    quantized: QuantizedTensor,
+    H: Tensor,
+    target: Tensor | None = None,
+    *,
+    sweeps: int = 4,
+    damp: float = 0.01,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> QuantizedTensor:
+    """Better codes and scales for the same layer. Does not modify its inputs.
+
+    Args:
+        quantized: codes (N, K) to start from; its groups follow the column order.
+        H: (K, K) float32, not damped.
+        target: B (N, K) float32; None: that of ``weight``, W H.
+        sweeps: passes over the columns; the scales are refitted between two of them.
+        damp: lambda as a fraction of H's mean diagonal, which holds W' near ``weight``.
+        weight: W (N, K), what damping holds the codes to; None: B H^-1 is not known, so no damping.
+        mask: bool (N, K); False: stays zero.
+    """
+    H, alive = H.float().clone(), H.diagonal() > 0
+    ridge = damp * H.diagonal().mean() if weight is not None else 0.0
+    if target is not None and weight is not None:
+        target = target.float() + ridge * weight.float()
+    H.diagonal().add_(ridge)[~alive] = 1.0
+    descent = start(quantized, H, alive, target, weight, mask)
+    for sweep in range(sweeps):
+        last = sweep == sweeps - 1
+        sweep_columns(descent, last)
+        if not last:
+            refit_scales(descent)
+    return descent.quantized()
+
+
+def start(
+    quantized: QuantizedTensor,
+    H: Tensor,
+    alive: Tensor,
+    target: Tensor | None = None,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Descent:
+    """Codes to descend from, and their gradient: W' H - B, or (W' - W) H where the target is W's own.
+
+    Args:
+        H: (K, K) damped.
+        alive: bool (K,); False: the column has no input, and becomes 0.
+    """
+    N, K = quantized.codes.shape
+    rows = quantized.grid.by_row(quantized.parameters, N)
+    group = torch.arange(K, device=H.device) // (quantized.grid.group_size or K)
+    codes = quantized.codes.float().T.contiguous()
+    current = quantized.grid.decode(codes, rows.each(lambda value: value.T[group]))
+    if target is not None:
+        gradient = torch.addmm(target.float().T * alive[:, None], H, current, beta=-1.0)
+    else:
+        assert weight is not None, "a target or the weight"
+        gradient = H @ (current - weight.float().T * alive[:, None])
+    kept = None if mask is None else mask.T.contiguous()
+    return Descent(quantized.grid, quantized.parameters, codes, current, gradient, H, kept)
+
+
+def sweep_columns(descent: Descent, last: bool = False) -> None:
+    """One pass of coordinate descent over the columns, in blocks; in place.
+
+    Args:
+        last: the gradient is not needed afterwards: columns behind the pass do not get theirs.
+    """
+    H, gradient, K = descent.H, descent.gradient, len(descent.codes)
+    tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)
+    for begin in range(0, K, BLOCK):
+        at = slice(begin, min(begin + BLOCK, K))
+        moved = torch.empty_like(gradient[at])
+        inner, kept = H[at, at].contiguous(), None if descent.mask is None else descent.mask[at]
+        parts = gradient[at], inner, descent.current[at], descent.codes[at], moved
+        if tiles is not None:
+            kernel.descend_block(tiles, at, *parts, mask=kept)
+        else:
+            _descend_in_torch(descent, at, *parts, kept)
+        reached = slice(at.stop, K) if last else slice(0, K)
+        gradient[reached].addmm_(H[reached, at], moved)
+
+
+def _descend_in_torch(
+    descent: Descent,
+    at: slice,
+    gradient: Tensor,
+    inner: Tensor,
+    current: Tensor,
+    codes: Tensor,
+    moved: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """What :func:`attar.kernels.columns.descend_block` does, on any grid and device."""
+    grid, group = descent.grid, descent.group[at]
+    spread = descent.rows().each(lambda value: value.T[group].contiguous())
+    for i, step in enumerate(inner.diagonal().reciprocal().tolist()):
+        slope = gradient[i]
+        if i:
+            slope = torch.addmv(slope, moved[:i].T, inner[:i, i])
+        tile = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        wanted = current[i] - slope * step
+        if mask is not None:
+            wanted = wanted * mask[i]
+        codes[i] = grid.encode(wanted, tile)
+        decoded = grid.decode(codes[i], tile)
+        torch.sub(decoded, current[i], out=moved[i])
+        current[i] = decoded
+
+
+def refit_scales(descent: Descent) -> None:
+    """The same codes with the scales that fit them best, in place; unchanged where a grid's scales are not
+    free.
+
+    The normal equations stand in memory for some rows at a time, at most :data:`BYTES` of them.
+    """
+    grid, old, K = descent.grid, descent.parameters.scale, len(descent.codes)
+    G = grid.groups(K)
+    if grid.rows != 1 or K % G or grid.rescaled(descent.parameters, old) is None:
+        return
+    unit = _unit_values(descent)
+    rows = max(1, BYTES // (4 * G * G))
+    parts = zip(unit.split(rows), descent.gradient.T.split(rows), strict=True)
+    scale = old + torch.cat([_least_squares(part, gradient, descent.H, G) for part, gradient in parts])
+    ratio = scale / old
+    scale = torch.where(torch.isfinite(ratio) & (ratio > 0.1) & (ratio < 10.0), scale, old)
+    parameters = grid.rescaled(descent.parameters, scale)
+    assert parameters is not None
+    change = (parameters.scale - old).repeat_interleave(K // G, 1).mul_(unit).T.contiguous()
+    after = torch.addmm(descent.gradient, descent.H, change)
+    better = (change * (descent.gradient + after)).sum(0) < 0
+    kept = torch.where(better[:, None], parameters.scale, old)
+    descent.parameters = TileParameters(kept, descent.parameters.zero, descent.parameters.minimum)
+    descent.current.add_(change.mul_(better))
+    descent.gradient = torch.where(better, after, descent.gradient)
+
+
+def _least_squares(unit: Tensor, gradient: Tensor, H: Tensor, G: int) -> Tensor:
+    """What to add to the scales (n, G) of some rows, A ds = -[<g, u>]_groups: one system for each row.
+
+    Args:
+        unit: u (n, K).
+        gradient: g (n, K).
+    """
+    n, width = len(unit), unit.shape[1] // G
+    pull = (gradient * unit).reshape(n, G, -1).sum(-1)
+    A = torch.empty(n, G, G, dtype=torch.float32, device=H.device)
+    for g in range(G):
+        columns = slice(g * width, (g + 1) * width)
+        rest = slice(g * width, None)  # the others by symmetry
+        products = ((unit[:, columns] @ H[columns, rest]) * unit[:, rest]).reshape(n, G - g, width).sum(-1)
+        A[:, g:, g] = A[:, g, g:] = products
+    ridge = 1e-6 * A.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + 1e-12
+    A.diagonal(dim1=1, dim2=2).add_(ridge)
+    return torch.linalg.solve(A, pull).neg_()
+
+
+def _unit_values(descent: Descent) -> Tensor:
+    """u (N, K), contiguous."""
+    grid = descent.grid
+    zero = None if descent.parameters.zero is None else descent.rows().zero
+    at = TileParameters(
+        torch.ones(1, device=descent.codes.device), None if zero is None else zero.T[descent.group]
+    )
+    return grid.decode(descent.codes, at).T.contiguous()

@@ -1,0 +1,224 @@
+"""YAQA: Tseng, Sun, De Sa 2025, "Model-Preserving Adaptive Rounding", arXiv 2505.22988.
+
+The Hessian of the whole model's KL divergence in one weight is taken as a Kronecker product, so that a change
+E = W - W' costs
+
+    KL ~ 1/2 vec(E)^T (H_O (x) H_I) vec(E) = 1/2 tr(E^T H_O E H_I)
+
+With H_O^-1 = U_O^T U_O and H_I^-1 = U_I^T U_I, and A = diag(U_O)^-1 U_O, B = diag(U_I)^-1 U_I (unit upper),
+every entry is rounded once what the roundings of all entries above and to the left of it owe it is taken off:
+
+    t_ik = w_ik - sum over a <= i, b <= k, not (i, k) itself, of A_ai R_ab B_bk
+    w'_ik = round(t_ik) ;  r_ik = t_ik - w'_ik
+
+so that E = A^T R B and the cost is sum r_ik^2 / (U_O,ii U_I,kk)^2 / 2: each rounding error counts once, by
+what the entries still open cannot make up for. H_O = I is GPTQ.
+
+Letters: W (N, K) weight, N outputs, K inputs; H_O (N, N), H_I (K, K) from walks/kronecker.py; R (N, K)
+rounding errors; Z = R B. The sum falls into s_ik = sum over b < k of r_ib B_bk, along the row, and v_ik = sum
+over a < i of z_ak A_ai, down the column, where z = s + r: t = w - s - v.
+
+Entries on one anti-diagonal (i + k constant) do not touch each other. The weight is cut into tiles of T x T;
+the tiles of one anti-diagonal of tiles run as a batch through the 2 T - 1 anti-diagonals of a tile, and what
+reaches a tile from outside is two matrix products. So N K entries take 2 (N + K) vectorised steps, and nearly
+all arithmetic, N K (N + K) multiplications, is in the products. Exact: tiles change only the order of sums.
+
+Differs from the paper: it writes the same rule with the unit triangular factors of H and the errors E; this
+is the form with the factors of H^-1 and the errors R, as GPTQ has it, which needs no second factorization.
+Rows and columns stand in descending order of their diagonals (``act_order``); a target other than the weight
+may be given. Static groups, damping (of both factors, each relative to its mean diagonal) and dead columns as
+in GPTQ; a row whose output never mattered (its diagonal in H_O is 0) is rounded by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attar.errors import NumericsError
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
+from attar.quantization.hessian import inverse_factor
+from attar.quantization.rounded import RoundingResult
+
+TILE = 32  # T
+
+
+def yaqa(
+    weight: Tensor,
+    H_O: Tensor,
+    H_I: Tensor,
+    grid: Grid,
+    *,
+    parameters: TileParameters | None = None,
+    target: Tensor | None = None,
+    damp: float = 0.01,
+    damp_output: float | None = None,
+    act_order: bool = True,
+    mask: Tensor | None = None,
+) -> RoundingResult:
+    """Round a weight so that the model's output distribution changes least. Does not modify its inputs.
+
+    Args:
+        weight: W (N, K), any float type.
+        H_O: (N, N) float32, symmetric, positive semi-definite; its scale does not matter.
+        H_I: (K, K), the same.
+        grid: the number format.
+        parameters: of each tile; None: what the grid chooses for W.
+        target: (N, K), what to come near to instead of W (a weight corrected for a quantized prefix).
+        damp: added to H_I's diagonal, as a fraction of its mean.
+        damp_output: the same for H_O; None: as ``damp``.
+        act_order: rows and columns in descending order of their diagonals.
+        mask: bool (N, K); False: the weight is zero and stays zero.
+
+    Raises:
+        NumericsError: an input is not finite, or no damping up to 1 makes a factor invertible.
+    """
+    W = weight.float().clone()
+    aim = W if target is None else target.float().clone()
+    H_O, H_I = H_O.float().clone(), H_I.float().clone()
+    if not all(torch.isfinite(value).all() for value in (W, aim, H_O, H_I)):
+        raise NumericsError(
+            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
+        )
+    dead, idle = H_I.diagonal() <= 0, H_O.diagonal() <= 0
+    W[:, dead] = 0.0
+    aim[:, dead] = 0.0
+    H_I[dead, dead] = 1.0
+    H_O[idle, idle] = 1.0
+    parameters = parameters or grid.choose(W, importance=H_I.diagonal())
+    down, across = _order(H_O, act_order), _order(H_I, act_order)
+    A, _ = _unit_factor(H_O, down, damp if damp_output is None else damp_output)
+    B, used = _unit_factor(H_I, across, damp)
+    group = across // (grid.group_size or W.shape[1])
+    spread = grid.by_row(parameters, W.shape[0]).each(lambda value: value[down][:, group])
+    kept = None if mask is None else mask[down][:, across]
+    codes = torch.empty_like(W, dtype=grid.code_dtype)
+    rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
+    codes[down[:, None], across] = rounded.to(grid.code_dtype)
+    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
+
+
+def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
+    """tr(E^T H_O E H_I) / tr(W^T H_O W H_I) with E = W - W': what a change costs, relative to leaving the
+    layer out (0: exact)."""
+    W = weight.float()
+    lost, whole = (
+        float(((H_O @ part @ H_I).double() * part.double()).sum()) for part in (W - rounded.float(), W)
+    )
+    return max(lost, 0.0) / max(whole, 1e-30)
+
+
+def _order(H: Tensor, act_order: bool) -> Tensor:
+    """The order in which the rows (or columns) are rounded."""
+    if act_order:
+        return torch.argsort(H.diagonal(), descending=True, stable=True)
+    return torch.arange(len(H), device=H.device)
+
+
+def _unit_factor(H: Tensor, order: Tensor, damp: float) -> tuple[Tensor, float]:
+    """diag(U)^-1 U of the ordered H, unit upper triangular, and the damping that was needed."""
+    U, used = inverse_factor(H, damp, order)
+    return U / U.diagonal()[:, None], used
+
+
+def _round_tiles(
+    W: Tensor, A: Tensor, B: Tensor, grid: Grid, spread: TileParameters, mask: Tensor | None
+) -> Tensor:
+    """Codes (N, K), float32, of the entries in the order they stand in.
+
+    Args:
+        W: (N, K) float32.
+        A, B: (N, N) and (K, K), unit upper triangular.
+        spread: parameters (N, K), one for each entry.
+        mask: bool (N, K); False: stays zero.
+    """
+    N, K = W.shape
+    W, A, B = _filled(W), _filled(A), _filled(B)
+    scale = _filled(spread.scale, 1.0)  # grids divide by it, outside the weight too
+    spread = TileParameters(scale, _maybe(_filled, spread.zero), _maybe(_filled, spread.minimum))
+    kept = None if mask is None else _filled(mask.float())
+    R, Z, codes = torch.zeros_like(W), torch.zeros_like(W), torch.zeros_like(W)
+    for tiles in _diagonals(W.shape[0] // TILE, W.shape[1] // TILE):
+
+        def cut(value: Tensor, tiles: list[tuple[slice, slice]] = tiles) -> Tensor:
+            return torch.stack([value[i, k] for i, k in tiles])
+
+        s = torch.stack([R[i, : k.start] @ B[: k.start, k] for i, k in tiles])
+        v = torch.stack([Z[: i.start, k].T @ A[: i.start, i] for i, k in tiles])
+        inside = (torch.stack([A[i, i] for i, _ in tiles]), torch.stack([B[k, k] for _, k in tiles]))
+        made = _round_tile(cut(W), s, v, *inside, grid, spread.each(cut), _maybe(cut, kept))
+        for whole, parts in zip((codes, R, Z), made, strict=True):
+            for (i, k), part in zip(tiles, parts, strict=True):
+                whole[i, k] = part
+    return codes[:N, :K]
+
+
+def _round_tile(
+    W: Tensor,
+    s: Tensor,
+    v: Tensor,
+    A: Tensor,
+    B: Tensor,
+    grid: Grid,
+    spread: TileParameters,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, R and Z (M, T, T) of a batch of M tiles.
+
+    An anti-diagonal of a contiguous T x T tile is a slice of its T^2 values with step T - 1, by rising i; in
+    a tile kept as (k, i), as v is, the same slice goes by rising k, that is, by falling i.
+
+    Args:
+        W: (M, T, T).
+        s: (M, T, T), what the tiles to the left owe; becomes Z.
+        v: (M, T, T) as (k, i), what the tiles above owe; consumed.
+        A, B: (M, T, T), the factors inside each tile.
+        spread: parameters (M, T, T).
+        mask: (M, T, T), 1 or 0.
+    """
+    A, B = A.flip(1), B.flip(1)  # so that the rows of a falling index are a slice too
+    R, codes = torch.zeros_like(W), torch.zeros_like(W)
+    values, s_flat, v_flat, R_flat, codes_flat = (x.flatten(1) for x in (W, s, v, R, codes))
+    kept = None if mask is None else mask.flatten(1)
+    spread = spread.each(lambda value: value.flatten(1))
+    for number in range(2 * TILE - 1):
+        low, high = max(0, number - TILE + 1), min(TILE - 1, number)  # first and last i, and first and last k
+        line = slice(low * (TILE - 1) + number, high * (TILE - 1) + number + 1, TILE - 1)
+        rising, falling = slice(low, high + 1), slice(TILE - 1 - high, TILE - low)
+        owed = s_flat[:, line]
+        t = values[:, line] - owed - v_flat[:, line].flip(1)
+        at = _at(spread, line)
+        chosen = grid.encode(t if kept is None else t * kept[:, line], at)
+        r = t - grid.decode(chosen, at)
+        z = (owed + r).flip(1)
+        codes_flat[:, line], R_flat[:, line] = chosen, r
+        s[:, rising].addcmul_(r[:, :, None], B[:, falling])
+        v[:, rising].addcmul_(z[:, :, None], A[:, falling])
+    return codes, R, s
+
+
+def _diagonals(down: int, across: int) -> Iterator[list[tuple[slice, slice]]]:
+    """The anti-diagonals of a table of tiles, as rows and columns of each tile."""
+    for number in range(down + across - 1):
+        rows = range(max(0, number - across + 1), min(down, number + 1))
+        yield [(_tile(i), _tile(number - i)) for i in rows]
+
+
+def _tile(number: int) -> slice:
+    return slice(number * TILE, (number + 1) * TILE)
+
+
+def _at(spread: TileParameters, line: slice) -> TileParameters:
+    return spread.each(lambda value: value[:, line])
+
+
+def _maybe(change: Callable[[Tensor], Tensor], value: Tensor | None) -> Tensor | None:
+    return None if value is None else change(value)
+
+
+def _filled(value: Tensor, fill: float = 0.0) -> Tensor:
+    """A matrix filled up to whole tiles; what is filled in touches nothing else."""
+    return pad(value, (0, -value.shape[1] % TILE, 0, -value.shape[0] % TILE), value=fill)

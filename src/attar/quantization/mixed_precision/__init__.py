@@ -1,0 +1,1 @@
+"""Bits for each layer: measured sensitivities, and the choice under a budget."""

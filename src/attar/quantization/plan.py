@@ -1,0 +1,368 @@
+"""Where schemes apply: which tensors of a checkpoint are quantized, each on which grid, and what the format's
+config says of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from attar.errors import ModelError, SettingsError, nearest
+from attar.formats import bitsandbytes, compressed_tensors
+from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
+from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
+from attar.formats.stated import refuse_packed
+from attar.models.anatomy import discover, is_linear
+from attar.models.load import empty_model
+from attar.models.parts import Anatomy
+from attar.models.stored import stored_names
+from attar.quantization.grids import Grid
+from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
+from attar.quantization.settings import QuantizeSettings
+
+FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
+DENSE = "dense"
+SMALLEST = 32  # inputs of a group that is chosen by itself: engines have kernels for 32, 64 and 128
+READS_WEIGHTS = ("falcon", "gpt_bigcode", "nanochat")
+"""Families whose code in transformers reads ``.weight`` itself, which packed Linears do not have."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A Linear that will be quantized.
+
+    Attributes:
+        module: its name in the module tree.
+        shape: (N, K).
+        transposed: stored as (K, N), as Conv1D does.
+        grid: the number format, its scales in the type of the stored weight.
+        scheme: what happens to weight and input, its group size filled in.
+        stored: type of the stored weight.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    transposed: bool
+    grid: Grid
+    scheme: QuantizationScheme
+    stored: torch.dtype
+
+    @property
+    def static(self) -> bool:
+        """Whether its input has a scale that calibration must find."""
+        return self.scheme.activations is not None and not self.scheme.activations.dynamic
+
+
+@dataclass(frozen=True)
+class QuantizationPlan:
+    """What schemes do to a checkpoint.
+
+    Attributes:
+        sites: by the name of the stored weight, in file order.
+        embedding: name of the stored embedding that becomes int8, or None.
+        tied_head: module name of the head that shares it, or None.
+        ignore: Linears that stay dense.
+        config: the ``quantization_config`` of the result.
+        caches: attention modules whose keys and values have scales that calibration must find, by the name
+            of the stored weight of their keys.
+        kv_cache: how keys and values are rounded, or None.
+        reads_weights: the family is one of :data:`READS_WEIGHTS`.
+    """
+
+    sites: dict[str, LayerPlan]
+    embedding: str | None
+    tied_head: str | None
+    ignore: tuple[str, ...]
+    config: dict[str, Any]
+    caches: dict[str, str] = field(default_factory=dict)
+    kv_cache: ActivationRule | None = None
+    reads_weights: bool = False
+
+
+def plan(
+    checkpoint: Any,
+    settings: QuantizeSettings,
+    assigned: Mapping[str, str] | None = None,
+    *,
+    storage: torch.dtype | None = None,
+) -> QuantizationPlan:
+    """Decide what happens to each tensor. Reads headers only.
+
+    Args:
+        settings: ``scheme``, ``group_size``, ``ignore``, ``embedding_bits``, and where they exist
+            ``overrides`` ("pattern=SCHEME", the last that matches decides), ``kv_cache``, ``double_quant``;
+            ``act_order`` "group" stores the group of each input.
+        assigned: scheme by module name, as an allocator chose it; overrides and ignore go before it.
+        storage: type of the stored scales; None: that of each weight.
+
+    Raises:
+        ModelError: the checkpoint is quantized already, or nothing in it can be.
+        SettingsError: a group size does not divide a layer's inputs, a scheme is unknown or does not go with
+            another, or q, k, v (or gate and up) would get different ones.
+    """
+    refuse_packed(checkpoint)
+    model = empty_model(checkpoint.config)
+    anatomy = discover(model)
+    names = stored_names(model, checkpoint)
+    chosen = choose(anatomy, settings, assigned or {})
+    if not chosen:
+        raise ModelError(f"{checkpoint.path}: every Linear is ignored", hint="ignore fewer modules")
+    shapes = {name: _shape(model, name) for name in chosen}
+    chosen = fit(chosen, shapes, settings.group_size)
+    if getattr(settings, "act_order", None) == "group":
+        chosen = {name: _ordered(scheme) for name, scheme in chosen.items()}
+    sites = {}
+    for module, scheme in chosen.items():
+        stored = names[f"{module}.weight"]
+        kind = storage or FLOATS.get(checkpoint.tensors[stored].dtype, torch.float32)
+        transposed = not isinstance(model.get_submodule(module), nn.Linear)
+        sites[stored] = LayerPlan(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
+    order = {name: place for place, name in enumerate(checkpoint.tensors)}
+    sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
+    cache = _kv_cache(anatomy, getattr(settings, "kv_cache", "none"))
+    static = cache is not None and not cache.dynamic
+    caches = {names[f"{b.attention.k.name}.weight"]: b.attention.name for b in anatomy.blocks if static}
+    embedding = names[f"{anatomy.embedding}.weight"] if settings.embedding_bits else None
+    tied = anatomy.head if embedding and anatomy.tied else None
+    linears = [name for name, module in model.named_modules() if is_linear(module)]
+    ignore = tuple(name for name in linears if name not in chosen)
+    reads = checkpoint.config["model_type"] in READS_WEIGHTS
+    found = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
+    return replace(found, config=_config(found, settings.scheme, anatomy.embedding))
+
+
+def choose(
+    anatomy: Anatomy, settings: QuantizeSettings, assigned: Mapping[str, str]
+) -> dict[str, QuantizationScheme]:
+    """The scheme of each Linear of the blocks that gets one, in forward order.
+
+    Raises:
+        SettingsError: see :func:`plan`.
+    """
+    overrides = [_override(text) for text in getattr(settings, "overrides", ())]
+    modules = [name for block in anatomy.blocks for name in block.linears]
+    for pattern, name in overrides:
+        if not any(matches(module, pattern) for module in modules):
+            raise SettingsError("overrides", f"{pattern}={name}", "a pattern that some Linear's name matches")
+    for module in assigned:
+        if module not in modules:
+            raise ModelError(f"a scheme is assigned to {module}, which is no Linear of the blocks")
+    wanted = {module: assigned.get(module, settings.scheme) for module in modules}
+    for pattern, name in overrides:
+        wanted |= {module: name for module in modules if matches(module, pattern)}
+    ignored = [module for module in modules if any(matches(module, name) for name in settings.ignore)]
+    wanted |= dict.fromkeys(ignored, DENSE)
+    _check_fused(anatomy, wanted, "ignore" if ignored else "overrides" if overrides else "assigned")
+    chosen = {module: _scheme(name) for module, name in wanted.items() if name != DENSE}
+    if getattr(settings, "double_quant", False):
+        chosen = {module: _double(scheme) for module, scheme in chosen.items()}
+    _check_alone(chosen, settings)
+    return chosen
+
+
+def fit(
+    chosen: Mapping[str, QuantizationScheme], shapes: dict[str, tuple[int, int]], wanted: int
+) -> dict[str, QuantizationScheme]:
+    """The schemes with their group sizes.
+
+    Raises:
+        SettingsError: a group size does not divide some K; names the layer and what would fit.
+    """
+    fitted = {}
+    for name in dict.fromkeys(scheme.name for scheme in chosen.values()):
+        modules = {module: shapes[module] for module, scheme in chosen.items() if scheme.name == name}
+        scheme = next(chosen[module] for module in modules)
+        if scheme.resizable:
+            fitted[name] = scheme.sized(group_size(modules, wanted))
+            continue
+        fitted[name] = scheme
+        for module, (_, columns) in modules.items():
+            if columns % scheme.divisor:
+                raise SettingsError(
+                    "scheme",
+                    name,
+                    f"one that fits every layer: {module} has {columns} inputs, no multiple of "
+                    f"{scheme.divisor}; ignore it or give it another scheme",
+                )
+    return {module: fitted[scheme.name] for module, scheme in chosen.items()}
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a module: its name, its last part, or a ``re:`` pattern that is found in it."""
+    if pattern.startswith("re:"):
+        return re.search(pattern[3:], name) is not None
+    return name == pattern or name.endswith(f".{pattern}")
+
+
+def group_size(shapes: Mapping[str, tuple[int, int]], wanted: int) -> int:
+    """g for a set of Linears: what is wanted, or for -1 the largest usual size that divides every K.
+
+    Args:
+        shapes: (N, K) by module name.
+        wanted: g; 0: a whole row; -1: what fits.
+
+    Raises:
+        SettingsError: g does not divide some K; names the layer and what would fit.
+    """
+    fits = [size for size in (128, 64, 32, 16) if all(columns % size == 0 for _, columns in shapes.values())]
+    if wanted == -1:
+        return fits[0] if fits and fits[0] >= SMALLEST else 0
+    wrong = {name: columns for name, (_, columns) in shapes.items() if wanted and columns % wanted}
+    if not wrong:
+        return wanted
+    first = next(iter(wrong))
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in wrong}))
+    allowed = " or ".join(map(str, fits)) or "0 (a whole row)"
+    raise SettingsError(
+        "group_size",
+        wanted,
+        f"a divisor of every layer's inputs: {first} has {wrong[first]} ({len(wrong)} layers: {kinds}); "
+        f"{allowed} fits",
+    )
+
+
+def group_sizes(chosen: QuantizationPlan) -> dict[str, int]:
+    """The group size of each scheme that a plan has, as it was chosen; 0: none smaller than a row."""
+    return {site.scheme.name: site.scheme.weights.group_size for site in chosen.sites.values()}
+
+
+def _override(text: str) -> tuple[str, str]:
+    """(pattern, scheme name or "dense") of "pattern=SCHEME"."""
+    pattern, _, name = text.rpartition("=")
+    if not pattern or (name != DENSE and name not in SCHEMES):
+        close = nearest(name, (*SCHEMES, DENSE))
+        mean = f" (did you mean {close}?)" if close and close != name else ""
+        raise SettingsError(
+            "overrides", text, f"pattern=SCHEME, with dense or one of {', '.join(SCHEMES)}{mean}"
+        )
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            raise SettingsError("overrides", text, f"a regular expression ({error})") from error
+    return pattern, name
+
+
+def _scheme(name: str) -> QuantizationScheme:
+    if name not in SCHEMES:
+        raise SettingsError("scheme", name, " or ".join(SCHEMES))
+    return SCHEMES[name]
+
+
+def _double(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme with coded scales, where its format has them."""
+    if scheme.weights.kind != "nf4":
+        raise SettingsError("double_quant", True, f"false with {scheme.name}: it belongs to NF4")
+    return replace(scheme, weights=replace(scheme.weights, double=True))
+
+
+def _ordered(scheme: QuantizationScheme) -> QuantizationScheme:
+    """The scheme with the group of each input stored.
+
+    Raises:
+        SettingsError: its layout has no place for them.
+    """
+    if scheme.form != PACK or scheme.weights.strategy != "group":
+        allowed = f"off or static with {scheme.name}; group wants integer weights in groups and dense inputs"
+        raise SettingsError("act_order", "group", allowed)
+    return replace(scheme, weights=replace(scheme.weights, ordered=True))
+
+
+def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> None:
+    """Raise where Linears that engines run as one would get different schemes."""
+    for block in anatomy.blocks:
+        attention, mlp = block.attention, block.mlp
+        gate = [mlp.gate.name] if mlp.gate else []
+        for parts in ([attention.q.name, attention.k.name, attention.v.name], [*gate, mlp.up.name]):
+            names = list(dict.fromkeys(parts))
+            odd = next((name for name in names if wanted[name] != wanted[names[0]]), None)
+            if odd is not None:
+                leaves = "|".join(name.rpartition(".")[2] for name in names)
+                raise SettingsError(
+                    setting,
+                    f"{names[0]}={wanted[names[0]]}, {odd}={wanted[odd]}",
+                    f"one scheme for Linears that engines fuse; name them together, as in re:({leaves})$",
+                )
+
+
+def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: QuantizeSettings) -> None:
+    """Raise where NF4, whose file format knows nothing else, would stand beside something else."""
+    names = list(dict.fromkeys(scheme.name for scheme in chosen.values()))
+    if "NF4" not in names:
+        return
+    if len(names) > 1:
+        other = next(name for name in names if name != "NF4")
+        raise SettingsError("scheme", "NF4", f"alone: the bitsandbytes format cannot hold {other} as well")
+    for name, none in (("embedding_bits", 0), ("kv_cache", "none")):
+        if getattr(settings, name, none) != none:
+            allowed = f"{none} with NF4: the bitsandbytes format has no place for it"
+            raise SettingsError(name, getattr(settings, name), allowed)
+
+
+def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
+    """The rule for keys and values; a group is one head."""
+    if name not in KV_CACHES:
+        raise SettingsError("kv_cache", name, " or ".join(KV_CACHES))
+    rule = KV_CACHES[name]
+    if rule is None:
+        return None
+    if not anatomy.causal:
+        raise SettingsError("kv_cache", name, f"none: {anatomy.family} keeps no keys and values")
+    widths = sorted({block.attention.head_dim for block in anatomy.blocks})
+    if rule.strategy == "group" and len(widths) > 1:
+        raise SettingsError("kv_cache", name, f"none or fp8: heads here are {widths} wide")
+    return replace(rule, group_size=widths[0]) if rule.strategy == "group" else rule
+
+
+def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
+    """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
+    stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
+    sites = list(found.sites.values())
+    schemes = {site.scheme.name: site.scheme for site in sites}
+    if "NF4" in schemes:
+        return bitsandbytes.quantization_config(
+            list(found.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
+        )
+    transposed = any(site.transposed for site in sites)
+    alias = SCHEMES[main].name
+    first = alias if alias in schemes else next(iter(schemes))
+    groups = []
+    if found.embedding:
+        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
+        groups.append(ConfigGroup((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
+    for name in sorted(schemes, key=lambda name: name == first):
+        modules = tuple(site.module for site in sites if site.scheme.name == name)
+        scheme = schemes[name]
+        targets = ("Linear",) if name == first else modules
+        groups.append(ConfigGroup(targets, scheme.weights, scheme.activations, scheme.form))
+    alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
+    return compressed_tensors.quantization_config(
+        groups,
+        dequantize=alone
+        and not transposed
+        and (not groups[0].weights.symmetric or _narrow(sites[0]) or found.reads_weights),
+        ignore=[name for name in found.ignore if name != found.tied_head or not found.embedding],
+        kv_cache=found.kv_cache,
+        transposed=transposed,
+    )
+
+
+def _narrow(site: LayerPlan) -> bool:
+    """Whether weights are decoded to another type than the model's: FP4 to bfloat16."""
+    return site.scheme.form in (NVFP4, MXFP4) and site.stored != torch.bfloat16
+
+
+def _shape(model: nn.Module, module: str) -> tuple[int, int]:
+    """(N, K) of a Linear or a Conv1D."""
+    found = model.get_submodule(module)
+    rows, columns = found.weight.shape if isinstance(found, nn.Linear) else reversed(found.weight.shape)  # type: ignore[union-attr]
+    return int(rows), int(columns)
+
+
+def static_inputs(sites: Sequence[LayerPlan]) -> dict[str, ActivationRule]:
+    """Modules whose input scale calibration must find, and how the input will be rounded."""
+    return {site.module: site.scheme.activations for site in sites if site.static and site.scheme.activations}

@@ -1,0 +1,251 @@
+"""AWQ: Lin, Tang, Tang, Yang, Chen, Wang, Dang, Gan, Han 2023, "AWQ: Activation-aware Weight Quantization for
+LLM Compression and Acceleration", arXiv 2306.00978, equations 4 and 5, and the clip search of the authors'
+code.
+
+    Q(W diag(s)) diag(1/s) x ,   s = m^a ,   a* = argmin_a || (W - Q(W diag(s)) diag(1/s)) X^T ||^2
+
+Letters: W (N, K) weight, N outputs, K inputs; X (T, K) calibration inputs; m (K,) mean of |X| over tokens;
+s (K,) scale; a alpha in [0, 1); H (K, K) = 2 X^T X / T from hessian.py; E (N, K) the error, W - Q(W diag(s))
+diag(1/s).
+
+The output error of E is tr(E H E^T), so that no candidate needs a forward pass, and Q is the grid that will
+be used. All Linears with one input share s: their errors are added. a = 0 is s = 1, so that the result is
+never worse than round to nearest.
+
+Differs from the paper: beside s = m^a the search also tries s = m^a / w^(1-a), with w (K,) the mean over rows
+of |W| relative to its tile's largest weight (as AutoAWQ does, and llm-compressor as "duo scaling"), and takes
+the best of both. Candidates are measured on a sample of rows, the best of them and s = 1 on all. The clip
+search measures a tile's error by its own block of H, and is dropped for a weight
+whose whole error it does not lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attar.errors import NumericsError
+from attar.kernels import columns as kernel
+from attar.quantization.grids import Grid, IntGrid
+from attar.quantization.hessian import Hessian
+
+POINTS = 20  # values of alpha
+SMALLEST = 1e-4  # of m and w, so that no channel's scale is 0
+SAMPLE = 512  # rows of a weight that candidates are measured on
+
+Share = Callable[[Tensor], Tensor]
+"""Makes values (K,) equal over channels that must have one scale."""
+
+
+class InputStatistics:
+    """What the search sees of a group's inputs: H and the mean of |x|, in float32."""
+
+    def __init__(self, inputs: int) -> None:
+        self.hessian = Hessian(inputs)
+        self.sum = torch.zeros(inputs, dtype=torch.float32)
+
+    def add(self, x: Tensor) -> None:
+        """Add a batch of inputs (..., K)."""
+        self.hessian.add(x)
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.sum = self.sum.to(x.device) + rows.abs().sum(0)
+
+    def magnitude(self) -> Tensor:
+        """m, float32 (K,)."""
+        return self.sum / max(self.hessian.tokens, 1)
+
+
+@dataclass(frozen=True)
+class ScaleSearchResult:
+    """What the search found.
+
+    Attributes:
+        scale: s, float32 (K,); its largest and smallest value multiply to 1 unless channels share scales.
+        alpha: a.
+        weighted: w was used.
+        error: || E X^T ||^2 / || W X^T ||^2 over all weights of the group.
+        rtn_error: the same of round to nearest.
+    """
+
+    scale: Tensor
+    alpha: float
+    weighted: bool
+    error: float
+    rtn_error: float
+
+
+def search_scale(
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    H: Tensor,
+    magnitude: Tensor,
+    *,
+    weighted: bool = True,
+    points: int = POINTS,
+    sample: int = SAMPLE,
+    share: Share = lambda values: values,
+) -> ScaleSearchResult:
+    """The scale of the inputs that a group of Linears share. Does not modify its inputs.
+
+    Args:
+        weights: W (N_i, K) of each, any float type.
+        grids: the number format of each.
+        H: (K, K) float32.
+        magnitude: m (K,) float32.
+        weighted: try s = m^a / w^(1-a) too.
+        points: values of a: 0, 1 / points, ...
+        sample: rows of each weight that candidates are measured on, where rows have scales of their own; 0:
+            all.
+        share: applied to m and w; see :data:`Share`.
+
+    Raises:
+        NumericsError: a weight or H is not finite.
+    """
+    pieces = [weight.float() for weight in weights]
+    if not (torch.isfinite(H).all() and all(torch.isfinite(piece).all() for piece in pieces)):
+        raise NumericsError(
+            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
+        )
+    m = share(magnitude.float()).clamp(min=SMALLEST)
+    w = share(_relative_size(pieces, grids)).clamp(min=SMALLEST) if weighted else None
+    few = [thinned(piece, grid, sample) for piece, grid in zip(pieces, grids, strict=True)]
+    ones = torch.ones_like(m)
+    best, least = (ones, 0.0, False), group_error(few, grids, H, ones)
+    for step in range(points):
+        alpha = step / points
+        for divisor in (None, w) if weighted else (None,):
+            s = scale_at(m, alpha, divisor)
+            found = group_error(few, grids, H, s)
+            if found < least:
+                best, least = (s, alpha, divisor is not None), found
+    plain = group_error(pieces, grids, H, ones)
+    error = group_error(pieces, grids, H, best[0])
+    return (
+        ScaleSearchResult(*best, error, plain)
+        if error < plain
+        else ScaleSearchResult(ones, 0.0, False, plain, plain)
+    )
+
+
+def thinned(weight: Tensor, grid: Grid, sample: int) -> Tensor:
+    """Evenly spaced rows of a weight, at most ``sample``; all where rows share scales."""
+    if not sample or grid.rows != 1 or len(weight) <= sample:
+        return weight
+    return weight[torch.linspace(0, len(weight) - 1, sample, device=weight.device).long()]
+
+
+def group_error(weights: Sequence[Tensor], grids: Sequence[Grid], H: Tensor, s: Tensor) -> float:
+    """|| E X^T ||^2 / || W X^T ||^2, both summed over the weights (each measured against its own where only a
+    sample of its rows is given)."""
+    lost = sum(quadratic(residual(p, g, s), H) for p, g in zip(weights, grids, strict=True))
+    whole = sum(quadratic(piece, H) for piece in weights)
+    return lost / max(whole, 1e-30)
+
+
+def scale_at(m: Tensor, alpha: float, w: Tensor | None = None) -> Tensor:
+    """s = m^a, or m^a / w^(1-a), divided by the root of its largest times its smallest value (K,)."""
+    s = m.pow(alpha) if w is None else m.pow(alpha) / w.pow(1.0 - alpha)
+    s = s.clamp(min=SMALLEST)
+    return s / (s.max() * s.min()).sqrt()
+
+
+def residual(weight: Tensor, grid: Grid, s: Tensor) -> Tensor:
+    """E = W - Q(W diag(s)) diag(1/s), float32 (N, K)."""
+    scaled = weight * s
+    return weight - grid.quantize(scaled, grid.choose(scaled)).dequantize() / s
+
+
+def quadratic(E: Tensor, H: Tensor) -> float:
+    """tr(E H E^T)."""
+    return float(((E @ H) * E).sum(dtype=torch.float64))
+
+
+def _relative_size(weights: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
+    """w (K,): mean over the rows of all weights of |W| relative to the largest in its tile."""
+    sums, rows = torch.zeros(weights[0].shape[1], device=weights[0].device), 0
+    for weight, grid in zip(weights, grids, strict=True):
+        tiled = grid.tile(weight.abs())
+        relative = tiled / tiled.amax((1, 3), keepdim=True).clamp(min=1e-30)
+        sums += grid.untile(relative, (weight.shape[0], weight.shape[1])).sum(0)
+        rows += weight.shape[0]
+    return sums / rows
+
+
+@dataclass(frozen=True)
+class ClipSearchResult:
+    """What the clip search found.
+
+    Attributes:
+        shrink: (P, G) factor on the range of each tile, for ``grid.choose``.
+        error: || E X^T ||^2 / || W X^T ||^2 with it.
+        rtn_error: the same without.
+    """
+
+    shrink: Tensor
+    error: float
+    rtn_error: float
+
+
+def search_clip(
+    weight: Tensor, H: Tensor, grid: Grid, *, smallest: float = 0.5, points: int = POINTS
+) -> ClipSearchResult:
+    """How far to shrink the range of each tile of a weight. Does not modify its inputs.
+
+    Args:
+        weight: W (N, K), any float type.
+        H: (K, K) float32.
+        grid: the number format.
+        smallest: shrink factor that is never reached.
+        points: factors tried: 1, 1 - (1 - smallest) / points, ...; where the grid is signed, their negatives
+            too.
+    """
+    W = weight.float()
+    blocks = diagonal_blocks(H, grid.group_size or W.shape[1])
+    best = torch.ones(grid.tiles((W.shape[0], W.shape[1])), device=W.device)
+    least = torch.full_like(best, torch.inf)
+    factors = [1.0 - (1.0 - smallest) * step / points for step in range(points)]
+    factors += [-factor for factor in factors] if grid.signed else []
+    for shrink, error in zip(factors, _trials(W, grid, blocks, factors), strict=True):
+        better = error < least
+        best = torch.where(better, torch.full_like(best, shrink), best)
+        least = torch.where(better, error, least)
+    whole = max(quadratic(W, H), 1e-30)
+    ones = torch.ones_like(best)
+    clipped, plain = (quadratic(_rounding_error(W, grid, shrink), H) / whole for shrink in (best, ones))
+    return ClipSearchResult(best, clipped, plain) if clipped < plain else ClipSearchResult(ones, plain, plain)
+
+
+def diagonal_blocks(H: Tensor, width: int) -> Tensor:
+    """The blocks (G, c, c) on the diagonal of H (K, K), the last filled up with zeros."""
+    columns = H.shape[0]
+    padded = torch.nn.functional.pad(H.float(), (0, -columns % width, 0, -columns % width))
+    count = padded.shape[0] // width
+    return padded.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _trials(W: Tensor, grid: Grid, blocks: Tensor, factors: Sequence[float]) -> Iterable[Tensor]:
+    """The error of each tile (P, G) for each factor; compiled for whole numbers, whose range is all that the
+    scales depend on. Compiled, a decoded value is not rounded to the storage type."""
+    if not (isinstance(grid, IntGrid) and grid.rows == 1 and kernel.available(W.device)):
+        return (tile_errors(W, grid, blocks, factor) for factor in factors)
+    tiled = grid.tile(W)
+    ends = torch.stack((tiled.amax(3), tiled.amin(3)), -1).flatten(1)
+    chosen = [replace(grid, group_size=2).choose(ends, factor) for factor in factors]
+    zeros = [one.zero for one in chosen if one.zero is not None]
+    scale, zero = torch.stack([one.scale for one in chosen]), torch.stack(zeros) if zeros else None
+    return list(kernel.tile_errors(grid.code_book(), W, blocks, scale, zero).transpose(1, 2))
+
+
+def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Tensor:
+    """tr(E_pg H_gg E_pg^T) of each tile (P, G) when every range is multiplied by ``shrink``."""
+    E = grid.tile(_rounding_error(weight, grid, shrink))
+    P, r, G, c = E.shape
+    flat = E.permute(2, 0, 1, 3).reshape(G, P * r, c)
+    return ((flat @ blocks) * flat).sum(-1).reshape(G, P, r).sum(-1).T
+
+
+def _rounding_error(weight: Tensor, grid: Grid, shrink: float | Tensor) -> Tensor:
+    return weight - grid.quantize(weight, grid.choose(weight, shrink)).dequantize()
