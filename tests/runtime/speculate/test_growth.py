@@ -13,8 +13,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, draw_distinct, noise_key
 from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, warp
-from attar.runtime.speculate.acceptance import LEVELS, kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.noise import Drafting, Noise

@@ -23,8 +23,7 @@ from torch import Tensor
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw_distinct
 from attar.runtime.sampling.warp import SamplingRow, adjust, check_finite, largest_indices, likeliest, warp
-from attar.runtime.speculate.acceptance import LEVELS, kind_of
-from attar.runtime.speculate.draft import Draft, Floats
+from attar.runtime.speculate.draft import LEVELS, Draft, Floats, kind_of
 from attar.runtime.speculate.noise import Drafting
 from attar.runtime.speculate.proposer import Wish
 
