@@ -196,7 +196,7 @@ def test_rooms_import_only_downwards():
         "attar.merging.settings",
         "attar.merging.extraction_settings",
         "attar.measure.settings",
-        "attar.runtime.kv.layout",
+        "attar.runtime.kv.memory",
         "attar.runtime.kv.block_manager",
         "attar.runtime.sampling.params",
         "attar.runtime.server.settings",
