@@ -48,7 +48,7 @@ from attar.models.load import load_model, load_tokenizer, save_model
 from attar.models.surgery import keep_layers
 from attar.progress import SILENT
 from attar.runtime.loading import load
-from attar.runtime.speculate.times import measure
+from attar.runtime.speculate.latency import measure
 
 SOFT = ("kl", "lk", "tv")
 METHODS: dict[str, dict[str, Any]] = {

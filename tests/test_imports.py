@@ -194,7 +194,7 @@ def test_rooms_import_only_downwards():
         "attar.merging.settings",
         "attar.merging.adapters.settings",
         "attar.measure.settings",
-        "attar.runtime.kv.layout",
+        "attar.runtime.kv.memory",
         "attar.runtime.kv.block_manager",
         "attar.runtime.sampling.params",
         "attar.runtime.server.settings",
@@ -235,7 +235,7 @@ except SystemExit as end:
 SERVE = """
 from starlette.testclient import TestClient
 import attar.runtime.server.run
-from attar.runtime.server.stage import serve
+from attar.runtime.server import serve
 
 def run(app, settings, told):
     with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -244,7 +244,7 @@ def run(app, settings, told):
         assert answer.status_code == 200, answer.text
 
 attar.runtime.server.run.run = run
-serve("{model}", told=lambda line: None)
+serve("{model}", show=lambda line: None)
 """
 
 

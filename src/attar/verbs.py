@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.progress import SILENT, Progress
-from attar.recipe.origin import PythonOrigin
-from attar.recipe.settings import parse
+from attar.recipe.settings import PythonOrigin, parse
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 
 if TYPE_CHECKING:

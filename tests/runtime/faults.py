@@ -175,9 +175,9 @@ class Faults:
             (text, "row", "row"),
             (text, "append", "texts"),
             (text._detokenizer, "add", "detokenize"),
-            (text._detokenizer, "rest", "detokenize"),
+            (text._detokenizer, "flush", "detokenize"),
             (text._stops, "add", "stop"),
-            (text._matcher, "take", "grammar"),
+            (text._matcher, "consume", "grammar"),
             (text._matcher, "allowed", "grammar"),
         ]
         for owner, method, place in parts:

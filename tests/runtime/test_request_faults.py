@@ -39,7 +39,7 @@ class Even:
     def allowed(self, ends: Sequence[int] = ()) -> torch.Tensor:
         return torch.arange(VOCABULARY) % 2 == 0
 
-    def take(self, token: int) -> None:
+    def consume(self, token: int) -> None:
         assert token % 2 == 0
 
 

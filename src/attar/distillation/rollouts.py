@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from attar.checkpoint import atomic
 from attar.data.packing import PADDING, numbered_generator, pack
 from attar.distillation.settings import DistillSettings
+from attar.models.plain_config import end_tokens
 from attar.progress import Progress
 
 ROWS = 64  # sampled together
@@ -81,7 +82,9 @@ class RolloutWriter:
             text[:, : self.prompt],
             self.length,
             vocabulary=len(self.tokenizer),
-            ends=end_tokens(self.teacher, self.tokenizer),
+            ends=end_tokens(
+                getattr(self.teacher, "generation_config", None), self.teacher.config, self.tokenizer
+            ),
             temperature=temperature,
             seed=seed,
             work=self.work / folder,
@@ -130,15 +133,6 @@ def write_rows(
             finished.append(load_file(file)["tokens"])
             task.advance()
     return torch.cat(finished)
-
-
-def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: the generation config's, else the model's, else the tokenizer's."""
-    for owner in (getattr(model, "generation_config", None), model.config, tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]

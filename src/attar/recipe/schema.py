@@ -26,9 +26,8 @@ from typing import Any
 
 from attar.data.settings import SOURCES
 from attar.errors import RecipeError, did_you_mean
-from attar.recipe.origin import RecipeOrigin
 from attar.recipe.overrides import override
-from attar.recipe.settings import parse, plain, settings_of
+from attar.recipe.settings import RecipeOrigin, parse, plain, settings_of
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
 from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from attar.errors import AttarError
 from attar.runtime.results import Event, FinishReason, TokenLogprob, Usage
-from attar.runtime.sampling.detokenize import Decode, Detokenizer
+from attar.runtime.sampling.detokenize import Decode, Detokenizer, StopFinder
 from attar.runtime.sampling.grammar import Matcher
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key
-from attar.runtime.sampling.stop import StopFinder
 from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.sequence import Request
 
@@ -127,7 +126,7 @@ class Completion:
         if self._history:
             self._history.add(token)
         if self._matcher and token not in self.ends:
-            self._matcher.take(token)
+            self._matcher.consume(token)
         if self._detokenizer is None or token in self.ends:
             return ""
         piece = self._detokenizer.add(token)
@@ -145,9 +144,9 @@ class Completion:
 
     def _held_text(self) -> str:
         """Text that was held back: half a character, or a possible stop string."""
-        piece = self._detokenizer.rest() if self._detokenizer else ""
+        piece = self._detokenizer.flush() if self._detokenizer else ""
         text = self._stops.add(piece)
-        return text if self._stops.match is not None else text + self._stops.rest()
+        return text if self._stops.match is not None else text + self._stops.flush()
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from attar.formats.decoded import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
+from attar.models.plain_config import end_tokens
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.kv.block_manager import BlockManager
@@ -114,7 +115,8 @@ def load(
             f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
         )
     tokenizer = _tokenizer(checkpoint)
-    ends = end_tokens(checkpoint, tokenizer)
+    stored = checkpoint.path / "generation_config.json"
+    ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
     return Loaded(runner, tokenizer, ends, checkpoint.name, asked.eviction, _lookback(runner), most, why)
 
@@ -201,16 +203,6 @@ def pool_tokens(token_bytes: int, context: int | None) -> int:
     """Tokens that a pool holds where nobody says: POOL_BYTES, and no more than CONTEXTS full texts."""
     most = POOL_BYTES // token_bytes
     return max(min(most, CONTEXTS * context) if context else most, 1)
-
-
-def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: those of generation_config.json, else of config.json, else the tokenizer's."""
-    beside = checkpoint.path / "generation_config.json"
-    said = read_json(beside).get("eos_token_id") if beside.is_file() else None
-    for ids in (said, checkpoint.config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)):
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
 
 
 def torch_dtype(name: str, device: str) -> torch.dtype | None:

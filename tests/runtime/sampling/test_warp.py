@@ -20,7 +20,7 @@ from attar.errors import NumericsError, SettingsError
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import sample
-from attar.runtime.sampling.warp import SamplingRow, _truncate_anywhere, heat, truncate, warp
+from attar.runtime.sampling.warp import SamplingRow, _truncate_anywhere, scale_by_temperature, truncate, warp
 
 V = 64
 SETTINGS = [
@@ -185,7 +185,7 @@ def test_heat_has_no_nan_at_any_float() -> None:
     for T in (5e-324, 1e-45, 1e38, 1e39, 1e300, 1.7e308):
         row = SamplingRow(SamplingParams())
         object.__setattr__(row.params, "temperature", T)
-        assert not heat(logits, logits.amax(-1, keepdim=True), [row]).isnan().any(), T
+        assert not scale_by_temperature(logits, logits.amax(-1, keepdim=True), [row]).isnan().any(), T
 
 
 def test_half_precision_is_computed_in_float32() -> None:

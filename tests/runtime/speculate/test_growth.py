@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from attar.runtime.completion import Completion
-from attar.runtime.sampling.cuts import top
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, draw_distinct, noise_key
-from attar.runtime.sampling.warp import SamplingRow, adjust, warp
-from attar.runtime.speculate.acceptance import LEVELS, kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, warp
+from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.noise import Drafting, Noise
@@ -135,7 +133,7 @@ def test_levels_beyond_the_last_have_no_siblings() -> None:
 def test_the_largest_of_a_row() -> None:
     row = np.random.default_rng(0).integers(0, 9, 50).astype(np.float32)
     for count in (1, 3, 9):
-        assert top(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+        assert largest_indices(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.9])

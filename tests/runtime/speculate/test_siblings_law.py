@@ -18,9 +18,8 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import growth
-from attar.runtime.speculate.acceptance import kind_of
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.draft import Draft, Verdict
+from attar.runtime.speculate.draft import Draft, Verdict, kind_of
 from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.noise import Drafting, Noise
 from attar.runtime.speculate.proposer import Wish
