@@ -10,7 +10,7 @@ from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
 from attar.models.load import load_tokenizer, read_tokenizer
 from attar.models.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from attar.runtime.server.tokenizer import SpecialTokenEscaper
-from attar.runtime.speculate.pieces import beginning
+from attar.runtime.speculate.vocabulary import beginning
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, unigram
 from tests.tiny_models import tokenizer
 

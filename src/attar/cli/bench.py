@@ -16,7 +16,6 @@ from attar.recipe.stages import load
 from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.settings"
-_PROFILE = "attar.runtime.speculate.profile"
 _EXAMPLE = "attar bench attar:tiny --speculate ngram --speculate lookahead --picture speedup.svg"
 _HEADER = ("batch", "context", "prompt tok/s", "decode tok/s", "first p50", "p99 ms", "between p50", "p99 ms")
 
@@ -24,7 +23,7 @@ _HEADER = ("batch", "context", "prompt tok/s", "decode tok/s", "first p50", "p99
 def build(verb: str) -> Any:
     """The command."""
     engine, cases = load(f"{_SETTINGS}:EngineSettings"), load(f"{_SETTINGS}:BenchSettings")
-    methods = load(f"{_PROFILE}.settings:ProfileSettings")
+    methods = load("attar.runtime.speculate.settings:ProfileSettings")
     own = [setting.name for setting in settings_of(methods)]
     parameters = [
         argument("model", "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"),
@@ -42,7 +41,7 @@ def build(verb: str) -> Any:
         if chosen.asked:
             picture = _picture(values.get("picture"))
             batches = bench.batch if values.get("batch") else (1,)
-            found = load(f"{_PROFILE}.run:run_profile")(
+            found = load("attar.runtime.speculate.profile.run:run_profile")(
                 values["model"], chosen, bench, how, batches=batches, progress=progress
             )
             if picture is not None:

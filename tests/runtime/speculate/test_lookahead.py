@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from attar.runtime.speculate.draft import DraftBuilder
 from attar.runtime.speculate.lookahead import LookaheadProposer, LookaheadWindow, NgramPool
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 
 def cycle(text):

@@ -4,11 +4,18 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.draft import kind_of
-from attar.runtime.speculate.grams import NEXT, SharedNgrams
-from attar.runtime.speculate.ngram import NEAR, OTHER, OWN, SHARED, NgramIndex, NgramProposer
+from attar.runtime.speculate.draft import DraftBuilder, kind_of
+from attar.runtime.speculate.ngram import (
+    NEAR,
+    NEXT,
+    OTHER,
+    OWN,
+    SHARED,
+    NgramIndex,
+    NgramProposer,
+    SharedNgrams,
+)
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 
 def ask(proposer, tokens, most=8, sequence=0, salt=""):

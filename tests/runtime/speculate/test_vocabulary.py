@@ -19,7 +19,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import likeliest
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.target import TargetLogits

@@ -30,9 +30,8 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.draft import Draft, DraftBuilder, kind_of
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 KEYS = 4096
 GUESS, WINDOW = 4, 5  # groups of kinds

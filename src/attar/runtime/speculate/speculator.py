@@ -33,7 +33,6 @@ from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, Proposer
 from attar.runtime.speculate.reading import DraftPrefill
@@ -48,6 +47,7 @@ from attar.runtime.speculate.round import (
     noise_of,
 )
 from attar.runtime.speculate.siblings import cut, learn
+from attar.runtime.speculate.target import Nodes
 from attar.runtime.speculate.verify import VerificationMode, verify
 
 WIDE_EVERY = 4  # passes between two with siblings, where none pay

@@ -14,10 +14,8 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.fixed import FixedPolicy
-from attar.runtime.speculate.profile.passes import expected_tokens
-from attar.runtime.speculate.profile.profile import PLAIN, beside, profile
-from attar.runtime.speculate.profile.rows import Profile, ProfileRow
+from attar.runtime.speculate.profile.metrics import Profile, ProfileRow, expected_tokens
+from attar.runtime.speculate.profile.profile import PLAIN, FixedPolicy, beside, profile
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner

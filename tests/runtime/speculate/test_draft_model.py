@@ -13,10 +13,10 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
+from attar.runtime.speculate.draft_tables import common
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest, SamplingRules
-from attar.runtime.speculate.tables import common
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import VerificationMode, verify
 from attar.runtime.speculate.vocabulary import SameVocabulary
