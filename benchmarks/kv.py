@@ -32,7 +32,7 @@ from attar.runtime.admission import Limits
 from attar.runtime.execution import pack_due
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
-from attar.runtime.kv.layout import LayerShape, block_bytes
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.llm import LLM
 from attar.runtime.runner.modules import Modules

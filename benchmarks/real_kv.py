@@ -36,7 +36,7 @@ from attar.data.python_text import texts as python_files
 from attar.models.load import load_tokenizer
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
-from attar.runtime.kv.layout import LayerShape, block_bytes
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules

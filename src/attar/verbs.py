@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.progress import SILENT, Progress
-from attar.recipe.origin import PythonOrigin
-from attar.recipe.settings import parse
+from attar.recipe.settings import PythonOrigin, parse
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ def extract(
         model: the fine-tuned model.
         base: the model it came from.
         out: the adapter's folder.
-        settings: see :class:`attar.merging.extraction_settings.ExtractSettings`.
+        settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
     checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
     return run_extract(model, base, out, checked, force=force, progress=progress)

@@ -70,7 +70,7 @@ def test_check_names_what_does_not_fit(tokens, spans, more, complaint):
 
 
 def test_bookkeeping_loads_no_torch():
-    code = "import sys, attar.runtime.scheduler, attar.runtime.kv.layout; print('torch' in sys.modules)"
+    code = "import sys, attar.runtime.scheduler, attar.runtime.kv.memory; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -1,4 +1,11 @@
-"""Stored tensors: what a header says of one, and its bytes read into fresh memory."""
+"""Tensors in safetensors files: headers read and written, bytes read into fresh memory.
+
+A file is ``uint64 length (little-endian) | JSON header of that length | tensor bytes``. The header maps a
+name to ``{"dtype", "shape", "data_offsets": [begin, end]}``, offsets counted from the end of the header. A
+file is accepted only if the tensors cover the bytes after the header exactly, without gap or overlap.
+
+Source: the format description in the README of huggingface/safetensors.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +46,23 @@ TORCH = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }
-"""The format's dtype names to torch's. Types below one byte are missing: torch has no shape for them."""
+"""The format's dtype names to torch's, without types below one byte: torch has no shape for them."""
 
 _CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One stored tensor, known from a header.
+    """A stored tensor, as its header describes it.
 
     Attributes:
-        name: its name in the file.
         dtype: the format's name of its type, such as ``"BF16"``.
         shape: its shape as stored.
         nbytes: its size in bytes.
         file: the file that holds it.
-        offset: where its bytes begin in that file.
-        block: type of the blocks that its bytes are, as ggml names it (``"Q4_K"``); empty for plain numbers.
-        logical: shape of the weight that the blocks stand for.
+        offset: of its first byte in that file.
+        block: ggml's name of its block type (``"Q4_K"``); empty for plain numbers.
+        logical: shape of the weight that the blocks encode.
     """
 
     name: str
@@ -70,7 +76,7 @@ class TensorInfo:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the weight: of what the blocks stand for, of the tensor itself otherwise."""
+        """Shape of the weight: ``logical`` for blocks, ``shape`` otherwise."""
         return self.logical if self.block else self.shape
 
 
@@ -81,7 +87,7 @@ def stored_dtype(dtype: torch.dtype) -> str:
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
-    """Read a tensor's bytes straight into a fresh tensor on the CPU; nothing of the file stays mapped.
+    """Read a tensor's bytes into a new tensor on the CPU; no part of the file stays mapped.
 
     Raises:
         CheckpointError: the file ends too soon or cannot be read, or torch has no such dtype.
@@ -112,7 +118,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
 
 
 def check_finite(name: str, tensor: torch.Tensor, file: Path) -> None:
-    """Refuse NaN and infinity. Works in pieces, so that it needs little memory beside the tensor.
+    """Refuse NaN and infinity, in chunks that need little additional memory.
 
     Raises:
         NumericsError: names the tensor and its file.
@@ -121,9 +127,9 @@ def check_finite(name: str, tensor: torch.Tensor, file: Path) -> None:
 
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    for piece in tensor.detach().reshape(-1).split(_CHUNK):
-        # the extremes of numbers among which there is a NaN are NaN; float8 has no such reduction
-        extremes = (piece.float() if piece.element_size() == 1 else piece).aminmax()
+    for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        # aminmax propagates NaN; float8 has no such reduction
+        extremes = (chunk.float() if chunk.element_size() == 1 else chunk).aminmax()
         if not all(bool(torch.isfinite(extreme)) for extreme in extremes):
             raise NumericsError(
                 f"{file}: tensor {name!r} contains NaN or infinity",
@@ -137,34 +143,22 @@ MAX_HEADER = 100_000_000
 _DIMENSIONS = 64
 
 BITS: dict[str, int] = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
+    name: bits
+    for bits, names in (
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0"),
+        (16, "U16 I16 F16 BF16"),
+        (32, "U32 I32 F32"),
+        (64, "U64 I64 F64 C64"),
+    )
+    for name in names.split()
 }
 """Bits of one element, by the format's dtype name."""
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a safetensors file; ``begin`` and ``end`` are positions in the file, in bytes."""
+    """A tensor of a safetensors header; ``begin`` and ``end`` are byte offsets in the file."""
 
     name: str
     dtype: str
@@ -179,10 +173,10 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
-    """The tensors of a safetensors file in the order of their bytes. Reads the header and nothing else.
+    """The tensors of a safetensors file in the order of their bytes. Reads the header only.
 
     Raises:
-        CheckpointError: the file is missing, truncated or damaged; names the file and the sizes.
+        CheckpointError: the file is missing, truncated or damaged.
     """
     raw, size = _raw_header(path)
     start = 8 + len(raw)
@@ -203,23 +197,23 @@ def read_header(path: Path) -> list[HeaderEntry]:
 
 
 def write_header(entries: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[HeaderEntry]]:
-    """Header bytes of a file that holds these (name, dtype, shape) in this order, and where each tensor goes.
+    """The header of a file with these (name, dtype, shape) in this order, and the entry of each tensor.
 
     The header is padded with spaces to a multiple of 8 bytes, so that tensors sorted by element size are
     aligned.
     """
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position, places = 0, []
+    position, relative = 0, []
     for name, dtype, shape in entries:
         end = position + tensor_bytes(dtype, shape)
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
-        places.append(HeaderEntry(name, dtype, tuple(shape), position, end))
+        relative.append(HeaderEntry(name, dtype, tuple(shape), position, end))
         position = end
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, [
-        place._replace(begin=place.begin + start, end=place.end + start) for place in places
+        entry._replace(begin=entry.begin + start, end=entry.end + start) for entry in relative
     ]
 
 
@@ -242,7 +236,7 @@ def _raw_header(path: Path) -> tuple[bytes, int]:
 
 
 def _fields(path: Path, raw: bytes) -> dict[str, Any]:
-    """The header as a mapping from tensor name to its entry; duplicate names are refused."""
+    """The header's fields by tensor name; refuses duplicate names."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -260,13 +254,13 @@ def _fields(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, field: Any, start: int) -> HeaderEntry:
-    """One checked header entry, with offsets counted from the beginning of the file."""
+    """A checked header entry, with offsets from the beginning of the file."""
     try:
         dtype, shape, (begin, end) = field["dtype"], field["shape"], field["data_offsets"]
-        whole = all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end))
+        valid = all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end))
     except (TypeError, KeyError, ValueError) as error:
         raise _damaged(path, f"tensor {name!r} has no dtype, shape or data_offsets") from error
-    if not isinstance(shape, list) or len(shape) > _DIMENSIONS or not whole:
+    if not isinstance(shape, list) or len(shape) > _DIMENSIONS or not valid:
         raise _damaged(path, f"tensor {name!r} has shape {shape} and offsets {begin}..{end}")
     if not isinstance(dtype, str) or dtype not in BITS:
         raise _damaged(path, f"tensor {name!r} has the unknown dtype {dtype!r}")

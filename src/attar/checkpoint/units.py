@@ -1,4 +1,4 @@
-"""Numbers for people: bytes and counts with three figures and a unit, and sizes that people write."""
+"""Numbers and tables as text: bytes, counts and durations with units, sizes read from text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def byte_count(name: str, text: str) -> int:
     """
     if not text:
         return 0
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
         raise SettingsError(name, text, "a size such as 4.5GB or 900MiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:
@@ -45,13 +45,7 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table with aligned columns.
-
-    Args:
-        header: names of the columns.
-        rows: their cells, as many as there are columns.
-        left: how many of the first columns are aligned to the left; the others to the right.
-    """
+    """A table with aligned columns: the first ``left`` columns to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

@@ -20,8 +20,7 @@ import typer.main
 
 from attar.cli.guard import exit_on_error
 from attar.progress import SILENT, Progress, Terminal
-from attar.recipe.origin import CommandOrigin, option
-from attar.recipe.settings import SettingField, parse, settings_of, short
+from attar.recipe.settings import CommandOrigin, SettingField, option, parse, settings_of, short
 
 MODEL_HELP = "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}

@@ -78,7 +78,7 @@ def build_merge(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
         if values["dry_run"]:
-            from attar.merging.preview import preview
+            from attar.merging.planning.prepare import preview
 
             plan = preview(settings)
             return Answer(plan.to_dict(), plan.text())

@@ -32,17 +32,17 @@ LARGEST = 400_000  # bytes: longer files are generated tables
 
 
 def files(split: str) -> list[tuple[str, Path]]:
-    """(relative path, file) of one split, sorted by the path."""
+    """(relative path, file) of one split, sorted."""
     return [(name, file) for name, file in all_files() if split_of(name) == split]
 
 
 def all_files() -> list[tuple[str, Path]]:
-    """(relative path, file) of every split, sorted by the path."""
+    """(relative path, file) of all splits, sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, folders, names in os.walk(root):
         here = Path(folder).relative_to(root)
-        # an environment's site-packages have many times the files of the library
+        # pruned here: an environment's site-packages have many times the files of the library
         folders[:] = [name for name in folders if not _skipped(here / name)]
         paths += [here / name for name in names if name.endswith(".py") and not _skipped(here / name)]
     return sorted((path.as_posix(), root / path) for path in paths)
@@ -53,7 +53,7 @@ def _skipped(path: Path) -> bool:
 
 
 def texts(split: str) -> Iterator[tuple[str, str]]:
-    """(relative path, source text) of the readable UTF-8 files of one split, sorted by the path."""
+    """(relative path, source text) of the UTF-8 files of one split, sorted."""
     for name, file in files(split):
         raw = file.read_bytes()
         if not 0 < len(raw) <= LARGEST:
@@ -74,11 +74,8 @@ def documents(data: str, split: str) -> list[Document]:
 
 
 def conversations(question: str, text: str) -> Iterator[list[dict[str, str]]]:
-    """A text as answers to a question, at most :data:`TURNS` of them in one conversation.
-
-    Yields:
-        messages with ``role`` and ``content``.
-    """
+    """A text as answers to a question, at most :data:`TURNS` per conversation: messages with ``role`` and
+    ``content``."""
     answers = _portions(text)
     for start in range(0, len(answers), TURNS):
         asked = question if start == 0 else f"{question} Go on after what you said before."
@@ -90,7 +87,7 @@ def conversations(question: str, text: str) -> Iterator[list[dict[str, str]]]:
 
 
 def _portions(text: str) -> list[str]:
-    """Whole paragraphs, about :data:`ANSWER` characters at a time."""
+    """The text in parts of whole paragraphs, about :data:`ANSWER` characters each."""
     portions = [""]
     for paragraph in text.split("\n\n"):
         if len(portions[-1]) > ANSWER:
@@ -101,8 +98,8 @@ def _portions(text: str) -> list[str]:
 
 @lru_cache(maxsize=3)
 def _texts(split: str) -> tuple[tuple[str, str], ...]:
-    """(question, text) of one split: topics, then docstrings by file. A stage reads them twice: it records
-    what it reads before it does."""
+    """(question, text) of one split: topics, then docstrings by file. Cached, because a stage reads the text
+    a second time for its record."""
     titles = {text: title for title, text in _topics()}
     parts = _split_topics([text for _, text in _topics()])
     asked = [(f"What does the Python reference say about {titles[text]}?", text) for text in parts[split]]
@@ -110,18 +107,19 @@ def _texts(split: str) -> tuple[tuple[str, str], ...]:
 
 
 def _split_topics(texts: list[str]) -> dict[str, list[str]]:
-    """Whole topics by position in the order of their hashes."""
+    """Topics by position, in the order of their hashes."""
     hashed = sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
     wrapped: list[Document] = [[{"text": text}] for text in hashed]  # messages are never cut
     parts = by_position(wrapped, SHARES)
     return {
-        name: [each[0]["text"] for each in part if isinstance(each, list)] for name, part in parts.items()
+        name: [messages[0]["text"] for messages in part if isinstance(messages, list)]
+        for name, part in parts.items()
     }
 
 
 def _topics() -> list[tuple[str, str]]:
-    """(title, text) of the help topics, the shortest first, each without the long paragraphs of those before.
-    None where this Python came without them."""
+    """(title, text) of the help topics, shortest first, each without the long paragraphs of earlier ones.
+    Empty for a Python without help topics."""
     try:
         from pydoc_data.topics import topics
     except ImportError:

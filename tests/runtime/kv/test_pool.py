@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.runtime.kv.layout import LayerShape, block_bytes
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.pool import KVPool, committed
 from attar.runtime.kv.store import STORES, PoolGeometry
 from attar.runtime.step import StepInput, TokenSpan

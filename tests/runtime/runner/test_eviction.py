@@ -19,6 +19,7 @@ from attar.runtime.runner.rotary import Rotary
 from attar.runtime.runner.watching import LastQueries, StridedQueries
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.runtime.kv.evict.test_choices import streaming_blocks
 
 ROTARY = ("llama3", "qwen3", "gpt_neox")
 LENGTH = 30
@@ -157,7 +158,7 @@ def test_streaming_is_attention_by_place_in_the_cache(family):
     want = streamed_by_hand(family, tokens, sinks, window)
     torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-4)
     held = [block for block in managed.manager.table(0).blocks if block >= 0]
-    assert len(held) == runner.eviction.most_blocks(LENGTH, 4) < len(managed.manager.table(0).blocks)
+    assert len(held) == streaming_blocks(runner.eviction, LENGTH, 4) < len(managed.manager.table(0).blocks)
 
 
 def streamed_by_hand(family, tokens, sinks, window):

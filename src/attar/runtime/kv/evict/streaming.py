@@ -50,10 +50,3 @@ class Streaming:
         """Places of the blocks that a sequence holds at once, when a step runs at most ``chunk`` tokens."""
         blocks = -(-self.sinks // block_size) + -(-(self.window + chunk) // block_size) + 1
         return blocks * block_size
-
-    def most_blocks(self, places: int, block_size: int) -> int:
-        """Blocks that a sequence of so many places holds after a step."""
-        first = max(0, places - self.window)  # the manager lets places [S, first) go, in whole blocks
-        blocks = -(-places // block_size)
-        holes = max(0, first // block_size - -(-self.sinks // block_size))
-        return blocks - holes
