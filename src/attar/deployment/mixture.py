@@ -29,7 +29,7 @@ from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.placement import Placement
 from attar.formats.gguf.types import FILE_TYPES
-from attar.formats.readers import method
+from attar.formats.readers import quant_method
 from attar.models.names import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.allocate import Allocation, Option, allocate, frontier
@@ -171,7 +171,7 @@ def _layout(
     on: Ground, checkpoint: Checkpoint, placed: Sequence[Placement], overrides: Sequence[str], share: bool
 ) -> Layout:
     """Sort the tensors into those of a fixed type and groups of modules."""
-    view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
+    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
     shapes = {one.gguf: one.shape for one in placed}
     free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]

@@ -39,14 +39,14 @@ from attar.formats.qweight import (
     QweightReader,
     TensorSpecs,
     code_bytes,
-    decoded,
+    dequantize_as,
     half_scales,
     pattern,
     read_state,
     signed,
 )
 from attar.formats.rules import WeightRule
-from attar.formats.stated import stated
+from attar.formats.stated import read_quantization_config
 
 METHOD = "awq"
 GEMM = "gemm"
@@ -86,7 +86,7 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
     }
 
 
-def coded(tensors: Mapping[str, Tensor]) -> Coded:
+def unpack(tensors: Mapping[str, Tensor]) -> Coded:
     """The codes of a Linear as they are. Zero points that all are the middle of the codes come back as None.
 
     Args:
@@ -108,7 +108,7 @@ def _permuted(table: Tensor, order: Sequence[int]) -> Tensor:
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule) -> Tensor:
     """The weight (N, K) of a Linear: half(s (q - z)), in the type of its scales (float16 for float32)."""
-    return decoded(coded(tensors), rule, half_scales(tensors[SCALES]).dtype)
+    return dequantize_as(unpack(tensors), rule, half_scales(tensors[SCALES]).dtype)
 
 
 def quantization_config(
@@ -160,7 +160,7 @@ class AWQReader(QweightReader):
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
-        self.config = dict(stated(checkpoint) or {})
+        self.config = dict(read_quantization_config(checkpoint) or {})
         version = str(self.config.get("version") or self.config.get("format") or GEMM).lower()
         bits = self.config.get("bits", self.config.get("w_bit", BITS))
         if version != GEMM or bits != BITS:
@@ -195,7 +195,7 @@ class AWQReader(QweightReader):
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:
         """Its codes."""
-        return coded(tensors)
+        return unpack(tensors)
 
 
 def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:

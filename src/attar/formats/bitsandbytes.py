@@ -22,15 +22,12 @@ from attar.formats.bitsandbytes_nf4 import (
     NESTED,
     NESTED_MAP,
     STATE,
-    decode,
-    encode,
-    layout,
-    quantization_config,
+    decode_nf4,
     read_state,
 )
 from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import check_codes, check_scales
-from attar.formats.number_type import number_type
+from attar.formats.number_type import weight_dtype
 from attar.formats.rules import WeightRule
 
 __all__ = [
@@ -63,7 +60,7 @@ class BitsAndBytesReader:
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        self.dtype = number_type(checkpoint)
+        self.dtype = weight_dtype(checkpoint)
         said = checkpoint.config.get("quantization_config") or {}
         if not (said.get("load_in_4bit") or said.get("load_in_8bit")):
             raise CheckpointError(
@@ -81,7 +78,7 @@ class BitsAndBytesReader:
         Raises:
             CheckpointError: its tensors do not fit together.
         """
-        return (self._int8(name, int8.coded), int8.RULE) if self._whole(name) else None
+        return (self._int8(name, int8.unpack_int8), int8.INT8_RULE) if self._whole(name) else None
 
     def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
         """Name, type and shape of what a stored tensor stands for; None for scales and the like."""
@@ -136,19 +133,19 @@ class BitsAndBytesReader:
     def _decoded(self, name: str) -> Tensor:
         """A decoded weight (N, K)."""
         if self._whole(name):
-            return self._int8(name, lambda tensors: int8.decode(tensors, self.dtype))
+            return self._int8(name, lambda tensors: int8.decode_int8(tensors, self.dtype))
         self._state(name)
         base = name.removesuffix("weight")
         leaves = [leaf for leaf in NF4 if base + leaf in self._stored()]
         try:
-            return decode({leaf: self.checkpoint.load(base + leaf) for leaf in leaves})
+            return decode_nf4({leaf: self.checkpoint.load(base + leaf) for leaf in leaves})
         except (KeyError, RuntimeError) as error:
             raise self._unfit(name) from error
 
     def _int8(self, name: str, read: Callable[[Mapping[str, Tensor]], T]) -> T:
         """What ``read`` makes of the tensors of an INT8 weight."""
         base = name.removesuffix("weight")
-        leaves = [leaf for leaf in int8.layout((0, 0)) if base + leaf in self._stored()]
+        leaves = [leaf for leaf in int8.layout_int8((0, 0)) if base + leaf in self._stored()]
         try:
             return read({leaf: self.checkpoint.load(base + leaf) for leaf in leaves})
         except (KeyError, ValueError, RuntimeError) as error:
@@ -169,7 +166,7 @@ class BitsAndBytesReader:
         """Whether a tensor belongs to a weight and is none itself."""
         base, _, leaf = name.rpartition(".")
         return ".weight." in name or (
-            leaf in (int8.SCALE, int8.FORMAT) and f"{base}.weight" in self._stored()
+            leaf in (int8.SCB, int8.WEIGHT_FORMAT) and f"{base}.weight" in self._stored()
         )
 
     def _stored(self) -> Mapping[str, Any]:

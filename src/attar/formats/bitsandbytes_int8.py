@@ -27,13 +27,13 @@ from attar.errors import ModelError
 from attar.formats.coded import Coded
 from attar.formats.rules import WeightRule
 
-WEIGHT, SCALE, FORMAT = "weight", "SCB", "weight_format"
+WEIGHT, SCB, WEIGHT_FORMAT = "weight", "SCB", "weight_format"
 LARGEST = 127.0
 THRESHOLD = 6.0  # of the paper, section 3.2, and of transformers
-RULE = WeightRule("int", 8, "channel")
+INT8_RULE = WeightRule("int", 8, "channel")
 
 
-def refuse(rule: WeightRule) -> None:
+def refuse_int8(rule: WeightRule) -> None:
     """Raise where codes of a rule cannot stand in this layout.
 
     Raises:
@@ -48,7 +48,7 @@ def refuse(rule: WeightRule) -> None:
         )
 
 
-def encode(weight: Coded) -> dict[str, Tensor]:
+def encode_int8(weight: Coded) -> dict[str, Tensor]:
     """The tensors of a Linear, by the last part of their names. No code is changed.
 
     Args:
@@ -67,30 +67,30 @@ def encode(weight: Coded) -> dict[str, Tensor]:
     scale = (weight.scale.float() * LARGEST).reshape(-1).expand(rows)
     return {
         WEIGHT: weight.codes.to(torch.int8).contiguous(),
-        SCALE: scale.contiguous(),
-        FORMAT: torch.tensor(0, dtype=torch.uint8),
+        SCB: scale.contiguous(),
+        WEIGHT_FORMAT: torch.tensor(0, dtype=torch.uint8),
     }
 
 
-def layout(shape: tuple[int, int]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of the tensors that :func:`encode` makes, known before any weight is."""
-    return {WEIGHT: ("I8", shape), SCALE: ("F32", (shape[0],)), FORMAT: ("U8", ())}
+def layout_int8(shape: tuple[int, int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of the tensors that :func:`encode_int8` makes, known before any weight is."""
+    return {WEIGHT: ("I8", shape), SCB: ("F32", (shape[0],)), WEIGHT_FORMAT: ("U8", ())}
 
 
-def coded(tensors: Mapping[str, Tensor]) -> Coded:
+def unpack_int8(tensors: Mapping[str, Tensor]) -> Coded:
     """The codes of stored tensors and their scales (N, 1).
 
     Raises:
         ValueError: the rows are laid out for an engine.
         RuntimeError: the tensors do not fit together.
     """
-    if FORMAT in tensors and int(tensors[FORMAT]) != 0:
+    if WEIGHT_FORMAT in tensors and int(tensors[WEIGHT_FORMAT]) != 0:
         raise ValueError("weight_format is not 0, rows as they are")
     codes = tensors[WEIGHT]
-    return Coded(codes, (tensors[SCALE].float() / LARGEST).reshape(codes.shape[0], 1))
+    return Coded(codes, (tensors[SCB].float() / LARGEST).reshape(codes.shape[0], 1))
 
 
-def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def decode_int8(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The weight (N, K) of a Linear.
 
     Args:
@@ -101,12 +101,12 @@ def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         ValueError: the rows are laid out for an engine.
         RuntimeError: the tensors do not fit together.
     """
-    found = coded(tensors)
+    found = unpack_int8(tensors)
     return (found.codes.float() * found.scale).to(dtype)
 
 
-def quantization_config(ignore: list[str], threshold: float = THRESHOLD) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json.
+def int8_config(ignore: list[str], threshold: float = THRESHOLD) -> dict[str, Any]:
+    """The ``int8_config`` of config.json.
 
     Args:
         ignore: Linears that keep their dense weight.

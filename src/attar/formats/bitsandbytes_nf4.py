@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RUN = 256  # scales that share a scale
+NESTED_BLOCK = 256  # scales that share a scale
 NUMBER = 24  # characters of a float64 at most
 STATE = "weight.quant_state.bitsandbytes__nf4"
 ABSMAX, MAP, NESTED, NESTED_MAP = (
@@ -36,7 +36,7 @@ ABSMAX, MAP, NESTED, NESTED_MAP = (
 )
 
 
-def encode(
+def encode_nf4(
     codes: Tensor,
     scale: Tensor,
     levels: Tensor,
@@ -55,11 +55,11 @@ def encode(
     """
     rows, columns = codes.shape
     flat = torch.nn.functional.pad(codes.to(torch.uint8).reshape(-1), (0, rows * columns % 2))
-    state = _state((rows, columns), columns // scale.shape[1], dtype, None)
+    state = _state_json((rows, columns), columns // scale.shape[1], dtype, None)
     tensors = {"weight": (flat[0::2] << 4 | flat[1::2])[:, None], MAP: levels.float()}
     if nested:
         offset = float(nested["nested_offset"])
-        state = _state((rows, columns), columns // scale.shape[1], dtype, offset)
+        state = _state_json((rows, columns), columns // scale.shape[1], dtype, offset)
         tensors[ABSMAX] = nested["absmax_codes"].reshape(-1)
         tensors[NESTED], tensors[NESTED_MAP] = nested["nested_absmax"].float(), nested["nested_map"].float()
     else:
@@ -67,10 +67,10 @@ def encode(
     return {**tensors, STATE: torch.tensor(list(state), dtype=torch.uint8)}
 
 
-def layout(
+def layout_nf4(
     shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of the tensors that :func:`encode` makes, known before any weight is."""
+    """Type and shape of the tensors that :func:`encode_nf4` makes, known before any weight is."""
     count = shape[0] * shape[1]
     blocks = -(-count // blocksize)
     made: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -79,23 +79,23 @@ def layout(
         MAP: ("F32", (16,)),
     }
     if double:
-        made[NESTED], made[NESTED_MAP] = ("F32", (-(-blocks // RUN),)), ("F32", (256,))
-    made[STATE] = ("U8", (len(_state(shape, blocksize, dtype, 0.0 if double else None)),))
+        made[NESTED], made[NESTED_MAP] = ("F32", (-(-blocks // NESTED_BLOCK),)), ("F32", (256,))
+    made[STATE] = ("U8", (len(_state_json(shape, blocksize, dtype, 0.0 if double else None)),))
     return made
 
 
-def _state(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, offset: float | None) -> bytes:
+def _state_json(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, offset: float | None) -> bytes:
     """The JSON, in bitsandbytes' order; with an offset always of the same length."""
     said: dict[str, Any] = {"quant_type": "nf4", "blocksize": blocksize}
     said |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     if offset is None:
         return json.dumps(said).encode()
-    said |= {"nested_blocksize": RUN, "nested_dtype": "float32", "nested_offset": 0.0}
+    said |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": 0.0}
     length = len(json.dumps(said)) - len(json.dumps(0.0)) + NUMBER
     return json.dumps({**said, "nested_offset": offset}).ljust(length).encode()
 
 
-def decode(tensors: Mapping[str, Tensor]) -> Tensor:
+def decode_nf4(tensors: Mapping[str, Tensor]) -> Tensor:
     """The weight (N, K) of a Linear, in the type that its state names.
 
     Args:
@@ -135,8 +135,8 @@ def read_state(stored: Tensor) -> dict[str, Any]:
     return said
 
 
-def quantization_config(ignore: list[str], dtype: torch.dtype, double: bool) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json.
+def nf4_config(ignore: list[str], dtype: torch.dtype, double: bool) -> dict[str, Any]:
+    """The ``nf4_config`` of config.json.
 
     Args:
         ignore: Linears that keep their dense weight.

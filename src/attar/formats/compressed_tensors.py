@@ -29,7 +29,7 @@ from attar.errors import CheckpointError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_unpack
 from attar.formats.layouts import GLOBAL, ORDER, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout
-from attar.formats.patterns import begins
+from attar.formats.patterns import matches_start
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
 
 METHOD = "compressed-tensors"
@@ -133,13 +133,13 @@ class CompressedTensorsConfig:
             if "." in target and (target.endswith(f".{module}") or module.endswith(f".{target}")):
                 return group
         patterns = sorted(target for target in self.exact if target.startswith("re:"))
-        found = next((target for target in patterns if begins(target[3:], module)), None)
+        found = next((target for target in patterns if matches_start(target[3:], module)), None)
         return self.exact[found] if found else None
 
     def group(self, module: str, kind: str) -> ConfigGroup | None:
         """The group of a module of class ``kind``, None where it is dense."""
         for name in self.ignore:
-            if name in (module, kind) or (name.startswith("re:") and begins(name[3:], module)):
+            if name in (module, kind) or (name.startswith("re:") and matches_start(name[3:], module)):
                 return None
         return self.named(module) or self.exact.get(kind)
 

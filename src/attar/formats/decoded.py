@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError
 from attar.formats.readers import reader
-from attar.formats.uniform import Uniform, uniform
+from attar.formats.uniform import UniformWeight, uniform_weight
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Decoded:
         """Whether a tensor is stored as codes."""
         return name in self.tensors and self._reader.coded(self.tensors[name].stored)
 
-    def uniform(self, name: str) -> Uniform | None:
+    def uniform_weight(self, name: str) -> UniformWeight | None:
         """A weight on its even grid, out x in (a Conv1D's too); None where it is stored in another way.
 
         Raises:
@@ -76,4 +76,4 @@ class Decoded:
         info = self.tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self.path}: no tensor {name!r}")
-        return uniform(self._reader, info.stored)
+        return uniform_weight(self._reader, info.stored)

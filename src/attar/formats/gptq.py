@@ -43,7 +43,7 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.patterns import begins
+from attar.formats.patterns import matches_start
 from attar.formats.qweight import (
     G_IDX,
     HEAD,
@@ -53,14 +53,14 @@ from attar.formats.qweight import (
     QweightReader,
     TensorSpecs,
     code_bytes,
-    decoded,
+    dequantize_as,
     half_scales,
     pattern,
     read_state,
     signed,
 )
 from attar.formats.rules import WeightRule
-from attar.formats.stated import stated
+from attar.formats.stated import read_quantization_config
 
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -118,7 +118,7 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
     }
 
 
-def coded(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
+def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
     """The codes of a Linear as they are.
 
     Zero points that all are the middle of the codes come back as None, and so do groups that are neighbours.
@@ -162,8 +162,8 @@ def _zeros(packed: Tensor, bits: int, rows: int, version: str) -> Tensor:
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule, version: str | None = None) -> Tensor:
     """The weight (N, K) of a Linear: half(s (q - z)), in the type of its scales (float16 for float32)."""
-    weight = coded(tensors, rule, version or version_for({"": rule}))
-    return decoded(weight, rule, half_scales(tensors[SCALES]).dtype)
+    weight = unpack(tensors, rule, version or version_for({"": rule}))
+    return dequantize_as(weight, rule, half_scales(tensors[SCALES]).dtype)
 
 
 def quantization_config(
@@ -221,7 +221,7 @@ class GPTQReader(QweightReader):
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
-        self.config = dict(stated(checkpoint) or {})
+        self.config = dict(read_quantization_config(checkpoint) or {})
         said = self.config.get("checkpoint_format") or self.config.get("format")
         self.old = said is None
         self.version = str(said or V1).lower()
@@ -236,7 +236,7 @@ class GPTQReader(QweightReader):
             for key, said in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
         ]
         for expression, _ in self._dynamic:
-            begins(expression, "")  # a broken one is refused at once
+            matches_start(expression, "")  # a broken one is refused at once
 
     def rule(self, module: str) -> WeightRule:
         """What the config says of a Linear.
@@ -246,7 +246,7 @@ class GPTQReader(QweightReader):
         """
         said = dict(self.config)
         for expression, changes in self._dynamic:
-            if begins(expression, module):
+            if matches_start(expression, module):
                 if changes is None:
                     raise CheckpointError(
                         f"{self.checkpoint.path}: the config's dynamic skips {module}, which has codes",
@@ -280,7 +280,7 @@ class GPTQReader(QweightReader):
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:
         """Its codes."""
-        return coded(tensors, rule, self.version)
+        return unpack(tensors, rule, self.version)
 
     def aside(self, name: str) -> bool:
         """Whether a tensor belongs to a weight and is none itself, or is a bias that the model has not."""

@@ -27,12 +27,12 @@ from attar.formats.modelopt_tensors import (
     SCALE_2,
     WEIGHT,
     algorithm,
-    coded,
     decode,
     encode,
     layout,
+    unpack,
 )
-from attar.formats.number_type import number_type
+from attar.formats.number_type import weight_dtype
 from attar.formats.rules import WeightRule
 
 __all__ = [
@@ -66,9 +66,9 @@ class ModelOptReader:
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        self.dtype = number_type(checkpoint)
+        self.dtype = weight_dtype(checkpoint)
 
-    def coded(self, name: str) -> bool:
+    def unpack(self, name: str) -> bool:
         """Whether a stored tensor holds the codes of a weight."""
         info = self.checkpoint.tensors.get(name)
         return name.endswith(".weight") and info is not None and info.dtype in CODES
@@ -79,7 +79,7 @@ class ModelOptReader:
         Raises:
             CheckpointError: its tensors do not fit together.
         """
-        return (coded(self.tensors(name)), self.rule(name)) if self.coded(name) else None
+        return (unpack(self.tensors(name)), self.rule(name)) if self.coded(name) else None
 
     def rule(self, name: str) -> WeightRule:
         """What the codes of a stored weight are, by the types and shapes of its tensors.

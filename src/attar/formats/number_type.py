@@ -11,7 +11,7 @@ from attar.checkpoint.tensors import TORCH
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def number_type(checkpoint: Any) -> torch.dtype:
+def weight_dtype(checkpoint: Any) -> torch.dtype:
     """What config.json names as ``dtype`` (older files: ``torch_dtype``); else the type of most stored bytes
     of numbers; bfloat16 where there are none."""
     for key in ("dtype", "torch_dtype"):

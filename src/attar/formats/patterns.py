@@ -11,7 +11,7 @@ LONGEST = 4096  # characters of a pattern
 SECONDS = 1.0  # of one match
 
 
-def begins(pattern: str, name: str) -> bool:
+def matches_start(pattern: str, name: str) -> bool:
     """Whether a name begins with a match of the pattern, as ``re.match`` says it.
 
     Raises:

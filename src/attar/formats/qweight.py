@@ -24,7 +24,7 @@ from attar.formats.bitsandbytes import CONV1D
 from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import check_codes
 from attar.formats.rules import WeightRule
-from attar.formats.values import values
+from attar.formats.values import dequantize
 
 QWEIGHT, QZEROS, SCALES, G_IDX = "qweight", "qzeros", "scales", "g_idx"
 ASIDE = (QZEROS, SCALES, G_IDX)
@@ -60,10 +60,10 @@ def half_scales(scales: Tensor) -> Tensor:
     return scales if scales.dtype in (torch.float16, torch.bfloat16) else scales.half()
 
 
-def decoded(weight: Coded, rule: WeightRule, dtype: torch.dtype) -> Tensor:
+def dequantize_as(weight: Coded, rule: WeightRule, dtype: torch.dtype) -> Tensor:
     """The weight (N, K) as a kernel computes it."""
     rows, columns = weight.codes.shape
-    return values(weight, rule.tile((rows, columns))[1]).to(dtype)
+    return dequantize(weight, rule.tile((rows, columns))[1]).to(dtype)
 
 
 class QweightReader(ABC):
@@ -164,7 +164,7 @@ class QweightReader(ABC):
         if found is None:
             tensor: Tensor = self.checkpoint.load(name)
             return tensor
-        weight = decoded(*found, self._dtype(name))
+        weight = dequantize_as(*found, self._dtype(name))
         return weight.T.contiguous() if self._turned(name.removesuffix(f".{QWEIGHT}")) else weight
 
     def check(self, name: str) -> None:

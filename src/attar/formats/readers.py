@@ -13,7 +13,7 @@ from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, mod
 from attar.formats.coded import Coded
 from attar.formats.gguf import reader as gguf
 from attar.formats.rules import WeightRule
-from attar.formats.stated import stated
+from attar.formats.stated import read_quantization_config
 
 METHODS: dict[str, ModuleType] = {
     module.METHOD: module for module in (compressed_tensors, bitsandbytes, gptq, awq, modelopt, exl2, gguf)
@@ -74,13 +74,13 @@ class DenseReader:
         """Nothing to check."""
 
 
-def method(checkpoint: Any) -> str | None:
+def quant_method(checkpoint: Any) -> str | None:
     """The ``quant_method`` of a checkpoint; None where it is dense.
 
     Raises:
         ModelError: attar cannot read it.
     """
-    said = stated(checkpoint)
+    said = read_quantization_config(checkpoint)
     if said is None:
         return None
     name = said.get("quant_method")
@@ -98,5 +98,5 @@ def reader(checkpoint: Any) -> FormatReader:
     Raises:
         ModelError: it is quantized in a way that attar cannot read.
     """
-    name = method(checkpoint)
+    name = quant_method(checkpoint)
     return READERS[name](checkpoint) if name else DenseReader(checkpoint)

@@ -13,7 +13,7 @@ BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files that stand alone for ``quantization_config``, and the method of those that name none."""
 
 
-def stated(checkpoint: Any) -> Mapping[str, Any] | None:
+def read_quantization_config(checkpoint: Any) -> Mapping[str, Any] | None:
     """The ``quantization_config`` of a checkpoint with its ``quant_method``; None where it is dense.
 
     Raises:
@@ -36,7 +36,7 @@ def refuse_packed(checkpoint: Any) -> None:
     Raises:
         ModelError: names the file or folder, and how to go on.
     """
-    said = stated(checkpoint)
+    said = read_quantization_config(checkpoint)
     if said:
         name = checkpoint.spelling
         raise ModelError(

@@ -23,7 +23,7 @@ FP4_BITS = 5  # of a doubled code, which is at most 12
 
 
 @dataclass(frozen=True)
-class Uniform:
+class UniformWeight:
     """A weight (N, K).
 
     Attributes:
@@ -43,7 +43,7 @@ class Uniform:
     order: Tensor | None = None
 
 
-def uniform(reader: Any, name: str) -> Uniform | None:
+def uniform_weight(reader: Any, name: str) -> UniformWeight | None:
     """A stored weight on its grid, out x in, as the reader of its checkpoint finds it; None for any other
     tensor, and for weights whose grid is not even.
 
@@ -52,19 +52,19 @@ def uniform(reader: Any, name: str) -> Uniform | None:
     """
     own = getattr(reader, "uniform", None)
     if own is not None:
-        found: Uniform | None = own(name)
+        found: UniformWeight | None = own(name)
         return found
     coded = reader.codes(name)
-    return None if coded is None else of_coded(*coded)
+    return None if coded is None else uniform_of_codes(*coded)
 
 
-def of_coded(weight: Coded, rule: WeightRule) -> Uniform | None:
+def uniform_of_codes(weight: Coded, rule: WeightRule) -> UniformWeight | None:
     """Codes of an integer or FP4 layout on their grid; None for float8. Does not modify its inputs."""
     shape = (weight.codes.shape[0], weight.codes.shape[1])
     width = rule.tile(shape)[1]
     if rule.kind == "int" and rule.bits <= 8:
-        return Uniform(weight.codes, rule.bits, weight.scale, weight.zero, width, weight.order)
+        return UniformWeight(weight.codes, rule.bits, weight.scale, weight.zero, width, weight.order)
     if rule.kind == "float" and rule.bits == 4:
         doubled = torch.tensor([*FP4, *(-level for level in FP4)]).mul_(2).to(torch.int8)
-        return Uniform(doubled[weight.codes.int()], FP4_BITS, weight.scale / 2, width=width)
+        return UniformWeight(doubled[weight.codes.int()], FP4_BITS, weight.scale / 2, width=width)
     return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from attar.formats.coded import Coded
 
 
-def values(weight: Coded, width: int) -> Tensor:
+def dequantize(weight: Coded, width: int) -> Tensor:
     """The weight of integer codes, float32 (N, K); exact where a scale has at most 15 significant bits.
 
     Args:

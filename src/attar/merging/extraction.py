@@ -35,7 +35,7 @@ from attar.checkpoint.shards import ShardWriter, Slot, slot, write_checkpoint_te
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.extraction_plan import Pair, Part, pair, saved_modules
@@ -103,7 +103,7 @@ def extract(
 
 
 def _dense(checkpoint: Checkpoint) -> Any:
-    return checkpoint if method(checkpoint) is None else Decoded(checkpoint)
+    return checkpoint if quant_method(checkpoint) is None else Decoded(checkpoint)
 
 
 def _compute(found: Pair, settings: ExtractSettings, work: Path, progress: Progress) -> list[Row]:

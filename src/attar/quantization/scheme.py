@@ -320,7 +320,7 @@ def _config(found: Plan, main: str, embedding: str) -> dict[str, Any]:
     sites = list(found.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
-        return bitsandbytes.quantization_config(
+        return bitsandbytes.nf4_config(
             list(found.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
         )
     transposed = any(site.transposed for site in sites)

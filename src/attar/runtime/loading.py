@@ -120,7 +120,7 @@ def load(
 def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Compiled:
     """The compiled runner, weights read one at a time."""
     config = step_config(checkpoint)
-    packed = readers.method(checkpoint)
+    packed = readers.quant_method(checkpoint)
     view = Decoded(checkpoint)
 
     def load(name: str) -> Tensor:
@@ -153,7 +153,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
     from attar.runtime.runner.probe import probe
 
     loaded = None
-    if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
+    if asked.dtype == "auto" and readers.quant_method(checkpoint) and pick_device(asked.device).type == "cpu":
         try:
             loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:

@@ -135,7 +135,7 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
         CheckpointError: a tensor is missing, of another shape, or of no use; names it.
     """
     found = architecture(config)
-    placed = [_resolve(each, found, stored) for each in expected(config)]
+    placed = [_resolve(each, found, stored) for each in expected_placements(config)]
     used = frozenset(each.stored for each in placed)
     if _tied(config, found):
         used |= {f"{name}.weight" for name in found.heads_stored}
@@ -172,7 +172,7 @@ def _resolve(each: Placement, found: Architecture, stored: Mapping[str, Any]) ->
     return replace(each, stored=name)
 
 
-def expected(config: Mapping[str, Any]) -> list[Placement]:
+def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
     """The tensors that a config asks for, under transformers' usual names, whether they are there or not."""
     found = architecture(config)
     measured = sizes(config, found)

@@ -107,7 +107,7 @@ class GGUF:
         return {key: TypedValue(self.kinds[key], value) for key, value in self.metadata.items()}
 
 
-def read(path: str | Path) -> GGUF:
+def read_gguf(path: str | Path) -> GGUF:
     """Open a GGUF file, with all its parts where it is one of several. Reads no tensor.
 
     Raises:

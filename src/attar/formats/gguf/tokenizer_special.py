@@ -63,7 +63,7 @@ KNOWN_ENDS = (
 """Texts that llama.cpp takes for the end of a text by themselves."""
 
 
-def special_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
+def special_token_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     """The keys of special tokens, of what is put around a text, and of chat templates.
 
     Raises:

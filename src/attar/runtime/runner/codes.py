@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.formats.uniform import Uniform
+from attar.formats.uniform import UniformWeight
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, Kind, Packed, pack_codes
 
@@ -50,7 +50,7 @@ class Codes:
         return pack_codes(self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena)
 
 
-def codes_of(weight: Uniform) -> Codes | None:
+def codes_of(weight: UniformWeight) -> Codes | None:
     """A weight for the kernels; None where they have no such groups or zeros. Does not modify its input."""
     (rows, columns), order = weight.codes.shape, None
     groups = torch.arange(columns) // weight.width if weight.order is None else weight.order.long()
