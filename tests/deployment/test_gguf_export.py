@@ -11,7 +11,7 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
 from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.gguf import container
 from attar.models.load import load_model
 from attar.progress import SILENT

@@ -8,7 +8,7 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.gptq import (
     V1,

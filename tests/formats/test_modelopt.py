@@ -13,7 +13,7 @@ from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import modelopt
 from attar.formats.coded import Coded
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.modelopt_tensors import unpack
+from attar.formats.modelopt import unpack
 from attar.formats.readers import reader
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.load import load_model

@@ -7,7 +7,7 @@ import pytest
 
 from attar.errors import CheckpointError
 from attar.formats import compressed_tensors, patterns
-from attar.formats.patterns import matches_start
+from attar.formats.quantization_config import matches_start
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.formats.coded import Coded
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.gguf import blocks
 from attar.formats.gguf.types import TYPES
-from attar.formats.gguf.uniform import uniform_of_blocks
+from attar.formats.gguf.codes import uniform_of_blocks
 from attar.formats.rules import WeightRule
-from attar.formats.uniform import uniform_of_codes
+from attar.formats.coded import uniform_of_codes
 from tests.quantization.packing import pack, save
 
 

@@ -19,7 +19,7 @@ from attar.deployment.importance import Importance
 from attar.deployment.kinds import FLOATS, Kinds
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
-from attar.formats.gguf.carry import to_blocks
+from attar.formats.gguf.codes import to_blocks
 from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.reader import GGUFReader
 from attar.formats.readers import reader

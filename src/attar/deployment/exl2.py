@@ -29,8 +29,8 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError, NumericsError
 from attar.formats import exl2
-from attar.formats.exl2_tensors import WEIGHT, decode, layout, sections_of
-from attar.formats.exl2_tensors import refuse as refuse_shape
+from attar.formats.exl2 import WEIGHT, decode, layout, sections_of
+from attar.formats.exl2 import refuse as refuse_shape
 from attar.formats.readers import quant_method, reader
 from attar.models.anatomy import discover
 from attar.models.device import pick_device

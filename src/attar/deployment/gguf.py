@@ -1,6 +1,6 @@
 """Export to GGUF: one file that llama.cpp runs.
 
-place    which tensors the architecture has, and how each is turned           (formats/gguf/architectures.py)
+place    which tensors the architecture has, and how each is turned           (formats/gguf/tensor_map.py)
 type     a mix of llama.cpp's, our own under a budget, or what the codes say  (kinds.py)
 round    nearest with importance, or any rounding of attar.quantization       (codes.py)
 write    tensor by tensor, its place known beforehand                         (formats/gguf/writer.py)
@@ -29,15 +29,15 @@ from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.gguf import blocks, container, imatrix
-from attar.formats.gguf.architectures import placements
+from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.container import GGUF
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.tokenizer import source_metadata
-from attar.formats.gguf.tokenizer_limits import tokenizer_differences
-from attar.formats.gguf.tokenizer_source import read_tokenizer_files
+from attar.formats.gguf.tokenizer.to_gguf import source_metadata
+from attar.formats.gguf.tokenizer.to_gguf import tokenizer_differences
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
 from attar.formats.readers import quant_method

@@ -21,7 +21,7 @@ from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
 from attar.formats.convert import convert, converted_rule, misfit
-from attar.formats.gguf.coded import with_positive_scales
+from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
-from attar.formats.gguf.architectures import architecture
-from attar.formats.gguf.carry import exact_type
+from attar.formats.gguf.tensor_map import architecture
+from attar.formats.gguf.codes import exact_type
 from attar.formats.gguf.mixes import canonical, mix, overridden
 from attar.formats.gguf.reader import GGUFReader
-from attar.formats.gguf.sizes import sizes
+from attar.formats.gguf.architecture import sizes
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 from attar.formats.readers import FormatReader, quant_method, reader
 from attar.progress import Progress

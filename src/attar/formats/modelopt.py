@@ -19,8 +19,8 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError
 from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import check_codes, check_scales
-from attar.formats.modelopt_config import FILE, hf_quant_config, quantization_config
-from attar.formats.modelopt_tensors import (
+from attar.formats.modelopt import FILE, hf_quant_config, quantization_config
+from attar.formats.modelopt import (
     ALGORITHMS,
     INPUT_SCALE,
     SCALE,
@@ -32,7 +32,7 @@ from attar.formats.modelopt_tensors import (
     layout,
     unpack,
 )
-from attar.formats.number_type import weight_dtype
+from attar.formats.quantization_config import weight_dtype
 from attar.formats.rules import WeightRule
 
 __all__ = [

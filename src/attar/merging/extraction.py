@@ -34,7 +34,7 @@ from attar.checkpoint.output import Output, produce
 from attar.checkpoint.shards import ShardWriter, Slot, slot, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.readers import quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, WEIGHTS

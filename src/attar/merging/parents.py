@@ -17,7 +17,7 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.readers import quant_method
 from attar.merging.adapter import Adapted
 from attar.merging.adapter_files import CONFIG, WEIGHTS

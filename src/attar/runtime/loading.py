@@ -16,7 +16,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.build import slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device

@@ -11,12 +11,12 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.architectures import architecture, expected_placements, placements
+from attar.formats.gguf.tensor_map import architecture, expected_placements, placements
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.hf_config import file_placements, hf_config
+from attar.formats.gguf.metadata import file_placements, hf_config
 from attar.formats.gguf.metadata import metadata, notes, size_label
 from attar.formats.gguf.rope import FREQUENCIES, llama3_factors, read_rope
-from attar.formats.gguf.sizes import key_of, sizes, window
+from attar.formats.gguf.architecture import key_of, sizes, window
 from attar.models.configs import parse_config
 from attar.models.load import empty_model
 from tests.formats.gguf import variants

@@ -7,7 +7,7 @@ from gguf.quants import dequantize
 
 from attar.formats.coded import Coded
 from attar.formats.gguf.blocks import pack
-from attar.formats.gguf.carry import exact_type, to_blocks
+from attar.formats.gguf.codes import exact_type, to_blocks
 from attar.formats.rules import WeightRule
 
 

@@ -19,8 +19,8 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, ModelError, NumericsError, OutputError
-from attar.formats.decoded import Decoded
-from attar.formats.gguf.coded import with_positive_scales
+from attar.formats.readers import Decoded
+from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, model: Path, monkeypatch
 
 
 def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer"), []
+    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer.to_gguf"), []
 
     def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         calls.append(metadata["tokenizer.ggml.tokens"])
@@ -273,7 +273,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
             raise ModelError("of a kind that nobody knows", hint="no")
 
     stand_in.write_tokenizer = write_tokenizer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer", stand_in)
+    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer.to_gguf", stand_in)
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
     file = write_gguf(model, tmp_path / "m.gguf", extra=keys)
     assert tokenizer_files(open_checkpoint(file).path) == ["tokenizer.json"]

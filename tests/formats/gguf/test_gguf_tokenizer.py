@@ -12,14 +12,14 @@ from transformers import AutoTokenizer
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.gguf import pretokenizers
-from attar.formats.gguf.merges import apply_merges, merge_scores, merges_make_all, merges_of, read_merges
-from attar.formats.gguf.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
-from attar.formats.gguf.sentencepiece import read_model
-from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
-from attar.formats.gguf.tokenizer_bpe import ALPHABET
-from attar.formats.gguf.tokenizer_limits import tokenizer_differences
-from attar.formats.gguf.tokenizer_pipeline import PIPELINE
-from attar.formats.gguf.tokenizer_source import read_tokenizer_files
+from attar.formats.gguf.tokenizer.vocabulary import apply_merges, merge_scores, merges_make_all, merges_of, read_merges
+from attar.formats.gguf.tokenizer.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
+from attar.formats.gguf.tokenizer.sentencepiece import read_model
+from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata, write_tokenizer
+from attar.formats.gguf.tokenizer.bpe import ALPHABET
+from attar.formats.gguf.tokenizer.to_gguf import tokenizer_differences
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from tests.formats.gguf import making
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from attar.formats.uniform import UniformWeight
+from attar.formats.coded import UniformWeight
 from attar.kernels.packed import unpack
 from attar.kernels.product import Team
 from attar.runtime.runner.codes import codes_of, fused

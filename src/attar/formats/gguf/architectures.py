@@ -5,7 +5,7 @@
     for placement in placements(config, checkpoint.tensors):
         tensor = placement.apply(checkpoint.load(placement.stored)) if placement.stored else placement.value
 
-:mod:`attar.formats.gguf.hf_config` is the way back.
+:mod:`attar.formats.gguf.metadata` is the way back.
 
 Differs from llama.cpp's converter: a tensor that the table does not know is an error, and so is a config that
 llama.cpp cannot follow.
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, nearest
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.parts import Architecture, ModuleMapping
-from attar.formats.gguf.placement import Placement, paired, sorted_groups
+from attar.formats.gguf.architecture import Architecture, ModuleMapping
+from attar.formats.gguf.tensor_map import Placement, paired, sorted_groups
 from attar.formats.gguf.rope import read_rope, rope_tensors
-from attar.formats.gguf.sizes import Sizes, number, sizes, window
+from attar.formats.gguf.architecture import Sizes, number, sizes, window
 
 BUFFERS = (
     ".attn.bias",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
-from attar.formats.gguf.cursor import HINT, LARGEST, Cursor
+from attar.formats.gguf.values import HINT, LARGEST, Cursor
 from attar.formats.gguf.types import TYPES, by_id
 from attar.formats.gguf.values import ARRAY, BY_ID, LONGEST_KEY, STRING, MetadataValue, TypedValue
 from attar.formats.gguf.writer import (

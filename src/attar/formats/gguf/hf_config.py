@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.architectures import expected_placements, query_scalar
+from attar.formats.gguf.tensor_map import expected_placements, query_scalar
 from attar.formats.gguf.families import ARCHITECTURES, MISTRAL
-from attar.formats.gguf.parts import Architecture
-from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.architecture import Architecture
+from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.rope import TENSORS, rope_config
-from attar.formats.gguf.sizes import Sizes, key_of, shortest, usual_pattern
+from attar.formats.gguf.architecture import Sizes, key_of, shortest, usual_pattern
 
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

@@ -21,7 +21,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError, OutputError
 from attar.formats.gguf.container import GGUF, read_gguf
-from attar.formats.gguf.hf_config import hf_config
+from attar.formats.gguf.metadata import hf_config
 from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import TYPES
 
@@ -153,7 +153,7 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
 def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
     """config.json, and the tokenizer where the file has one."""
     if "tokenizer.ggml.model" in metadata:
-        from attar.formats.gguf.tokenizer import write_tokenizer
+        from attar.formats.gguf.tokenizer.to_gguf import write_tokenizer
 
         write_tokenizer(metadata, folder)
     atomic.write_json(folder / "config.json", config)

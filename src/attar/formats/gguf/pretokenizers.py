@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.gguf.pretokenizer_table import (
+from attar.formats.gguf.tokenizer.pretokenizer_table import (
     CODED,
     CONTRACTIONS,
     DIGIT,

@@ -22,12 +22,12 @@ from attar.checkpoint.tensors import TORCH, TensorInfo, check_finite, stored_dty
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.coded import Coded
 from attar.formats.gguf import blocks
-from attar.formats.gguf.coded import from_blocks
-from attar.formats.gguf.hf_config import file_placements
-from attar.formats.gguf.placement import Placement
-from attar.formats.gguf.uniform import uniform_of_blocks
+from attar.formats.gguf.codes import from_blocks
+from attar.formats.gguf.metadata import file_placements
+from attar.formats.gguf.tensor_map import Placement
+from attar.formats.gguf.codes import uniform_of_blocks
 from attar.formats.rules import WeightRule
-from attar.formats.uniform import UniformWeight
+from attar.formats.coded import UniformWeight
 
 METHOD = "gguf"
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.pretokenizers import pre_tokenizer_steps
-from attar.formats.gguf.sentencepiece import UNIGRAM
-from attar.formats.gguf.tokenizer_back import write_tokenizer
-from attar.formats.gguf.tokenizer_bpe import bpe_metadata
-from attar.formats.gguf.tokenizer_pipeline import PIPELINE, pipeline
-from attar.formats.gguf.tokenizer_source import TokenizerFiles, read_tokenizer_files
-from attar.formats.gguf.tokenizer_special import special_token_metadata
-from attar.formats.gguf.tokenizer_spm import spm_metadata
-from attar.formats.gguf.tokenizer_unigram import unigram_metadata
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
+from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
+from attar.formats.gguf.tokenizer.bpe import bpe_metadata
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE, pipeline
+from attar.formats.gguf.tokenizer.files import TokenizerFiles, read_tokenizer_files
+from attar.formats.gguf.tokenizer.special_tokens import special_token_metadata
+from attar.formats.gguf.tokenizer.spm import spm_metadata
+from attar.formats.gguf.tokenizer.spm import unigram_metadata
 from attar.formats.gguf.values import MetadataValue
 
 __all__ = ["source_metadata", "tokenizer_metadata", "write_tokenizer"]

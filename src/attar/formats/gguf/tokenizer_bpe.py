@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.merges import merges_make_all, read_merges
-from attar.formats.gguf.pretokenizers import by_name, recognise
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.vocabulary import merges_make_all, read_merges
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, recognise
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.vocabulary import (
     CONTROL,
     NORMAL,
     USER_DEFINED,

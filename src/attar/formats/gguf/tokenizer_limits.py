@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attar.formats.gguf.pretokenizers import by_name, pre_tokenizer_steps
-from attar.formats.gguf.tokenizer_bpe import normalizer_steps
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_special import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
-from attar.formats.gguf.tokenizer_spm import metaspace_prefix
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.special_tokens import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
+from attar.formats.gguf.tokenizer.spm import metaspace_prefix
 
 
 def tokenizer_differences(source: TokenizerFiles, metadata: Mapping[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.tokenizer_source import ROLES, TokenizerFiles, text_of
+from attar.formats.gguf.tokenizer.files import ROLES, TokenizerFiles, text_of
 from attar.formats.gguf.values import MetadataValue
 
 PREFIX = "tokenizer.ggml."

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.merges import merge_scores, read_merges
-from attar.formats.gguf.pretokenizers import pre_tokenizer_steps
-from attar.formats.gguf.sentencepiece import BPE, SentencePiece, read_model
-from attar.formats.gguf.tokenizer_bpe import normalizer_steps
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.vocabulary import merge_scores, read_merges
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import BPE, SentencePiece, read_model
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.vocabulary import (
     ADDED_SCORE,
     BYTE,
     BYTE_TEXT,

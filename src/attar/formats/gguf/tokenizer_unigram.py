@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.pretokenizers import pre_tokenizer_steps
-from attar.formats.gguf.sentencepiece import SentencePiece
-from attar.formats.gguf.tokenizer_bpe import normalizer_steps
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_spm import ESCAPE, metaspace_prefix, with_added
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import SentencePiece
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.spm import ESCAPE, metaspace_prefix, with_added
+from attar.formats.gguf.tokenizer.vocabulary import (
     BEFORE,
     NORMAL,
     SPACE,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attar.formats.gguf.blocks import LAYOUTS, scales, unpack
-from attar.formats.uniform import UniformWeight
+from attar.formats.coded import UniformWeight
 
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 
