@@ -268,7 +268,7 @@ def run_stage(
     signal: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     if verb == "quantize":  # said before transformers is imported
         model = load("attar.checkpoint.open:open_checkpoint")(model)
-        load("attar.formats.stated:refuse_packed")(model)
+        load("attar.formats.quantization_config:refuse_packed")(model)
     function = STAGES[verb].run()
     made: Checkpoint = function(
         model, Path(out), settings, **signal, progress=progress or SILENT, force=force

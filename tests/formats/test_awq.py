@@ -9,15 +9,15 @@ from attar.formats.awq import (
     ORDER,
     PLACE,
     AWQReader,
-    coded,
     decode,
     dequantize_state,
     encode,
     layout,
     quantization_config,
+    unpack,
 )
 from attar.formats.coded import Coded
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -49,7 +49,7 @@ def test_decoding_agrees_with_loops_over_the_description(size, symmetric):
     got = decode(tensors, made)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, shape, size or 96))
-    assert equal(coded(tensors), weight)
+    assert equal(unpack(tensors), weight)
     assert layout(shape, made) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
     norm, bias = torch.randn(4).half(), torch.randn(8).half()
     tensors = {**stored(), "model.norm.weight": norm, f"{MODULE}.bias": bias}
     checkpoint = folder(tmp_path, tensors, said, beside=beside)
-    assert method(checkpoint) == "awq"
+    assert quant_method(checkpoint) == "awq"
     read = reader(checkpoint)
     made = rule(4, 16, symmetric=False)
     weight = random_coded(made)

@@ -11,7 +11,7 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import exl2
-from attar.formats.exl2_tensors import decode, encode, layout, refuse, scales, sections_of
+from attar.formats.exl2 import decode, encode, layout, refuse, scales, sections_of
 from attar.formats.readers import reader
 from attar.models.load import load_model
 from tests.quantization.packing import save

@@ -8,21 +8,21 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.gptq import (
     V1,
     V2,
     GPTQReader,
-    coded,
     decode,
     dequantize_state,
     encode,
     layout,
     quantization_config,
+    unpack,
     version_for,
 )
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.formats.rules import WeightRule
 from tests.formats.integer_weights import equal, field, folder, half, random_coded, rule, words
 
@@ -58,7 +58,7 @@ def test_decoding_agrees_with_loops_over_the_description(made, version):
     got = decode(tensors, made, version)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, made.bits, shape, version))
-    assert equal(coded(tensors, made, version), weight)
+    assert equal(unpack(tensors, made, version), weight)
     assert layout(shape, made) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -71,7 +71,7 @@ def test_shapes_that_fill_no_words(bits, shape):
     weight = random_coded(made, shape)
     tensors = encode(weight, made)
     assert torch.equal(decode(tensors, made), by_loops(tensors, bits, shape, V2))
-    assert equal(coded(tensors, made, V2), weight)
+    assert equal(unpack(tensors, made, V2), weight)
 
 
 def test_hand_computed_words():
@@ -123,7 +123,7 @@ def test_the_first_version_has_no_zero_point_of_0():
     weight.zero[2, 1] = -8
     with pytest.raises(NumericsError, match="first version"):
         encode(weight, made, V1)
-    assert equal(coded(encode(weight, made, V2), made, V2), weight)
+    assert equal(unpack(encode(weight, made, V2), made, V2), weight)
     assert version_for({"a": rule(), "b": made}) == V2 and version_for({"a": rule()}) == V1
 
 
@@ -136,7 +136,7 @@ def test_a_borrow_between_zero_points_is_undone():
     less = (tensors["qzeros"].to(torch.int64) & 0xFFFFFFFF) - 0x11111111
     tensors["qzeros"] = torch.tensor([w - 2**32 if w >= 2**31 else w for w in (less % 2**32).flatten()])
     tensors["qzeros"] = tensors["qzeros"].reshape(less.shape).to(torch.int32)
-    assert equal(coded(tensors, made, V1), weight)
+    assert equal(unpack(tensors, made, V1), weight)
 
 
 def test_a_zero_point_of_0_that_went_round_in_three_bits():
@@ -148,7 +148,7 @@ def test_a_zero_point_of_0_that_went_round_in_three_bits():
     fields = dense_unpack(tensors["qzeros"], 3, 32)
     assert (fields == 0).any()
     tensors["qzeros"] = dense_pack((fields - 1) & 7, 3)
-    assert equal(coded(tensors, made, V1), weight)
+    assert equal(unpack(tensors, made, V1), weight)
 
 
 def test_rounds_once():
@@ -229,7 +229,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
     dense, bias = torch.randn(4, 8).half(), torch.randn(8).half()
     tensors = {**stored(made), "model.norm.weight": dense, f"{MODULE}.bias": bias}
     checkpoint = folder(tmp_path, tensors, quantization_config({MODULE: made}))
-    assert method(checkpoint) == "gptq"
+    assert quant_method(checkpoint) == "gptq"
     read = reader(checkpoint)
     assert isinstance(read, GPTQReader) and read.version == V2
     slots = [read.slot(info) for info in checkpoint.tensors.values()]
@@ -280,10 +280,10 @@ def test_labels_old_and_new(tmp_path, said, version, symmetric):
 def test_a_config_beside_the_config(tmp_path):
     said = {key: value for key, value in OLD.items() if key != "quant_method"}
     checkpoint = folder(tmp_path, stored(), None, beside=("quantize_config.json", said))
-    assert method(checkpoint) == "gptq"
+    assert quant_method(checkpoint) == "gptq"
     assert equal(reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
     dense = folder(tmp_path, {"a.weight": torch.ones(2)}, None)
-    assert method(dense) is None
+    assert quant_method(dense) is None
 
 
 def test_a_symmetric_file_with_the_wrong_label(tmp_path):

@@ -13,7 +13,7 @@ from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import modelopt
 from attar.formats.coded import Coded
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.modelopt_tensors import coded
+from attar.formats.modelopt import unpack
 from attar.formats.readers import reader
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.load import load_model
@@ -82,7 +82,7 @@ def test_decoding_agrees_with_loops_over_the_description(name):
     assert modelopt.layout(shape, rule, static=True) == {
         leaf: (stored_dtype(value.dtype), tuple(value.shape)) for leaf, value in tensors.items()
     }
-    again = coded(tensors)
+    again = unpack(tensors)
     assert torch.equal(again.codes.view(torch.uint8), weight.codes.view(torch.uint8))
     assert torch.allclose(again.scale, weight.scale, rtol=3e-7, atol=0)
 

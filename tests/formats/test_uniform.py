@@ -5,12 +5,12 @@ import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.formats.coded import Coded
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.gguf import blocks
 from attar.formats.gguf.types import TYPES
-from attar.formats.gguf.uniform import of_blocks
+from attar.formats.gguf.codes import uniform_of_blocks
 from attar.formats.rules import WeightRule
-from attar.formats.uniform import of_coded
+from attar.formats.coded import uniform_of_codes
 from tests.quantization.packing import pack, save
 
 
@@ -38,7 +38,7 @@ def random_blocks(kind, rows, columns, seed=0):
 @pytest.mark.parametrize("kind", list(blocks.LAYOUTS))
 def test_every_block_of_gguf(kind):
     data = random_blocks(kind, 6, 512)
-    weight, wanted = of_blocks(kind, data, 512), blocks.dequantize(kind, data, 512)
+    weight, wanted = uniform_of_blocks(kind, data, 512), blocks.dequantize(kind, data, 512)
     assert (
         int(weight.codes.min()) >= -(1 << weight.bits - 1) and int(weight.codes.max()) < 1 << weight.bits - 1
     )
@@ -50,12 +50,12 @@ def test_a_tile_whose_scale_is_zero_is_its_minimum():
     data[:, 0:2] = 0  # d
     wanted = blocks.dequantize("Q4_K", data, 256)
     assert wanted.any()
-    assert torch.allclose(values(of_blocks("Q4_K", data, 256)), wanted)
+    assert torch.allclose(values(uniform_of_blocks("Q4_K", data, 256)), wanted)
 
 
 def test_doubled_codes_of_fp4():
     codes = torch.arange(16, dtype=torch.uint8).repeat(2, 2)
-    weight = of_coded(
+    weight = uniform_of_codes(
         Coded(codes, torch.tensor([[2.0, 4.0], [1.0, 8.0]])), WeightRule("float", 4, "group", 16)
     )
     levels = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -66,7 +66,7 @@ def test_doubled_codes_of_fp4():
 
 def test_float8_has_no_even_grid():
     codes = torch.ones(4, 32).to(torch.float8_e4m3fn)
-    assert of_coded(Coded(codes, torch.ones(4, 1)), WeightRule("float", 8, "channel")) is None
+    assert uniform_of_codes(Coded(codes, torch.ones(4, 1)), WeightRule("float", 8, "channel")) is None
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W3A16", "W4A16_ASYM", "W8A8", "NVFP4A16"])

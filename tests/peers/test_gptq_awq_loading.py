@@ -18,7 +18,7 @@ from attar.formats import awq, gptq
 from attar.formats.coded import Coded
 from attar.formats.limits import limits
 from attar.formats.readers import reader
-from attar.formats.values import values
+from attar.formats.coded import dequantize
 from attar.models.load import load_model
 from tests import tiny_models
 from tests.formats.integer_weights import random_coded, rule
@@ -130,7 +130,7 @@ def pack_job(path: Path, bits: int, ordered: bool) -> Path:
     weight = random_coded(made, (64, 128))
     half = 2 ** (bits - 1)
     order = torch.arange(128) // 32 if weight.order is None else weight.order
-    parts = {"weight": values(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
+    parts = {"weight": dequantize(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
     parts |= {"g_idx": order.int(), "codes": weight.codes.int() + half}
     save_file(parts, path / f"{bits}-{ordered}")
     return path / f"{bits}-{ordered}"

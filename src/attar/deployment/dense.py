@@ -17,7 +17,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.models.precision import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
@@ -32,7 +32,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is quantized in a way that attar cannot read.
     """
-    method(source)
+    quant_method(source)
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:

@@ -20,8 +20,8 @@ from attar.deployment.verify import check_fits
 from attar.errors import ModelError
 from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
-from attar.formats.convert import carried_rule, carry, fits
-from attar.formats.gguf.coded import with_positive_scales
+from attar.formats.convert import convert, converted_rule, misfit
+from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear
@@ -87,9 +87,9 @@ def _activations(source: Checkpoint) -> bool:
 
 def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, target: str) -> None:
     if target == BITSANDBYTES:
-        bitsandbytes_int8.refuse(rule)
+        bitsandbytes_int8.refuse_int8(rule)
         return
-    why = fits(rule, (weight.codes.shape[0], weight.codes.shape[1]), target)
+    why = misfit(rule, (weight.codes.shape[0], weight.codes.shape[1]), target)
     if why:
         raise ModelError(
             f"{source.path}: {name} cannot be {target}: {why}", hint="--format dense loads everywhere"
@@ -184,8 +184,10 @@ class Integers:
         _check(self.source, name, weight, rule, self.target)
         self.zeros |= weight.zero is not None
         if self.target != BITSANDBYTES:
-            self.changes.append(carry(weight, rule, self.target, dtype=self._dtype(stored), name=name).change)
-            rule = carried_rule(rule, self.target)
+            self.changes.append(
+                convert(weight, rule, self.target, dtype=self._dtype(stored), name=name).change
+            )
+            rule = converted_rule(rule, self.target)
         shape = (weight.codes.shape[0], weight.codes.shape[1])
         self.linears[stored] = Linear(module, name.removesuffix(".weight"), shape, rule)
 
@@ -199,9 +201,9 @@ class Integers:
     def _encoded(self, stored: str, linear: Linear) -> Mapping[str, Tensor]:
         weight, rule = usual(self.read.codes(stored))
         if self.target == BITSANDBYTES:
-            return bitsandbytes_int8.encode(weight)
+            return bitsandbytes_int8.encode_int8(weight)
         together = self.target == "awq" or self._mixed_zeros()
-        made = carry(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
+        made = convert(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
         if self.target == "gptq":
             return gptq.encode(made.weight, made.rule, self._version())
         if self.target == "awq":
@@ -210,7 +212,7 @@ class Integers:
 
     def _layout(self, linear: Linear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         if self.target == BITSANDBYTES:
-            return bitsandbytes_int8.layout(linear.shape)
+            return bitsandbytes_int8.layout_int8(linear.shape)
         if self.target == "gptq":
             return gptq.layout(linear.shape, linear.rule)
         if self.target == "awq":
@@ -243,7 +245,7 @@ class Integers:
         elif self.target == "awq":
             said = awq.quantization_config(rules, ignore=ignore)
         elif self.target == BITSANDBYTES:
-            said = bitsandbytes_int8.quantization_config(ignore)
+            said = bitsandbytes_int8.int8_config(ignore)
         else:
             said = _compressed(rules, ignore)
         return {**config, "quantization_config": said}

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
 from attar.formats.gguf.mixes import bits as average_bits
-from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.types import FILE_TYPES
-from attar.formats.readers import method
+from attar.formats.readers import quant_method
 from attar.models.names import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
@@ -175,7 +175,7 @@ def _layout(
     share: bool,
 ) -> Layout:
     """Sort the tensors into those of a fixed type and groups of modules."""
-    view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
+    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
     shapes = {one.gguf: one.shape for one in placed}
     free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]

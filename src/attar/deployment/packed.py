@@ -28,7 +28,7 @@ from attar.errors import ModelError
 from attar.formats.compressed_tensors import TRANSPOSED
 from attar.formats.limits import limits
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -61,7 +61,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is not quantized, or its codes have no place there.
     """
-    found = method(source)
+    found = quant_method(source)
     if not found:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
     said = source.config.get("quantization_config") or {}
@@ -85,7 +85,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
-    found = method(source)
+    found = quant_method(source)
     if found == settings.format:
         return _copy(source, output, progress)
     made: Conversion
@@ -153,7 +153,7 @@ def found_limits(written: Checkpoint) -> list[str]:
     heads = int(config.get("num_attention_heads") or 0)
     groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
     return limits(
-        str(method(written)),
+        str(quant_method(written)),
         {name: shape for name, (_, shape) in said.items()},
         {name: rule for name, (rule, _) in said.items()},
         heads=heads,

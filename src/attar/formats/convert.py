@@ -14,9 +14,9 @@ left to decide here:
               compressed-tensors; AWQ has none. act-order ``static`` leaves groups of neighbours behind
     scale     GPTQ and AWQ have float16. A bfloat16 number is exact there from 2^-17 to 65504 (it has 8 bits
               of precision, float16 11 down to 2^-14, and one less for each power of two below); one of
-              float32 is rounded. :class:`Carried` says by how much
+              float32 is rounded. :class:`ConvertedCodes` says by how much
 
-Everything but the last can be told from rule and shape, before any number is read: :func:`fits`.
+Everything but the last can be told from rule and shape, before any number is read: :func:`misfit`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OUTPUTS = 8  # of AWQ in a word
 
 
 @dataclass(frozen=True)
-class Carried:
+class ConvertedCodes:
     """A weight in the words of the target.
 
     Attributes:
@@ -67,7 +67,7 @@ class Carried:
         return f"its scales are rounded to {kind}, by {self.change:.1e} of themselves at most"
 
 
-def fits(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
+def misfit(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
     """Whether codes of a rule can be told in a target without touching one.
 
     Args:
@@ -96,14 +96,14 @@ def fits(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
     return None
 
 
-def carried_rule(rule: WeightRule, target: str) -> WeightRule:
+def converted_rule(rule: WeightRule, target: str) -> WeightRule:
     """What codes that fit are in a target: the width that it has, and a tile that it has."""
     bits = next(width for width in WIDTHS[target] if width >= rule.bits)
     strategy = rule.strategy if rule.strategy in TILES[target] else "channel"
     return replace(rule, bits=bits, strategy=strategy)
 
 
-def carry(
+def convert(
     weight: Coded,
     rule: WeightRule,
     target: str,
@@ -111,12 +111,12 @@ def carry(
     dtype: torch.dtype = torch.float16,
     zeros: bool = False,
     name: str = "a weight",
-) -> Carried:
+) -> ConvertedCodes:
     """Re-express codes in a target.
 
     Args:
         weight: the codes; not changed.
-        rule: what they are; :func:`fits` has no objection.
+        rule: what they are; :func:`misfit` has no objection.
         target: ``gptq``, ``awq`` or ``compressed-tensors``.
         dtype: of the scales there; float16 for GPTQ and AWQ.
         zeros: write the middle as zero points of a symmetric weight, so that it stands beside asymmetric
@@ -127,9 +127,9 @@ def carry(
         NumericsError: a scale is too large or too small for its type.
     """
     shape = (weight.codes.shape[0], weight.codes.shape[1])
-    why = fits(rule, shape, target)
+    why = misfit(rule, shape, target)
     assert why is None, why
-    made = carried_rule(rule, target)
+    made = converted_rule(rule, target)
     scale, zero = _table(weight.scale, made, shape), weight.zero
     if zero is None and zeros:
         zero = torch.zeros_like(weight.scale)
@@ -138,7 +138,7 @@ def carry(
     carried = Coded(
         weight.codes, cast, None if zero is None else _table(zero, made, shape), None, weight.order
     )
-    return Carried(carried, replace(made, symmetric=zero is None), dtype, change)
+    return ConvertedCodes(carried, replace(made, symmetric=zero is None), dtype, change)
 
 
 def _table(values: Tensor, rule: WeightRule, shape: tuple[int, int]) -> Tensor:

@@ -19,20 +19,20 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError
 from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import check_codes, check_scales
-from attar.formats.modelopt_config import FILE, hf_quant_config, quantization_config
-from attar.formats.modelopt_tensors import (
+from attar.formats.modelopt import FILE, hf_quant_config, quantization_config
+from attar.formats.modelopt import (
     ALGORITHMS,
     INPUT_SCALE,
     SCALE,
     SCALE_2,
     WEIGHT,
     algorithm,
-    coded,
     decode,
     encode,
     layout,
+    unpack,
 )
-from attar.formats.number_type import number_type
+from attar.formats.quantization_config import weight_dtype
 from attar.formats.rules import WeightRule
 
 __all__ = [
@@ -66,9 +66,9 @@ class ModelOptReader:
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        self.dtype = number_type(checkpoint)
+        self.dtype = weight_dtype(checkpoint)
 
-    def coded(self, name: str) -> bool:
+    def unpack(self, name: str) -> bool:
         """Whether a stored tensor holds the codes of a weight."""
         info = self.checkpoint.tensors.get(name)
         return name.endswith(".weight") and info is not None and info.dtype in CODES
@@ -79,7 +79,7 @@ class ModelOptReader:
         Raises:
             CheckpointError: its tensors do not fit together.
         """
-        return (coded(self.tensors(name)), self.rule(name)) if self.coded(name) else None
+        return (unpack(self.tensors(name)), self.rule(name)) if self.coded(name) else None
 
     def rule(self, name: str) -> WeightRule:
         """What the codes of a stored weight are, by the types and shapes of its tensors.

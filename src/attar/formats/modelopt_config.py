@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.modelopt_tensors import ALGORITHMS
+from attar.formats.modelopt import ALGORITHMS
 from attar.formats.rules import ActivationRule, WeightRule
 
 FILE = "hf_quant_config.json"

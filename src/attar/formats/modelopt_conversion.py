@@ -25,8 +25,8 @@ from torch import Tensor
 from attar.errors import CheckpointError, ModelError
 from attar.formats import compressed_tensors, layouts, modelopt
 from attar.formats.compressed_tensors import K_SCALE, V_SCALE, ConfigGroup
-from attar.formats.modelopt_config import hf_quant_config, quantization_config
-from attar.formats.modelopt_tensors import (
+from attar.formats.modelopt import hf_quant_config, quantization_config
+from attar.formats.modelopt import (
     ALGORITHMS,
     INPUT_SCALE,
     algorithm,

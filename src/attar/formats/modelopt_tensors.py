@@ -155,7 +155,7 @@ def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     Raises:
         RuntimeError: the tensors do not fit together.
     """
-    found = coded(tensors)
+    found = unpack(tensors)
     if found.codes.dtype == torch.uint8:
         levels = torch.tensor([*layouts.FP4, *(-value for value in layouts.FP4)], device=found.codes.device)
         codes = levels[found.codes.int()]
@@ -168,7 +168,7 @@ def decode(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     return tiled.reshape(rows, columns).to(dtype)
 
 
-def coded(tensors: Mapping[str, Tensor]) -> Coded:
+def unpack(tensors: Mapping[str, Tensor]) -> Coded:
     """The codes of stored tensors, and their scales (P, G) as an engine computes them.
 
     Raises:

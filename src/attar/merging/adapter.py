@@ -28,7 +28,7 @@ from torch import Tensor
 from attar.checkpoint import hashing
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TORCH, read_tensor
-from attar.formats.decoded import DecodedInfo
+from attar.formats.readers import DecodedInfo
 from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, HEAD, WEIGHTS, Change, find_changes, read_adapter_config
 

@@ -33,8 +33,8 @@ from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import Decoded
+from attar.formats.readers import quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.extraction_plan import Pair, Part, pair, saved_modules
@@ -93,7 +93,7 @@ def extract(
 
 
 def _dense(checkpoint: Checkpoint) -> Any:
-    return checkpoint if method(checkpoint) is None else Decoded(checkpoint)
+    return checkpoint if quant_method(checkpoint) is None else Decoded(checkpoint)
 
 
 def _compute(found: Pair, settings: ExtractSettings, work: Path, progress: Progress) -> list[Row]:

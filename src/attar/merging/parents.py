@@ -17,8 +17,8 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
-from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import Decoded
+from attar.formats.readers import quant_method
 from attar.merging.adapter import Adapted
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.written import read_configs
@@ -67,7 +67,7 @@ class Parents:
 
     def _open(self, reference: ModelReference) -> Any:
         view: Any = self._checkpoint(reference.model)
-        if method(view) is not None:
+        if quant_method(view) is not None:
             self.notes.append(f"{reference.model} is quantized: its decoded weights are merged")
             view = Decoded(view)
         if reference.lora is None:

@@ -58,7 +58,7 @@ def load_model(
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
     from attar.formats import readers
 
-    packed = readers.method(checkpoint)
+    packed = readers.quant_method(checkpoint)
     if packed is not None:
         layout = readers.METHODS[packed]
         if hasattr(config, "quantization_config"):

@@ -16,7 +16,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
@@ -122,7 +122,7 @@ def load(
 def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Compiled:
     """The compiled runner, weights read one at a time."""
     config = step_config(checkpoint)
-    packed = readers.method(checkpoint)
+    packed = readers.quant_method(checkpoint)
     view = Decoded(checkpoint)
 
     def load(name: str) -> Tensor:
@@ -155,7 +155,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
     from attar.runtime.runner.probe import probe
 
     loaded = None
-    if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
+    if asked.dtype == "auto" and readers.quant_method(checkpoint) and pick_device(asked.device).type == "cpu":
         try:
             loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:

@@ -19,9 +19,9 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, ModelError, NumericsError, OutputError
-from attar.formats.decoded import Decoded
-from attar.formats.gguf.coded import with_positive_scales
-from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
+from attar.formats.readers import Decoded
+from attar.formats.gguf.codes import with_positive_scales
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.models.load import load_model
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, model: Path, monkeypatch
 
 
 def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer"), []
+    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer.to_gguf"), []
 
     def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         calls.append(metadata["tokenizer.ggml.tokens"])
@@ -273,7 +273,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
             raise ModelError("of a kind that nobody knows", hint="no")
 
     stand_in.write_tokenizer = write_tokenizer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer", stand_in)
+    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer.to_gguf", stand_in)
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
     file = write_gguf(model, tmp_path / "m.gguf", extra=keys)
     assert tokenizer_files(open_checkpoint(file).path) == ["tokenizer.json"]
@@ -323,7 +323,7 @@ def test_the_card_of_a_file(tmp_path: Path, model: Path) -> None:
 
 def rewritten(file: Path, **changes: Any) -> Path:
     """The same tensors under other metadata; keys are written with two underscores for a dot."""
-    opened = read(file)
+    opened = read_gguf(file)
     keys = opened.typed() | {key.replace("__", "."): value for key, value in changes.items()}
     keys = {key: value for key, value in keys.items() if value is not None}
     slots = [GGUFTensorInfo(tensor.name, tensor.kind, tensor.shape) for tensor in opened.tensors.values()]
@@ -376,7 +376,7 @@ def test_tensors_that_make_no_model(tmp_path: Path, model: Path) -> None:
 def test_flipped_bytes_give_a_model_or_an_error(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", "mistral", num_hidden_layers=1)
     data = write_gguf(source, tmp_path / "m.gguf").read_bytes()
-    start = min(tensor.offset for tensor in read(tmp_path / "m.gguf").tensors.values())
+    start = min(tensor.offset for tensor in read_gguf(tmp_path / "m.gguf").tensors.values())
     draw, opened = random.Random(0), 0
     for number in range(200):
         changed = bytearray(data)

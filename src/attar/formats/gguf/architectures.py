@@ -5,7 +5,7 @@
     for placement in placements(config, checkpoint.tensors):
         tensor = placement.apply(checkpoint.load(placement.stored)) if placement.stored else placement.value
 
-:mod:`attar.formats.gguf.hf_config` is the way back.
+:mod:`attar.formats.gguf.metadata` is the way back.
 
 Differs from llama.cpp's converter: a tensor that the table does not know is an error, and so is a config that
 llama.cpp cannot follow.
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, nearest
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.parts import Architecture, ModuleMapping
-from attar.formats.gguf.placement import Placement, paired, sorted_groups
+from attar.formats.gguf.architecture import Architecture, ModuleMapping
+from attar.formats.gguf.tensor_map import Placement, paired, sorted_groups
 from attar.formats.gguf.rope import read_rope, rope_tensors
-from attar.formats.gguf.sizes import Sizes, number, sizes, window
+from attar.formats.gguf.architecture import Sizes, number, sizes, window
 
 BUFFERS = (
     ".attn.bias",
@@ -135,7 +135,7 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
         CheckpointError: a tensor is missing, of another shape, or of no use; names it.
     """
     found = architecture(config)
-    placed = [_resolve(each, found, stored) for each in expected(config)]
+    placed = [_resolve(each, found, stored) for each in expected_placements(config)]
     used = frozenset(each.stored for each in placed)
     if _tied(config, found):
         used |= {f"{name}.weight" for name in found.heads_stored}
@@ -172,7 +172,7 @@ def _resolve(each: Placement, found: Architecture, stored: Mapping[str, Any]) ->
     return replace(each, stored=name)
 
 
-def expected(config: Mapping[str, Any]) -> list[Placement]:
+def expected_placements(config: Mapping[str, Any]) -> list[Placement]:
     """The tensors that a config asks for, under transformers' usual names, whether they are there or not."""
     found = architecture(config)
     measured = sizes(config, found)

@@ -22,7 +22,7 @@ ZERO = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 """The stored code of zero."""
 
 
-def carried_kind(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
+def exact_type(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
     """The smallest type that holds a weight's codes exactly.
 
     Returns:
@@ -60,9 +60,9 @@ def _misfit(coded: Coded, rule: WeightRule) -> str:
     return ""
 
 
-def carry(kind: str, coded: Coded, rule: WeightRule) -> tuple[Tensor, dict[str, Tensor]]:
+def to_blocks(kind: str, coded: Coded, rule: WeightRule) -> tuple[Tensor, dict[str, Tensor]]:
     """Codes (N, K) and what is stored beside them, as blocks.py packs them, of the type that
-    :func:`carried_kind` gave."""
+    :func:`exact_type` gave."""
     if kind == "MXFP4":
         exponent = torch.frexp(coded.scale).exponent.to(torch.int16) - 1 + 127
         return coded.codes.to(torch.uint8), {"exponent": exponent.to(torch.uint8)}

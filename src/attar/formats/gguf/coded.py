@@ -27,7 +27,7 @@ BLOCK = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 
 
-def coded(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRule] | None:
+def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRule] | None:
     """Codes and rule of a weight in blocks; None where no such layout holds it exactly.
 
     Args:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
-from attar.formats.gguf.cursor import HINT, LARGEST, Cursor
+from attar.formats.gguf.values import HINT, LARGEST, Cursor
 from attar.formats.gguf.types import TYPES, by_id
 from attar.formats.gguf.values import ARRAY, BY_ID, LONGEST_KEY, STRING, MetadataValue, TypedValue
 from attar.formats.gguf.writer import (
@@ -107,7 +107,7 @@ class GGUF:
         return {key: TypedValue(self.kinds[key], value) for key, value in self.metadata.items()}
 
 
-def read(path: str | Path) -> GGUF:
+def read_gguf(path: str | Path) -> GGUF:
     """Open a GGUF file, with all its parts where it is one of several. Reads no tensor.
 
     Raises:

@@ -8,7 +8,7 @@ that says something else is refused, for the file would load and compute another
 
 from __future__ import annotations
 
-from attar.formats.gguf.parts import (
+from attar.formats.gguf.architecture import (
     GELU,
     LLAMA_ROPES,
     SILU,

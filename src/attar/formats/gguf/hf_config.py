@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.architectures import expected, query_scalar
+from attar.formats.gguf.tensor_map import expected_placements, query_scalar
 from attar.formats.gguf.families import ARCHITECTURES, MISTRAL
-from attar.formats.gguf.parts import Architecture
-from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.architecture import Architecture
+from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.rope import TENSORS, rope_config
-from attar.formats.gguf.sizes import Sizes, key_of, shortest, usual_pattern
+from attar.formats.gguf.architecture import Sizes, key_of, shortest, usual_pattern
 
 DAMAGED = "the file is incomplete or damaged; get it again"
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -209,7 +209,7 @@ def _dtype(tensors: Mapping[str, Any]) -> str:
     return "bfloat16" if "bfloat16" in names else "float16"
 
 
-def sources(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[Placement]:
+def file_placements(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[Placement]:
     """The checkpoint's tensors and where they stand in the file, in the file's order.
 
     Args:
@@ -219,7 +219,7 @@ def sources(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[Place
     Raises:
         CheckpointError: a tensor is missing, of another shape, or unknown; names it.
     """
-    wanted = [each for each in expected(config) if each.stored is not None]
+    wanted = [each for each in expected_placements(config) if each.stored is not None]
     for each in wanted:
         if each.gguf not in tensors:
             raise CheckpointError(f"GGUF: there is no tensor {each.gguf!r}", hint=DAMAGED)

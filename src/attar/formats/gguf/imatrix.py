@@ -73,7 +73,7 @@ class ImportanceOrigin:
     chunk_size: int
 
 
-def write(
+def write_imatrix(
     path: Path,
     importance: Mapping[str, ImportanceEntry],
     datasets: Sequence[str],
@@ -111,7 +111,7 @@ def _counts(entry: ImportanceEntry) -> Tensor:
     return torch.tensor([entry.count], dtype=torch.float32)
 
 
-def read(path: Path) -> ImportanceMatrix:
+def read_imatrix(path: Path) -> ImportanceMatrix:
     """Entries of a file of either flavour, by weight.
 
     Raises:
@@ -131,7 +131,7 @@ def read_origin(path: Path) -> ImportanceOrigin:
     """
     if not _is_gguf(path):
         return _read_binary(path)[1]
-    said = container.read(path).metadata
+    said = container.read_gguf(path).metadata
     return ImportanceOrigin(tuple(said.get(DATASETS, ())), said.get(CHUNK_COUNT, 0), said.get(CHUNK_SIZE, 0))
 
 
@@ -150,7 +150,7 @@ def _check(path: Path, name: str, entry: ImportanceEntry) -> None:
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
-    opened = container.read(path)
+    opened = container.read_gguf(path)
     names = [name.removesuffix(SUMS) for name in opened.tensors if name.endswith(SUMS)]
     if not names:
         raise CheckpointError(f"{path}: holds no importance matrix", hint="give the file of an imatrix")

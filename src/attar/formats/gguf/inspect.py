@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from attar.checkpoint.open import Checkpoint
-from attar.formats.gguf.container import GGUF, read
+from attar.formats.gguf.container import GGUF, read_gguf
 from attar.formats.gguf.open import card_of, model_file, model_name
-from attar.formats.gguf.reader import METHOD, explained
+from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import FILE_TYPES
 
 LONG = 8  # elements of an array that are shown
@@ -28,7 +28,7 @@ SIZES = {
 """Keys of every architecture, and what a config calls them."""
 
 
-def bare(place: Path) -> Checkpoint:
+def open_unknown(place: Path) -> Checkpoint:
     """A file whose architecture or tokenizer attar does not know, so that it can be looked at all the same:
     its config has sizes alone, and there is no folder beside it.
 
@@ -38,9 +38,9 @@ def bare(place: Path) -> Checkpoint:
     Raises:
         CheckpointError: as there.
     """
-    opened = read(model_file(place))
+    opened = read_gguf(model_file(place))
     file, written = opened.files[0], str(opened.metadata["general.architecture"])
-    with explained(file):
+    with errors_name_file(file):
         sizes = {name: opened.metadata.get(f"{written}.{key}") for key, name in SIZES.items()}
         config = {name: value for name, value in sizes.items() if isinstance(value, int)}
         config["vocab_size"] = config.get("vocab_size", opened.tensors["token_embd.weight"].shape[0])
@@ -72,7 +72,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CheckpointError: the file has changed since.
     """
-    opened = read(checkpoint.source)
+    opened = read_gguf(checkpoint.source)
     types = _types(opened)
     return {
         "format": "GGUF",

@@ -45,7 +45,7 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[TokenPair, int]:
     return ranks
 
 
-def derive(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str], int]:
+def apply_merges(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str], int]:
     """What a text becomes under merges.
 
     Returns:
@@ -61,12 +61,12 @@ def derive(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str], int]:
     return symbols, last
 
 
-def complete(tokens: Iterable[str], ranks: Mapping[TokenPair, int]) -> bool:
+def merges_make_all(tokens: Iterable[str], ranks: Mapping[TokenPair, int]) -> bool:
     """Whether merges make every token: then ``ignore_merges`` changes nothing."""
-    return all(len(derive(token, ranks)[0]) == 1 for token in tokens)
+    return all(len(apply_merges(token, ranks)[0]) == 1 for token in tokens)
 
 
-def scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: str) -> list[float]:
+def merge_scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: str) -> list[float]:
     """The score of each token, with which llama.cpp's SentencePiece tokenizer does what the merges do.
 
     A token that no merge makes gets one below all others.
@@ -76,7 +76,7 @@ def scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: str) ->
     """
     found: list[float] = []
     for token in tokens:
-        symbols, last = derive(token, ranks)
+        symbols, last = apply_merges(token, ranks)
         if len(symbols) == 2:
             raise ModelError(
                 f"{where}: the merges leave the token {token!r} as {symbols[0]!r} and {symbols[1]!r}, which "

@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attar.formats.gguf.architectures import architecture, expected
-from attar.formats.gguf.parts import Architecture
+from attar.formats.gguf.tensor_map import architecture, expected_placements
+from attar.formats.gguf.architecture import Architecture
 from attar.formats.gguf.rope import read_rope, rope_metadata
-from attar.formats.gguf.sizes import Sizes, SlidingWindow, number, sizes, usual_pattern, window
+from attar.formats.gguf.architecture import Sizes, SlidingWindow, number, sizes, usual_pattern, window
 
 
 def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """
     found = architecture(config)
     measured = sizes(config, found)
-    count = sum(math.prod(each.shape) for each in expected(config))
+    count = sum(math.prod(each.shape) for each in expected_placements(config))
     general = {
         "general.architecture": found.written,
         "general.type": "model",

@@ -323,7 +323,7 @@ def _values(model: _Model, i: int, default: str) -> str:
         kind = "Q5_K" if i < 2 else "Q4_K"
     elif model.name == "Q3_K_L" or (model.name == "Q4_K_S" and i < 4):
         kind = "Q5_K"
-    elif model.name in ("Q4_K_M", "Q5_K_M") and more(i, model.values):
+    elif model.name in ("Q4_K_M", "Q5_K_M") and use_more_bits(i, model.values):
         kind = "Q6_K"
     return "Q5_K" if model.seventy and kind in ("Q3_K", "Q4_K") else kind
 
@@ -334,7 +334,7 @@ def _down(model: _Model, i: int, default: str) -> str:
     if model.falcon and name in ("Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M"):
         return _down_falcon(name, i, n)
     if name in ("Q4_K_M", "Q5_K_M"):
-        return "Q6_K" if more(i, n) else default
+        return "Q6_K" if use_more_bits(i, n) else default
     if name == "Q3_K_M":
         return "Q5_K" if i < n // 16 else "Q4_K"
     always = {"Q2_K": "Q3_K", "Q3_K_L": "Q5_K"}
@@ -347,7 +347,7 @@ def _down_falcon(name: str, i: int, n: int) -> str:
     if name in ("Q3_K_L", "Q4_K_S"):
         return "Q4_K"
     first, some, rest = ("Q6_K", "Q5_K", "Q4_K") if name == "Q4_K_M" else ("Q5_K", "Q4_K", "Q3_K")
-    return first if i < n // 16 else some if more(i, n) else rest
+    return first if i < n // 16 else some if use_more_bits(i, n) else rest
 
 
 def _attention_output(model: _Model, default: str) -> str:
@@ -359,7 +359,7 @@ def _attention_output(model: _Model, default: str) -> str:
     return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(model.name, default)
 
 
-def more(i: int, n: int) -> bool:
+def use_more_bits(i: int, n: int) -> bool:
     """The first and the last eighth of n layers, and every third between them."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 

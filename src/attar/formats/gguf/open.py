@@ -20,9 +20,9 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError, OutputError
-from attar.formats.gguf.container import GGUF, read
-from attar.formats.gguf.hf_config import hf_config
-from attar.formats.gguf.reader import METHOD, explained
+from attar.formats.gguf.container import GGUF, read_gguf
+from attar.formats.gguf.metadata import hf_config
+from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import TYPES
 
 SUFFIX = ".gguf"
@@ -44,8 +44,8 @@ def open_gguf(path: Path) -> Checkpoint:
         ModelError: attar does not know the architecture or the tokenizer.
         OutputError: the cache cannot be written.
     """
-    opened = read(model_file(path))
-    with explained(opened.files[0]):
+    opened = read_gguf(model_file(path))
+    with errors_name_file(opened.files[0]):
         _check_model(opened.metadata)
         _check_sizes(opened)
         config = _config(opened)
@@ -73,7 +73,7 @@ def model_file(place: Path) -> Path:
     """
     if not place.is_dir():
         return place
-    files = [file for file in sorted(place.glob(f"*{SUFFIX}")) if _is_model(read(file).metadata)]
+    files = [file for file in sorted(place.glob(f"*{SUFFIX}")) if _is_model(read_gguf(file).metadata)]
     models = {model_name(file): file for file in reversed(files)}
     if len(models) != 1:
         what = f"{len(models)} GGUF models" if models else "no model among its GGUF files"
@@ -153,7 +153,7 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
 def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
     """config.json, and the tokenizer where the file has one."""
     if "tokenizer.ggml.model" in metadata:
-        from attar.formats.gguf.tokenizer import write_tokenizer
+        from attar.formats.gguf.tokenizer.to_gguf import write_tokenizer
 
         write_tokenizer(metadata, folder)
     atomic.write_json(folder / "config.json", config)

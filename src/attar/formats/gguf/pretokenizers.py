@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.gguf.pretokenizer_table import (
+from attar.formats.gguf.tokenizer.pretokenizer_table import (
     CODED,
     CONTRACTIONS,
     DIGIT,
@@ -77,12 +77,12 @@ def by_name(name: str) -> PreTokenizer:
     raise SettingsError("pre", name, "a pre-tokenizer of llama.cpp: " + ", ".join(known()))
 
 
-def rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+def pre_tokenizer_rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
     """A tokenizer.json's ``pre_tokenizer`` as a list of rules. A step that cuts in another way stands as its
     JSON, which equals no rule of the table."""
     found: list[str] = []
     coded = ""
-    for step in steps(pre_tokenizer):
+    for step in pre_tokenizer_steps(pre_tokenizer):
         rule = _rule(step)
         if rule is not None:
             found.append(coded + rule)
@@ -109,7 +109,7 @@ def recognise(
     Raises:
         ModelError: llama.cpp has no such pre-tokenizer; names it and the nearest.
     """
-    wanted = rules(pre_tokenizer)
+    wanted = pre_tokenizer_rules(pre_tokenizer)
     rows = [row for row in TABLE if wanted == row.rules or wanted in row.spelled]
     if not rows:
         raise ModelError(
@@ -139,7 +139,7 @@ def pre_tokenizer(name: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [*before, level]} if before else level
 
 
-def nearest(given: Mapping[str, Any] | None) -> tuple[str, float]:
+def nearest_pre_tokenizer(given: Mapping[str, Any] | None) -> tuple[str, float]:
     """The pre-tokenizer of the table whose cuts of the probe text are most like those of the one given.
 
     Returns:
@@ -155,13 +155,13 @@ def nearest(given: Mapping[str, Any] | None) -> tuple[str, float]:
     return best
 
 
-def steps(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def pre_tokenizer_steps(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The leaves of a tree of pre-tokenizers, in their order."""
     if not tree:
         return []
     if tree.get("type") != "Sequence":
         return [tree]
-    return [leaf for branch in tree.get("pretokenizers", ()) for leaf in steps(branch)]
+    return [leaf for branch in tree.get("pretokenizers", ()) for leaf in pre_tokenizer_steps(branch)]
 
 
 def _rule(step: Mapping[str, Any]) -> str | None:
@@ -175,11 +175,11 @@ def _rule(step: Mapping[str, Any]) -> str | None:
         return PUNCTUATION
     whole = (behavior, bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
     if kind == "Split" and whole and "Regex" in step.get("pattern", {}):
-        return canonical(step["pattern"]["Regex"])
+        return canonical_regex(step["pattern"]["Regex"])
     return json.dumps(dict(step), ensure_ascii=False)
 
 
-def canonical(regex: str) -> str:
+def canonical_regex(regex: str) -> str:
     """A regular expression in the spelling of the table, where it is only another spelling."""
     for spelling, same in _SAME:
         regex = regex.replace(spelling, same)
@@ -195,7 +195,7 @@ def _step(rule: str) -> dict[str, Any]:
 
 def _nearest_in_words(given: Mapping[str, Any] | None) -> str:
     try:
-        name, share = nearest(given)
+        name, share = nearest_pre_tokenizer(given)
     except Exception as error:  # the step may be one that the library does not know
         return f"none could be compared: {error}"
     return f"{name!r} makes {share:.0%} of its cuts in a probe text"

@@ -22,12 +22,12 @@ from attar.checkpoint.tensors import TORCH, TensorInfo, check_finite, stored_dty
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.coded import Coded
 from attar.formats.gguf import blocks
-from attar.formats.gguf.coded import coded
-from attar.formats.gguf.hf_config import sources
-from attar.formats.gguf.placement import Placement
-from attar.formats.gguf.uniform import of_blocks
+from attar.formats.gguf.codes import from_blocks
+from attar.formats.gguf.metadata import file_placements
+from attar.formats.gguf.tensor_map import Placement
+from attar.formats.gguf.codes import uniform_of_blocks
 from attar.formats.rules import WeightRule
-from attar.formats.uniform import Uniform
+from attar.formats.coded import UniformWeight
 
 METHOD = "gguf"
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
@@ -47,11 +47,11 @@ class GGUFReader:
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
         shaped = {name: replace(info, shape=info.weight_shape) for name, info in checkpoint.tensors.items()}
-        with explained(checkpoint.source):
-            placed = sources(checkpoint.config, shaped)
+        with errors_name_file(checkpoint.source):
+            placed = file_placements(checkpoint.config, shaped)
         self.placements: dict[str, Placement] = {placement.gguf: placement for placement in placed}
 
-    def coded(self, name: str) -> bool:
+    def from_blocks(self, name: str) -> bool:
         """Whether a stored tensor holds the blocks of a weight."""
         return bool(self._info(name).block)
 
@@ -99,7 +99,7 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        found = coded(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        found = from_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
         if found is None or placement.rows is None:
             return found
         order, (weight, rule) = torch.argsort(placement.rows), found
@@ -123,7 +123,7 @@ class GGUFReader:
             return False
         return mine.rows is None or torch.equal(mine.rows, placement.rows)
 
-    def uniform(self, name: str) -> Uniform | None:
+    def uniform(self, name: str) -> UniformWeight | None:
         """A stored matrix in blocks on its even grid, rows in transformers' order; None for any other tensor.
 
         Raises:
@@ -132,7 +132,7 @@ class GGUFReader:
         placement, info = self._matrix(name)
         if placement is None:
             return None
-        found = of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
+        found = uniform_of_blocks(info.block, self.checkpoint.load(name), info.weight_shape[1])
         if placement.rows is None:
             return found
         order = torch.argsort(placement.rows)
@@ -187,7 +187,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
 
 
 @contextmanager
-def explained(file: Path) -> Iterator[None]:
+def errors_name_file(file: Path) -> Iterator[None]:
     """Errors about what a file says name the file; metadata that make no sense are such an error."""
     try:
         yield

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.gguf.parts import LLAMA_ROPES, Architecture
-from attar.formats.gguf.sizes import Sizes, shortest
+from attar.formats.gguf.architecture import LLAMA_ROPES, Architecture
+from attar.formats.gguf.architecture import Sizes, shortest
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 TENSORS = (FREQUENCIES, SHORT, LONG)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attar.errors import ModelError
-from attar.formats.gguf.parts import USUAL, Architecture
+from attar.formats.gguf.architecture import USUAL, Architecture
 
 
 @dataclass(frozen=True)

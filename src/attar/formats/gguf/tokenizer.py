@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import UNIGRAM
-from attar.formats.gguf.tokenizer_back import write_tokenizer
-from attar.formats.gguf.tokenizer_bpe import bpe_metadata
-from attar.formats.gguf.tokenizer_pipeline import PIPELINE, pipeline
-from attar.formats.gguf.tokenizer_source import TokenizerFiles, read_tokenizer_files
-from attar.formats.gguf.tokenizer_special import special_metadata
-from attar.formats.gguf.tokenizer_spm import spm_metadata
-from attar.formats.gguf.tokenizer_unigram import unigram_metadata
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
+from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
+from attar.formats.gguf.tokenizer.bpe import bpe_metadata
+from attar.formats.gguf.tokenizer.to_gguf import PIPELINE, pipeline
+from attar.formats.gguf.tokenizer.files import TokenizerFiles, read_tokenizer_files
+from attar.formats.gguf.tokenizer.special_tokens import special_token_metadata
+from attar.formats.gguf.tokenizer.spm import spm_metadata
+from attar.formats.gguf.tokenizer.spm import unigram_metadata
 from attar.formats.gguf.values import MetadataValue
 
 __all__ = ["source_metadata", "tokenizer_metadata", "write_tokenizer"]
@@ -62,7 +62,7 @@ def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str,
         found = bpe_metadata(source, pre)
     else:
         found = spm_metadata(source) if kind == "llama" else unigram_metadata(source)
-    found.update(special_metadata(source))
+    found.update(special_token_metadata(source))
     if source.tokenizer:
         found[PIPELINE] = json.dumps(pipeline(source), ensure_ascii=False, separators=(",", ":"))
     return found
@@ -85,5 +85,5 @@ def _kind(source: TokenizerFiles) -> str:
         raise ModelError(
             f"{source.file}: model {kind}: GGUF is written for BPE, SentencePiece and unigram tokenizers"
         )
-    levels = [step.get("type") for step in steps(source.tokenizer.get("pre_tokenizer"))]
+    levels = [step.get("type") for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer"))]
     return "gpt2" if "ByteLevel" in levels else "llama"

@@ -17,10 +17,10 @@ from typing import Any
 
 from attar.checkpoint.atomic import write_bytes, write_json
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.tokenizer_kinds import MAKERS, Json, StoredTokenizer
-from attar.formats.gguf.tokenizer_pipeline import STAGES, SWITCHES, read_pipeline, with_charsmap
-from attar.formats.gguf.tokenizer_special import KEYS, PREFIX
-from attar.formats.gguf.tokenizer_vocabulary import CONTROL, UNKNOWN, USER_DEFINED
+from attar.formats.gguf.tokenizer.from_gguf import MAKERS, Json, StoredTokenizer
+from attar.formats.gguf.tokenizer.to_gguf import STAGES, SWITCHES, read_pipeline, with_charsmap
+from attar.formats.gguf.tokenizer.special_tokens import KEYS, PREFIX
+from attar.formats.gguf.tokenizer.vocabulary import CONTROL, UNKNOWN, USER_DEFINED
 from attar.formats.gguf.values import TypedValue
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.merges import complete, read_merges
-from attar.formats.gguf.pretokenizers import by_name, recognise
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.vocabulary import merges_make_all, read_merges
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, recognise
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.vocabulary import (
     CONTROL,
     NORMAL,
     USER_DEFINED,
     TokenEntry,
-    listed,
-    metadata,
+    token_list,
+    vocabulary_metadata,
 )
 from attar.formats.gguf.values import MetadataValue, TypedValue
 
@@ -55,12 +55,12 @@ def bpe_metadata(source: TokenizerFiles, pre: str | None) -> dict[str, MetadataV
         pre = recognise(
             source.tokenizer.get("pre_tokenizer"),
             bool(model.get("ignore_merges")),
-            lambda: complete(plain, ranks),
+            lambda: merges_make_all(plain, ranks),
             where,
         )
     by_name(pre)
     return {
-        **metadata("gpt2", listed(_entries(source), source.size, source.file), scored=False),
+        **vocabulary_metadata("gpt2", token_list(_entries(source), source.size, source.file), scored=False),
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.merges": TypedValue(
             "[str]", [f"{left} {right}" for left, right in ranks if " " not in left + right]
@@ -97,16 +97,16 @@ def _check(source: TokenizerFiles) -> None:
             hint="a vocabulary with all 256 bytes needs no unk_token",
         )
     wrong = [
-        step["type"] for step in normalizers(source.tokenizer.get("normalizer")) if step["type"] != "NFC"
+        step["type"] for step in normalizer_steps(source.tokenizer.get("normalizer")) if step["type"] != "NFC"
     ]
     if wrong:
         raise ModelError(f"{source.file}: normalizer {wrong[0]}: llama.cpp's BPE takes a text as it is")
 
 
-def normalizers(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def normalizer_steps(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The steps of a tokenizer.json's normalizer, in their order."""
     if not tree:
         return []
     if tree.get("type") != "Sequence":
         return [tree]
-    return [leaf for branch in tree.get("normalizers") or () for leaf in normalizers(branch)]
+    return [leaf for branch in tree.get("normalizers") or () for leaf in normalizer_steps(branch)]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.formats.gguf.merges import TokenPair, merges_of
-from attar.formats.gguf.pretokenizers import by_name, pre_tokenizer
-from attar.formats.gguf.tokenizer_special import PREFIX
-from attar.formats.gguf.tokenizer_vocabulary import BEFORE, NORMAL, SPACE, UNUSED, pad_text
+from attar.formats.gguf.tokenizer.vocabulary import TokenPair, merges_of
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer
+from attar.formats.gguf.tokenizer.special_tokens import PREFIX
+from attar.formats.gguf.tokenizer.vocabulary import BEFORE, NORMAL, SPACE, UNUSED, pad_text
 
 Json = dict[str, Any]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from attar.formats.gguf.pretokenizers import by_name, steps
-from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_special import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
-from attar.formats.gguf.tokenizer_spm import metaspace
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.special_tokens import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
+from attar.formats.gguf.tokenizer.spm import metaspace_prefix
 
 
-def tokenizer_limits(source: TokenizerFiles, metadata: Mapping[str, Any]) -> list[str]:
+def tokenizer_differences(source: TokenizerFiles, metadata: Mapping[str, Any]) -> list[str]:
     """Where llama.cpp's tokens will differ from transformers', one line each; empty where they will not.
 
     Args:
@@ -27,7 +27,7 @@ def tokenizer_limits(source: TokenizerFiles, metadata: Mapping[str, Any]) -> lis
 
 
 def _normalizer(source: TokenizerFiles) -> list[str]:
-    kinds = [step.get("type") for step in normalizers(source.tokenizer.get("normalizer"))]
+    kinds = [step.get("type") for step in normalizer_steps(source.tokenizer.get("normalizer"))]
     return [
         line
         for kind, line in (
@@ -39,8 +39,8 @@ def _normalizer(source: TokenizerFiles) -> list[str]:
 
 
 def _spaces(source: TokenizerFiles) -> list[str]:
-    for step in steps(source.tokenizer.get("pre_tokenizer")):
-        if metaspace(step):
+    for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer")):
+        if metaspace_prefix(step):
             first = step.get("prepend_scheme") == "first"
             after = ", and after a special token" if first else ""
             return [f"a text that begins with a space gets one more{after}"]

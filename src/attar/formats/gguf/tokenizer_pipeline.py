@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import CheckpointError
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
 
 PIPELINE = "attar.tokenizer.pipeline"
 STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")

@@ -22,7 +22,7 @@ from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
-from attar.formats.gguf.sentencepiece import NAMES, SentencePiece, read_model
+from attar.formats.gguf.tokenizer.sentencepiece import NAMES, SentencePiece, read_model
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 

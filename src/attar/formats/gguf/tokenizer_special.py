@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.tokenizer_source import ROLES, TokenizerFiles, text_of
+from attar.formats.gguf.tokenizer.files import ROLES, TokenizerFiles, text_of
 from attar.formats.gguf.values import MetadataValue
 
 PREFIX = "tokenizer.ggml."
@@ -63,7 +63,7 @@ KNOWN_ENDS = (
 """Texts that llama.cpp takes for the end of a text by themselves."""
 
 
-def special_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
+def special_token_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     """The keys of special tokens, of what is put around a text, and of chat templates.
 
     Raises:

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.merges import read_merges, scores
-from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import BPE, SentencePiece, read_model
-from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.vocabulary import merge_scores, read_merges
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import BPE, SentencePiece, read_model
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.vocabulary import (
     ADDED_SCORE,
     BYTE,
     BYTE_TEXT,
@@ -32,8 +32,8 @@ from attar.formats.gguf.tokenizer_vocabulary import (
     UNKNOWN,
     USER_DEFINED,
     TokenEntry,
-    listed,
-    metadata,
+    token_list,
+    vocabulary_metadata,
 )
 from attar.formats.gguf.values import MetadataValue
 
@@ -60,7 +60,7 @@ def spm_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
             f"{source.folder}: the tokenizer has no token for each byte, without which llama.cpp stops"
         )
     return {
-        **metadata("llama", listed(entries, source.size, source.file), scored=True),
+        **vocabulary_metadata("llama", token_list(entries, source.size, source.file), scored=True),
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.add_space_prefix": prefix,
     }
@@ -108,7 +108,7 @@ def _json_entries(source: TokenizerFiles) -> dict[int, TokenEntry]:
     order = sorted(source.vocabulary, key=lambda text: source.vocabulary[text])
     plain = [text for text in order if source.vocabulary[text] not in source.added]
     pieces = [text for text in plain if not BYTE_TEXT.fullmatch(text)]
-    score = dict(zip(pieces, scores(pieces, ranks, where), strict=True))
+    score = dict(zip(pieces, merge_scores(pieces, ranks, where), strict=True))
     entries = {
         source.vocabulary[text]: TokenEntry(text, NORMAL, score[text])
         if text in score
@@ -128,7 +128,7 @@ def _prefix(source: TokenizerFiles) -> bool:
         ModelError: the text is changed or cut in a way that llama.cpp's SentencePiece does not have.
     """
     escaped = prefix = False
-    for step in normalizers(source.tokenizer.get("normalizer")):
+    for step in normalizer_steps(source.tokenizer.get("normalizer")):
         if step == ESCAPE:
             escaped = True
         elif step.get("type") == "Prepend" and step.get("prepend") == SPACE:
@@ -137,8 +137,8 @@ def _prefix(source: TokenizerFiles) -> bool:
             raise ModelError(
                 f"{source.file}: normalizer {dict(step)}: llama.cpp's SentencePiece has none such"
             )
-    for step in steps(source.tokenizer.get("pre_tokenizer")):
-        spaced = metaspace(step)
+    for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer")):
+        spaced = metaspace_prefix(step)
         if spaced is not None:
             escaped, prefix = True, prefix or spaced
             if step.get("split", True) and any(SPACE in text[1:] for text in _plain(source)):
@@ -155,7 +155,7 @@ def _prefix(source: TokenizerFiles) -> bool:
     return prefix
 
 
-def metaspace(step: Mapping[str, Any]) -> bool | None:
+def metaspace_prefix(step: Mapping[str, Any]) -> bool | None:
     """Whether a Metaspace step puts a space before a text; None for another step."""
     if step.get("type") != "Metaspace" or step.get("replacement", SPACE) != SPACE:
         return None

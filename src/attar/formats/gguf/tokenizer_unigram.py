@@ -19,21 +19,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.pretokenizers import steps
-from attar.formats.gguf.sentencepiece import SentencePiece
-from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import TokenizerFiles
-from attar.formats.gguf.tokenizer_spm import ESCAPE, metaspace, with_added
-from attar.formats.gguf.tokenizer_vocabulary import (
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import SentencePiece
+from attar.formats.gguf.tokenizer.bpe import normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles
+from attar.formats.gguf.tokenizer.spm import ESCAPE, metaspace_prefix, with_added
+from attar.formats.gguf.tokenizer.vocabulary import (
     BEFORE,
     NORMAL,
     SPACE,
     UNKNOWN,
     UNUSED,
     TokenEntry,
-    listed,
-    metadata,
     pad_text,
+    token_list,
+    vocabulary_metadata,
 )
 from attar.formats.gguf.values import MetadataValue, TypedValue
 
@@ -62,10 +62,10 @@ def _from_json(source: TokenizerFiles) -> dict[str, MetadataValue]:
         for index, (text, score) in enumerate(model["vocab"])
     }
     merged, charsmap = _normalizer(source)
-    steps_before = normalizers(source.tokenizer.get("normalizer"))
+    steps_before = normalizer_steps(source.tokenizer.get("normalizer"))
     prefix = any(step.get("type") == "Prepend" or step == BEFORE for step in steps_before)
-    for step in steps(source.tokenizer.get("pre_tokenizer")):
-        spaced = metaspace(step)
+    for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer")):
+        spaced = metaspace_prefix(step)
         if spaced is None and (step.get("type") != "WhitespaceSplit" or not charsmap):
             raise ModelError(f"{source.file}: pre_tokenizer {dict(step)}: llama.cpp's unigram has none such")
         merged, prefix = merged or spaced is None, prefix or bool(spaced)
@@ -91,7 +91,7 @@ def _keys(
     source: TokenizerFiles, entries: dict[int, TokenEntry], prefix: bool, merged: bool, charsmap: bytes
 ) -> dict[str, MetadataValue]:
     found = {
-        **metadata("t5", listed(entries, source.size, source.file), scored=True),
+        **vocabulary_metadata("t5", token_list(entries, source.size, source.file), scored=True),
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.add_space_prefix": prefix,
         "tokenizer.ggml.remove_extra_whitespaces": merged,
@@ -105,7 +105,7 @@ def _normalizer(source: TokenizerFiles) -> tuple[bool, bytes]:
     """Whether runs of spaces become one, and the compiled normalization."""
     merged = stripped = False
     charsmap = b""
-    for step in normalizers(source.tokenizer.get("normalizer")):
+    for step in normalizer_steps(source.tokenizer.get("normalizer")):
         kind = step.get("type")
         if kind == "Precompiled":
             charsmap = _decoded(step, source)

@@ -36,7 +36,7 @@ def pad_text(index: int) -> str:
     return f"[PAD{index}]"
 
 
-def listed(entries: Mapping[int, TokenEntry], size: int | None, where: Path) -> list[TokenEntry]:
+def token_list(entries: Mapping[int, TokenEntry], size: int | None, where: Path) -> list[TokenEntry]:
     """Tokens in the order of their ids, as many as the embedding has rows.
 
     Args:
@@ -67,7 +67,7 @@ def listed(entries: Mapping[int, TokenEntry], size: int | None, where: Path) -> 
     return filled
 
 
-def metadata(kind: str, entries: list[TokenEntry], *, scored: bool) -> dict[str, MetadataValue]:
+def vocabulary_metadata(kind: str, entries: list[TokenEntry], *, scored: bool) -> dict[str, MetadataValue]:
     """The keys of a vocabulary."""
     found: dict[str, MetadataValue] = {
         "tokenizer.ggml.model": kind,

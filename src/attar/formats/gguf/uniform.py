@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from attar.formats.gguf.blocks import LAYOUTS, scales, unpack
-from attar.formats.uniform import Uniform
+from attar.formats.coded import UniformWeight
 
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q2_K": 2, "Q3_K": 3, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 
 
-def of_blocks(kind: str, data: Tensor, columns: int) -> Uniform:
+def uniform_of_blocks(kind: str, data: Tensor, columns: int) -> UniformWeight:
     """A weight in blocks.
 
     Args:
@@ -35,18 +35,18 @@ def of_blocks(kind: str, data: Tensor, columns: int) -> Uniform:
     width = columns // scale.shape[1]
     if layout.levels is not None:
         levels = torch.tensor(layout.levels, dtype=torch.int8)
-        return Uniform(levels[codes.int()], 8, scale, width=width)
+        return UniformWeight(levels[codes.int()], 8, scale, width=width)
     if kind == "Q8_0":
-        return Uniform(codes, 8, scale, width=width)
+        return UniformWeight(codes, 8, scale, width=width)
     middle = 1 << (BITS[kind] - 1)
     signed = (codes - middle).view(torch.int8)
     if minimum is None:
         assert layout.zero == middle, f"{kind} without minimums has its zero in the middle"
-        return Uniform(signed, BITS[kind], scale, width=width)
+        return UniformWeight(signed, BITS[kind], scale, width=width)
     zero = minimum / scale + (layout.zero - middle)
     flat = scale == 0
     if bool(flat.any()):
         tiles = signed.view(len(signed), -1, width)
         signed = torch.where(flat[..., None], 0, tiles).view_as(signed)
         scale, zero = torch.where(flat, minimum, scale), torch.where(flat, 1.0, zero)
-    return Uniform(signed, BITS[kind], scale, zero, width)
+    return UniformWeight(signed, BITS[kind], scale, zero, width)

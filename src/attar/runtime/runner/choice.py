@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.build import why_missing
 from attar.kernels.decode import TILE
 from attar.kernels.product import default_activation_bits

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
 from attar.models.blocks import is_linear
 from attar.models.configs import load_config
