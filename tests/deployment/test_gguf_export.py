@@ -11,8 +11,8 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
 from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
-from attar.formats.readers import Decoded
 from attar.formats.gguf import container
+from attar.formats.readers import Decoded
 from attar.models.load import load_model
 from attar.progress import SILENT
 from attar.quantization.hessian import Hessian, output_error

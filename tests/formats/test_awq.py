@@ -6,18 +6,17 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.awq import (
-    ORDER,
-    PLACE,
+    NIBBLE_OUTPUTS,
+    OUTPUT_NIBBLES,
     AWQReader,
     decode,
-    dequantize_state,
     encode,
     layout,
     quantization_config,
     unpack,
 )
 from attar.formats.coded import Coded
-from attar.formats.readers import quant_method, reader
+from attar.formats.readers import dequantize_state, quant_method, reader
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -70,7 +69,8 @@ def test_hand_computed_words():
 
 
 def test_the_two_orders_are_inverses():
-    assert [ORDER[place] for place in PLACE] == list(range(8)) == [PLACE[output] for output in ORDER]
+    outputs = [NIBBLE_OUTPUTS[nibble] for nibble in OUTPUT_NIBBLES]
+    assert outputs == list(range(8)) == [OUTPUT_NIBBLES[output] for output in NIBBLE_OUTPUTS]
 
 
 def test_nothing_is_modified():
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
     assert sorted(state) == [f"{MODULE}.bias", f"{MODULE}.weight", "model.norm.weight"]
     assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, made), made))
     assert torch.equal(state["model.norm.weight"], norm) and torch.equal(state[f"{MODULE}.bias"], bias)
-    slot = read.slot(checkpoint.tensors[f"{MODULE}.qweight"])
+    slot = read.header(checkpoint.tensors[f"{MODULE}.qweight"])
     assert slot == (f"{MODULE}.weight", "F16", (8, 64))
     read.check(f"{MODULE}.qweight")
 
@@ -153,7 +153,7 @@ def test_other_layouts_are_refused_by_name(tmp_path, changes):
 @pytest.mark.parametrize("size", [None, 0, "16"])
 def test_group_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(CheckpointError, match="in groups of"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).decode(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
     tensors = stored()
     tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
     with pytest.raises(CheckpointError, match=error):
-        AWQReader(folder(tmp_path, tensors, SAID)).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, SAID)).decode(f"{MODULE}.qweight")
 
 
 def test_scales_of_zero_are_named(tmp_path):

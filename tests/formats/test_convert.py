@@ -34,8 +34,8 @@ def write(path, target, weight, made, form=PACK):
 
 def read(reader):
     """Codes, rule and dense weight of that checkpoint."""
-    name = next(name for name in reader.checkpoint.tensors if reader.coded(name))
-    return *reader.codes(name), reader.dense(name)
+    name = next(name for name in reader.checkpoint.tensors if reader.is_coded(name))
+    return *reader.codes(name), reader.decode(name)
 
 
 CHAINS = [

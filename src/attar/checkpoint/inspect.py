@@ -20,8 +20,9 @@ from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
 
 DESCRIBERS = {".gguf": "attar.formats.gguf.inspect"}
-"""What tells of a file that holds a whole model, by its suffix: a module with ``describe``, and ``bare`` for
-what cannot be opened; by name, for they stand above this room."""
+"""Modules that describe a file with a whole model, by its suffix: each has ``describe``, and ``open_unknown``
+for a file that cannot be opened otherwise. They are named and not imported, because they are above this
+package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
         place = resolve(model)
         if place.suffix.lower() not in DESCRIBERS:
             raise
-        opened: Checkpoint = import_module(DESCRIBERS[place.suffix.lower()]).bare(place)
+        opened: Checkpoint = import_module(DESCRIBERS[place.suffix.lower()]).open_unknown(place)
         return opened
 
 

@@ -46,7 +46,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     read = reader(source)
 
     def layout(info: Any) -> Sequence[TensorSpec]:
-        made = read.slot(info)
+        made = read.header(info)
         if made is None:
             return []
         name, kind, shape = made
@@ -55,7 +55,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         return [TensorSpec(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
-        tensor, made = read.dense(name), read.slot(source.tensors[name])
+        tensor, made = read.decode(name), read.header(source.tensors[name])
         assert tensor is not None and made is not None, "scales have no slot"
         return {made[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
 

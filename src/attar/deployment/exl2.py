@@ -316,7 +316,7 @@ class _Made:
             for stored, module in self.modules.items():
                 base = stored.removesuffix(".weight")
                 made = self._rounded(module)
-                wanted, got = decode(made, self.shapes[module][0]), read.dense(f"{base}.{WEIGHT}")
+                wanted, got = decode(made, self.shapes[module][0]), read.decode(f"{base}.{WEIGHT}")
                 read.check(f"{base}.{WEIGHT}")
                 if got is None or not torch.equal(got, wanted):
                     raise NumericsError(f"{stored} reads back differently", hint="run it again")

@@ -29,18 +29,16 @@ from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
-from attar.formats.readers import Decoded
 from attar.formats.gguf import blocks, container, imatrix
-from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.container import GGUF
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.tokenizer.to_gguf import source_metadata
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_differences
+from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
+from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
 

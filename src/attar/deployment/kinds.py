@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
-from attar.formats.gguf.tensor_map import architecture
+from attar.formats.gguf.architecture import sizes
 from attar.formats.gguf.codes import exact_type
 from attar.formats.gguf.mixes import canonical, mix, overridden
 from attar.formats.gguf.reader import GGUFReader
-from attar.formats.gguf.architecture import sizes
+from attar.formats.gguf.tensor_map import architecture
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 from attar.formats.readers import FormatReader, quant_method, reader
 from attar.progress import Progress
@@ -110,7 +110,7 @@ def _mix(settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[A
         layers=measured.layers,
         heads=measured.heads,
         kv_heads=measured.kv_heads,
-        architecture=family.written,
+        architecture=family.arch,
         imatrix=weighted,
         overrides=settings.overrides,
     )
@@ -146,7 +146,7 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> Kinds:
 def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
     has no codes). Blocks of a GGUF file stay the blocks that they are."""
-    if isinstance(packed, GGUFReader) and packed.same_place(name, one):
+    if isinstance(packed, GGUFReader) and packed.same_rows(name, one):
         return packed.checkpoint.tensors[name].block, ""
     found = packed.codes(name)
     return (None, "") if found is None or one.transposed else exact_type(*found)

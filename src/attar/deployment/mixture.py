@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.deployment.budget import Budget, Layout, data_bytes, head_bytes
 from attar.errors import ModelError
-from attar.formats.readers import Decoded
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable
 from attar.formats.gguf.mixes import bits as average_bits
 from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.types import FILE_TYPES
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 from attar.models.names import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid

@@ -48,7 +48,7 @@ class Conversion(Protocol):
 
     config: dict[str, Any]
 
-    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         """Names, types and shapes of what a stored tensor becomes, known before it is read."""
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -133,7 +133,7 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
 
     stream(
         source,
-        lambda info: [TensorSpec(*slot) for slot in made.slots(info)],
+        lambda info: [TensorSpec(*slot) for slot in made.headers(info)],
         transform,
         output.folder,
         work=output.work / "shards",
@@ -145,9 +145,9 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
 def found_limits(written: Checkpoint) -> list[str]:
     """What to know before a packed checkpoint is deployed, in sentences."""
     read: Any = reader(written)
-    if not hasattr(read, "described"):
+    if not hasattr(read, "rule_and_shape"):
         return []
-    found = {name: read.described(name) for name in written.tensors}
+    found = {name: read.rule_and_shape(name) for name in written.tensors}
     said = {name.rpartition(".")[0]: one for name, one in found.items() if one is not None}
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)

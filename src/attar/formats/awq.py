@@ -9,12 +9,12 @@ For a Linear with weight (N, K), 4 bits, groups of g inputs, G = K / g of them:
     bias     float16 (N,)       an ordinary tensor, where the Linear has one
 
 Nibble i of word c, from the lowest, holds output 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]. Codes and zero points are
-stored as signed + 8. ``group_size: -1`` is one group, K. Inputs are not reordered; factors on activations are folded
-into the layers before, so nothing else is stored. Symmetric weights are written with zero points of 8 and
-``zero_point: true``: the layout always has zero points, and vLLM refuses the other label.
+stored as signed + 8. ``group_size: -1`` is one group, K. Inputs are not reordered; factors on activations are
+folded into the layers before, so nothing else is stored. Symmetric weights are written with zero points of 8
+and ``zero_point: true``: the layout always has zero points, and vLLM refuses the other label.
 
-A file has one group size. Read as well: ``quant_config.json`` alone, with ``w_bit`` and ``q_group_size``. The layouts
-GEMV, Marlin and llm-awq's own are refused by name.
+A file has one group size. Read as well: ``quant_config.json`` alone, with ``w_bit`` and ``q_group_size``. The
+layouts GEMV, Marlin and llm-awq's own are refused by name.
 
 Sources: AutoAWQ, awq/modules/linear/gemm.py and utils/packing_utils.py; GPTQModel 7.6,
 quantization/awq/utils/packing_utils.py; transformers 5, AwqConfig; vLLM, quantization/auto_awq.py.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.coded import Coded, TensorSpecs
+from attar.formats.coded import Coded, TensorLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.qweight import (
     HEAD,
@@ -69,7 +69,7 @@ def encode(weight: Coded, rule: WeightRule) -> dict[str, Tensor]:
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
+def layout(shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K)."""
     (rows, columns), groups = shape, rule.tiles(shape)[1]
     return {
@@ -80,7 +80,8 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> Coded:
-    """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as None."""
+    """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as
+    None."""
     scales = half_scales(tensors[SCALES])
     rows = scales.shape[1]
     codes, zero = (
@@ -105,8 +106,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """The ``quantization_config`` of config.json.
 
-    Dense Linears are listed twice: ``modules_to_not_convert`` is for transformers and vLLM; GPTQModel ignores it
-    (and would leave random weights) and follows ``dynamic``.
+    Dense Linears are listed twice: ``modules_to_not_convert`` is for transformers and vLLM; GPTQModel ignores
+    it (and would leave random weights) and follows ``dynamic``.
 
     Args:
         rules: of the quantized Linears, by module name; all of one group size.
@@ -161,7 +162,7 @@ class AWQReader(QweightReader):
     def shape(self, qweight: tuple[int, int], module: str, rule: WeightRule) -> tuple[int, int]:
         return qweight[1] * OUTPUTS, qweight[0]
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
         return layout(shape, rule)
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:

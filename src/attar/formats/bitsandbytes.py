@@ -8,27 +8,28 @@ NF4 (``load_in_4bit``). For a Linear with weight (N, K), cut row by row into blo
     weight.nested_absmax      float32 (ceil(blocks / 256),)
     weight.nested_quant_map   float32 (256,)
     weight.quant_state.bitsandbytes__nf4
-                              uint8: JSON of quant_type, blocksize, dtype, shape; with double quantization also
+                              uint8: JSON of quant_type, blocksize, dtype, shape; with double quantization
+                                  also
                               of nested_blocksize, nested_dtype, nested_offset
 
 A decoded weight is level times scale in float32, rounded once to ``dtype``; a coded scale is
 nested_quant_map[code] * nested_absmax + nested_offset. The JSON is padded with spaces to a fixed length.
 
-INT8 (``load_in_8bit``): one scale for each output. Dettmers, Lewis, Belkada, Zettlemoyer 2022, "LLM.int8()", arXiv
-2208.07339, section 3.
+INT8 (``load_in_8bit``): one scale for each output. Dettmers, Lewis, Belkada, Zettlemoyer 2022, "LLM.int8()",
+arXiv 2208.07339, section 3.
 
     weight          int8 (N, K): codes
     SCB             float32 (N,): 127 times the scale, which is a row's largest magnitude where bitsandbytes
                     itself rounded to nearest
     weight_format   uint8 (): 0, rows as they are
 
-A decoded weight is code * (SCB / 127), in float32, rounded once to the model's type: for a scale of at most 17
-significant bits (bfloat16, float16) exactly code * scale. An engine multiplies by a rounded 1 / 127, so that its
-numbers differ in the last bit of a float32. It also rounds the inputs of each token to int8, except columns with a
-magnitude of ``llm_int8_threshold`` or more.
+A decoded weight is code * (SCB / 127), in float32, rounded once to the model's type: for a scale of at most
+17 significant bits (bfloat16, float16) exactly code * scale. An engine multiplies by a rounded 1 / 127, so
+that its numbers differ in the last bit of a float32. It also rounds the inputs of each token to int8, except
+columns with a magnitude of ``llm_int8_threshold`` or more.
 
-A Conv1D's weight is stored as (N, K), as transformers expects it. Linears in ``llm_int8_skip_modules``, embeddings and
-norms are dense.
+A Conv1D's weight is stored as (N, K), as transformers expects it. Linears in ``llm_int8_skip_modules``,
+embeddings and norms are dense.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torch import Tensor
 
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.coded import Coded, TensorSpecs
+from attar.formats.coded import Coded, TensorLayout
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
 from attar.formats.quantization_config import CONV1D
 from attar.formats.rules import WeightRule
@@ -96,11 +97,11 @@ def encode_nf4(
     return {**tensors, STATE: torch.tensor(list(state), dtype=torch.uint8)}
 
 
-def layout_nf4(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool) -> TensorSpecs:
+def layout_nf4(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool) -> TensorLayout:
     """Type and shape of the tensors that :func:`encode_nf4` returns for a weight of ``shape`` (N, K)."""
     count = shape[0] * shape[1]
     blocks = -(-count // blocksize)
-    specs: TensorSpecs = {
+    specs: TensorLayout = {
         WEIGHT: ("U8", (-(-count // 2), 1)),
         ABSMAX: ("U8" if double else "F32", (blocks,)),
         MAP: ("F32", (16,)),
@@ -217,7 +218,7 @@ def encode_int8(weight: Coded) -> dict[str, Tensor]:
     }
 
 
-def layout_int8(shape: tuple[int, int]) -> TensorSpecs:
+def layout_int8(shape: tuple[int, int]) -> TensorLayout:
     """Type and shape of the tensors that :func:`encode_int8` returns for a weight of ``shape`` (N, K)."""
     return {WEIGHT: ("I8", shape), SCB: ("F32", (shape[0],)), WEIGHT_FORMAT: ("U8", ())}
 

@@ -1,8 +1,8 @@
 """compressed-tensors: the checkpoints that transformers and vLLM load (``quant_method: compressed-tensors``).
 
-``quantization_config`` in config.json holds config groups, each with targets (module names, ``re:`` patterns or class
-names; the more exact target decides), rules for weights and input activations, and the layout of its tensors;
-layouts.py has the bytes. Further tensors of a module:
+``quantization_config`` in config.json holds config groups, each with targets (module names, ``re:`` patterns
+or class names; the more exact target decides), rules for weights and input activations, and the layout of its
+tensors; layouts.py has the bytes. Further tensors of a module:
 
     input_scale       float (1,)   static activation scale
     k_scale, v_scale  float (1,)   of an attention module, with ``kv_cache_scheme``
@@ -11,9 +11,9 @@ An int8 embedding is ``naive-quantized``: ``weight`` int8 (V, D) and ``weight_sc
 it stores a scale of its own and no weight: transformers ties the int8 weight and then decodes embedding and
 head each with its scale.
 
-A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format ignores Conv1D and leaves random
-weights. attar writes such a checkpoint with ``format: attar-transposed``, which that reader refuses by name; attar
-reads it and exports it dense.
+A Conv1D (GPT-2) stores its weight transposed, and transformers' reader of this format ignores Conv1D and
+leaves random weights. attar writes such a checkpoint with ``format: attar-transposed``, which that reader
+refuses by name; attar reads it and exports it dense.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def quantization_config(
         kv_cache: how keys and values are rounded.
         transposed: the Linears are Conv1D modules.
         dequantize: ask transformers to decode while it loads. Its other way, decoding on the first pass,
-            fails in compressed-tensors 0.20 on zero points and on FP4 where the model is not bfloat16. Only one
-            group can be loaded so, and activations are not rounded.
+            fails in compressed-tensors 0.20 on zero points and on FP4 where the model is not bfloat16. Only
+            one group can be loaded so, and activations are not rounded.
     """
     forms = [TRANSPOSED if transposed and group.form != NAIVE else group.form for group in groups]
     form = forms[0] if len(dict.fromkeys(forms)) == 1 else "mixed-precision"
@@ -121,8 +121,8 @@ class CompressedTensorsConfig:
         self.exact = {target: group for group in self.groups for target in group.targets}
 
     def named(self, module: str) -> ConfigGroup | None:
-        """The group whose target is the module's name or a pattern that matches it. A stored name may lack the
-        model's prefix or have one more."""
+        """The group whose target is the module's name or a pattern that matches it. A stored name may lack
+        the model's prefix or have one more."""
         if module in self.exact:
             return self.exact[module]
         for target, group in self.exact.items():
@@ -195,8 +195,8 @@ class CompressedTensorsReader(PackedReader):
         return group.weights, self._shape(name, group.form)
 
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
-        """As in the base class. The rule is ``ordered`` where the groups are not neighbours, whatever the config
-        states."""
+        """As in the base class. The rule is ``ordered`` where the groups are not neighbours, whatever the
+        config states."""
         if not self.is_coded(name):
             return None
         group = self._group(name)
@@ -235,8 +235,8 @@ class CompressedTensorsReader(PackedReader):
         return shape[0], shape[1] * 2 if form in (NVFP4, MXFP4) else shape[1]
 
     def _group(self, name: str) -> ConfigGroup:
-        """The group of a coded weight: the one that names it, else the first one with a class name whose layout
-        fits the tensors."""
+        """The group of a coded weight: the one that names it, else the first one with a class name whose
+        layout fits the tensors."""
         base = name.rpartition(".")[0]
         self.stored(f"{base}.{SCALE}")
         if name.endswith(PACKED) and self.checkpoint.tensors[name].dtype == "I32":

@@ -3,8 +3,8 @@
 turboderp, ExLlamaV2: ``conversion/adaptivegptq.py`` (pack), ``exllamav2_ext/cuda/pack_tensor.cu``,
 ``ext.py`` (make_q_matrix), ``cuda/q_matrix.cu`` and ``quant/qdq_util.cuh`` (decoding). There is no paper.
 
-For a weight (N, K), its inputs reordered and cut into G groups of a multiple of 32 inputs, each of 2, 3, 4, 5, 6 or
-8 bits, groups of more bits first; M is N rounded up to a multiple of 32:
+For a weight (N, K), its inputs reordered and cut into G groups of a multiple of 32 inputs, each of 2, 3, 4,
+5, 6 or 8 bits, groups of more bits first; M is N rounded up to a multiple of 32:
 
     q_weight      int32 (sum of inputs * bits / 32, M): codes of the reordered, transposed weight, group after
                   group, dense_pack along K
@@ -17,9 +17,9 @@ A code is stored as signed code + 2^(b-1). ExLlamaV2 computes in float16, and so
 
     h = q_scale_max / 256 ,   s = (q_scale + 1)^2 * h ,   w = code * s            each rounded to float16
 
-Outputs that pad M have scale code 15 and code 0. The tensors do not state N where it is no multiple of 32: it is read
-from ``rows`` in ``quantization_config``, a key that ExLlamaV2 ignores, else from a bias or, for the head, the
-vocabulary. Embeddings and norms are float16. A model with tied embeddings stores a head of its own.
+Outputs that pad M have scale code 15 and code 0. The tensors do not state N where it is no multiple of 32: it
+is read from ``rows`` in ``quantization_config``, a key that ExLlamaV2 ignores, else from a bias or, for the
+head, the vocabulary. Embeddings and norms are float16. A model with tied embeddings stores a head of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.coded import TensorSpecs
+from attar.formats.coded import TensorLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 
@@ -91,7 +91,7 @@ def encode(
     }
 
 
-def layout(shape: tuple[int, int], sections: Sections) -> TensorSpecs:
+def layout(shape: tuple[int, int], sections: Sections) -> TensorLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K).
 
     Raises:

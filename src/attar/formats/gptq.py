@@ -8,23 +8,23 @@ For a Linear with weight (N, K), b bits (2, 3, 4 or 8), groups of g inputs, G = 
     g_idx    int32 (K,)                  group of each input; i // g where groups are neighbours
     bias     float16 (N,)                an ordinary tensor, where the Linear has one
 
-Codes and zero points are stored as signed + 2^(b-1). With act-order (``desc_act``) the codes stay in the order of
-the inputs, and only g_idx has the groups. ``group_size: -1`` is one group, K.
+Codes and zero points are stored as signed + 2^(b-1). With act-order (``desc_act``) the codes stay in the
+order of the inputs, and only g_idx has the groups. ``group_size: -1`` is one group, K.
 
-Two versions differ in the zero points: the first (``checkpoint_format: gptq``) stores one less, which the kernel adds;
-the second (``gptq_v2``) stores them unchanged. Symmetric weights, whose zero point is 2^(b-1), fit both and are read
-everywhere in the first. An asymmetric zero point of 0 does not exist in the first: the second is written where any
-Linear of a file is asymmetric.
+Two versions differ in the zero points: the first (``checkpoint_format: gptq``) stores one less, which the
+kernel adds; the second (``gptq_v2``) stores them unchanged. Symmetric weights, whose zero point is 2^(b-1),
+fit both and are read everywhere in the first. An asymmetric zero point of 0 does not exist in the first: the
+second is written where any Linear of a file is asymmetric.
 
-As GPTQModel does, the first version is read by adding 1 to every field: for 2, 4 and 8 bits with one addition to the
-word (which undoes a borrow that a writer left between neighbours), for 3 bits, which straddle words, field by
-field. Readers disagree on files of the first version with zero points of 0.
+As GPTQModel does, the first version is read by adding 1 to every field: for 2, 4 and 8 bits with one addition
+to the word (which undoes a borrow that a writer left between neighbours), for 3 bits, which straddle words,
+field by field. Readers disagree on files of the first version with zero points of 0.
 
 Read as well: files without ``checkpoint_format`` (older than the second version, so of the first);
-``quantize_config.json`` alone; ``dynamic`` overrides (``+:`` or no prefix) and skips (``-:``), regular expressions on
-module names, skips first; files without g_idx; symmetric files with zero points of the second version and the label
-of the first (kernels for symmetric weights ignore zero points); biases of zeros that AutoGPTQ gave to every
-Linear, which are left out where the file is that old.
+``quantize_config.json`` alone; ``dynamic`` overrides (``+:`` or no prefix) and skips (``-:``), regular
+expressions on module names, skips first; files without g_idx; symmetric files with zero points of the second
+version and the label of the first (kernels for symmetric weights ignore zero points); biases of zeros that
+AutoGPTQ gave to every Linear, which are left out where the file is that old.
 
 Sources: GPTQModel 7.6, nn_modules/qlinear/__init__.py (pack_original, dequantize_weight), utils/model.py
 (convert_gptq_v1_to_v2_format_module), quantization/config.py (dynamic); transformers 5, GPTQConfig; vLLM,
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.coded import Coded, TensorSpecs
+from attar.formats.coded import Coded, TensorLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.quantization_config import matches_start
 from attar.formats.qweight import (
@@ -100,7 +100,7 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
+def layout(shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K)."""
     (rows, columns), groups = shape, rule.tiles(shape)[1]
     return {
@@ -112,8 +112,8 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
 
 
 def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
-    """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as None, and
-    so is the order of groups that are neighbours."""
+    """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as None,
+    and so is the order of groups that are neighbours."""
     bits, scales = rule.bits, half_scales(tensors[SCALES])
     columns = tensors[G_IDX].shape[0] if G_IDX in tensors else tensors[QWEIGHT].shape[0] * 32 // bits
     codes = dense_unpack(tensors[QWEIGHT].T.contiguous(), bits, columns)
@@ -153,8 +153,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """The ``quantization_config`` of config.json.
 
-    Linears that differ from most get ``dynamic`` entries, which GPTQModel and vLLM follow and transformers does not.
-    Dense Linears of the blocks are named by ``dynamic`` for those two, and left out of
+    Linears that differ from most get ``dynamic`` entries, which GPTQModel and vLLM follow and transformers
+    does not. Dense Linears of the blocks are named by ``dynamic`` for those two, and left out of
     ``modules_in_block_to_quantize`` for transformers.
 
     Args:
@@ -239,7 +239,7 @@ class GPTQReader(QweightReader):
         info = self.checkpoint.tensors.get(f"{module}.{G_IDX}")
         return qweight[1], info.shape[0] if info and len(info.shape) == 1 else qweight[0] * 32 // rule.bits
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
         return layout(shape, rule)
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:

@@ -12,9 +12,9 @@ For a weight (N, K), b bits, scales in a table (P, G) of tiles:
                             float8_e4m3fn; weight_global_scale float32 (1,), which *divides* the scales
 ``mxfp4-pack-quantized``    weight_packed likewise; weight_scale uint8, 2^(byte - 127)
 
-weight_scale is (P, G) in the model's type; a single one is (1,). Packed weights whose groups are not neighbours have
-weight_g_idx, int32 (K,). A decoded weight is code times scale, rounded once to the type of the scale; both FP4
-layouts decode to bfloat16, whatever the model's type, as compressed-tensors does.
+weight_scale is (P, G) in the model's type; a single one is (1,). Packed weights whose groups are not
+neighbours have weight_g_idx, int32 (K,). A decoded weight is code times scale, rounded once to the type of
+the scale; both FP4 layouts decode to bfloat16, whatever the model's type, as compressed-tensors does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.formats.coded import Coded, TensorSpecs, fp4_levels, unpack_nibbles
+from attar.formats.coded import Coded, TensorLayout, fp4_levels, unpack_nibbles
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
 
@@ -60,7 +60,7 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     return tensors
 
 
-def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8") -> TensorSpecs:
+def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8") -> TensorLayout:
     """Type and shape of the tensors that :func:`encode` returns, without a weight.
 
     Args:
@@ -70,7 +70,7 @@ def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code
     """
     (rows, columns), tiles = shape, rule.tiles(shape)
     if form in (NVFP4, MXFP4):
-        specs: TensorSpecs = {PACKED: ("U8", (rows, columns // 2))}
+        specs: TensorLayout = {PACKED: ("U8", (rows, columns // 2))}
         specs[SCALE] = ("F8_E4M3" if form == NVFP4 else "U8", tiles)
         return {**specs, GLOBAL: ("F32", (1,))} if form == NVFP4 else specs
     single = rule.strategy == "tensor"

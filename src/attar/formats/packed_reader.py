@@ -1,8 +1,8 @@
-"""What the readers of quantized safetensors checkpoints share: which tensors are decoded, which are left out, and
-the checks of codes and scales.
+"""What the readers of quantized safetensors checkpoints share: which tensors are decoded, which are left out,
+and the checks of codes and scales.
 
-A quantized weight is stored as its codes and auxiliary tensors (scales, zero points, shapes, group indices). A
-reader decodes the weight when it is given the codes' tensor and has nothing to return for an auxiliary one.
+A quantized weight is stored as its codes and auxiliary tensors (scales, zero points, shapes, group indices).
+A reader decodes the weight when it is given the codes' tensor and has nothing to return for an auxiliary one.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class PackedReader(ABC):
 def weight_dtype(checkpoint: Any) -> torch.dtype:
     """The number type of a checkpoint's dense weights, for layouts that do not state it.
 
-    ``dtype`` of config.json (older files: ``torch_dtype``); else the float type that most stored bytes have; else
-    bfloat16.
+    ``dtype`` of config.json (older files: ``torch_dtype``); else the float type that most stored bytes have;
+    else bfloat16.
     """
     for key in ("dtype", "torch_dtype"):
         dtype = getattr(torch, str(checkpoint.config.get(key)).removeprefix("torch."), None)

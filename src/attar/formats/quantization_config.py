@@ -15,7 +15,8 @@ from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, ModelError
 
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files that older writers made in place of ``quantization_config``, and the method of those that name none."""
+"""Files that older writers made in place of ``quantization_config``, and the method of those that name
+none."""
 CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Conv1D modules
 LONGEST = 4096  # characters of a pattern
 SECONDS = 1.0  # of one match

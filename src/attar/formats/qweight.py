@@ -1,7 +1,7 @@
 """What GPTQ and AWQ have in common: layouts whose codes are called ``qweight``.
 
-Each quantized Linear has ``qweight``, ``qzeros``, ``scales`` and, with GPTQ, ``g_idx``; its ``bias`` is an ordinary
-tensor. A decoded weight has the type of its scales, as in the kernels that multiply in that type:
+Each quantized Linear has ``qweight``, ``qzeros``, ``scales`` and, with GPTQ, ``g_idx``; its ``bias`` is an
+ordinary tensor. A decoded weight has the type of its scales, as in the kernels that multiply in that type:
 
     w = half(s (q - z))
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, NumericsError
-from attar.formats.coded import Coded, TensorSpecs, dequantize
+from attar.formats.coded import Coded, TensorLayout, dequantize
 from attar.formats.packed_reader import PackedReader, check_codes
 from attar.formats.quantization_config import CONV1D, read_quantization_config
 from attar.formats.rules import WeightRule
@@ -88,7 +88,7 @@ class QweightReader(PackedReader):
         """(N, K) of a Linear, from the shapes of its tensors."""
 
     @abstractmethod
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
         """Types and shapes that its tensors must have."""
 
     @abstractmethod
@@ -124,8 +124,8 @@ class QweightReader(PackedReader):
         return self._fitting(name.removesuffix(f".{QWEIGHT}")) if self.is_coded(name) else None
 
     def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
-        """As in the base class. The rule is that of the numbers, whatever the config states: symmetric where every
-        zero point is the middle of the codes, ordered where the groups are not neighbours."""
+        """As in the base class. The rule is that of the numbers, whatever the config states: symmetric where
+        every zero point is the middle of the codes, ordered where the groups are not neighbours."""
         if not self.is_coded(name):
             return None
         base = name.removesuffix(f".{QWEIGHT}")

@@ -1,8 +1,9 @@
 """How weights and activations are quantized, in the terms of compressed-tensors: plain data, no torch.
 
-A rule names the number type (``kind``, ``bits``) and the values that share a scale (``strategy``): ``tensor`` all,
-``channel`` a row of the weight, ``group`` g neighbours in a row, ``block`` a rectangle, ``tensor_group`` groups
-whose scales have a global scale, ``token`` one vector of an activation, ``attn_head`` one head of the KV cache.
+A rule names the number type (``kind``, ``bits``) and the values that share a scale (``strategy``): ``tensor``
+all, ``channel`` a row of the weight, ``group`` g neighbours in a row, ``block`` a rectangle, ``tensor_group``
+groups whose scales have a global scale, ``token`` one vector of an activation, ``attn_head`` one head of the
+KV cache.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
-from attar.formats.readers import Decoded
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.extraction_plan import Pair, Part, pair, saved_modules

@@ -17,8 +17,7 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
-from attar.formats.readers import Decoded
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 from attar.merging.adapter import Adapted
 from attar.merging.adapter_files import CONFIG, WEIGHTS
 from attar.merging.written import read_configs

@@ -11,8 +11,7 @@ from torch import nn
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.geometry import geometry
 from attar.errors import CheckpointError, ModelError
-from attar.formats.readers import Decoded
-from attar.formats.readers import quant_method
+from attar.formats.readers import Decoded, quant_method
 from attar.models.plain_config import HEAD, plain_shapes
 from attar.models.plain_tokenizer import plain_tokenizer
 

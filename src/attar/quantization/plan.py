@@ -14,8 +14,8 @@ from torch import nn
 from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
-from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.formats.quantization_config import refuse_packed
+from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
 from attar.models.names import stored_names

@@ -131,12 +131,12 @@ def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Co
         return value
 
     def coded(name: str) -> Codes | None:
-        grid = view.uniform(name) if view.coded(name) else None
+        grid = view.uniform(name) if view.is_coded(name) else None
         return None if grid is None else codes_of(grid)
 
     kind: Any = asked.weights or "bf16"
     whole = torch.bfloat16 if packed or asked.dtype == "bfloat16" else None
-    if EMBEDDING in view.tensors and view.coded(EMBEDDING):
+    if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
         whole = torch.float16  # nearer to codes times a scale
     made = model_weights(config, view.tensors, load, coded, weights=kind, embedding=whole)
     kept = {8: "bfloat16", 16: "float16"}[asked.bits] if asked.kv_dtype == "auto" else asked.kv_dtype

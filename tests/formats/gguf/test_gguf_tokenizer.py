@@ -11,15 +11,24 @@ from transformers import AutoTokenizer
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.formats.gguf import pretokenizers
-from attar.formats.gguf.tokenizer.vocabulary import apply_merges, merge_scores, merges_make_all, merges_of, read_merges
+from attar.formats.byte_alphabet import BYTE_ALPHABET
+from attar.formats.gguf.tokenizer import pretokenizers
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
+from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
 from attar.formats.gguf.tokenizer.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
 from attar.formats.gguf.tokenizer.sentencepiece import read_model
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata, write_tokenizer
-from attar.formats.gguf.tokenizer.bpe import ALPHABET
-from attar.formats.gguf.tokenizer.to_gguf import tokenizer_differences
-from attar.formats.gguf.tokenizer.to_gguf import PIPELINE
-from attar.formats.gguf.tokenizer.files import read_tokenizer_files
+from attar.formats.gguf.tokenizer.to_gguf import (
+    PIPELINE,
+    tokenizer_differences,
+    tokenizer_metadata,
+)
+from attar.formats.gguf.tokenizer.vocabulary import (
+    apply_merges,
+    merge_scores,
+    merges_make_all,
+    merges_of,
+    read_merges,
+)
 from tests.formats.gguf import making
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 
@@ -303,7 +312,7 @@ def test_a_token_with_a_space_keeps_its_id_and_harms_no_merge(tmp_path):
     vocabulary["a bc"] = size + 1
     content["added_tokens"].pop()  # it had that id
     metadata = made(tmp_path / "in", content, END)
-    assert metadata["tokenizer.ggml.tokens"][size] == f"a{ALPHABET[32]}b"
+    assert metadata["tokenizer.ggml.tokens"][size] == f"a{BYTE_ALPHABET[32]}b"
     assert all(merge.count(" ") == 1 for merge in metadata["tokenizer.ggml.merges"])
     assert_same(library(tmp_path / "in"), back(tmp_path / "out", metadata))
 
@@ -370,7 +379,7 @@ def test_derive_is_what_the_library_does():
     tokenizer = Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "pre_tokenizer": level()}))
     ranks = read_merges(content["model"]["merges"], "x")
     for text in NASTY[1:]:
-        coded = "".join(ALPHABET[byte] for byte in text.encode())
+        coded = "".join(BYTE_ALPHABET[byte] for byte in text.encode())
         assert apply_merges(coded, ranks)[0] == tokenizer.encode(text).tokens
     assert merges_make_all(content["model"]["vocab"].keys() - set(making.SPECIAL), ranks)
     assert not merges_make_all(["<|user|>"], ranks)

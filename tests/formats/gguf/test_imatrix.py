@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from attar.errors import CheckpointError
-from attar.formats.gguf.imatrix import ImportanceEntry, read_imatrix, read_origin, write_imatrix
+from attar.formats.gguf.container import read_gguf
+from attar.formats.gguf.imatrix import (
+    CHUNK_COUNT,
+    CHUNK_SIZE,
+    DATASETS,
+    ImportanceEntry,
+    read_imatrix,
+    write_imatrix,
+)
 
 
 def random_entry(inputs, tokens=512.0, seed=0):
@@ -69,8 +77,8 @@ def test_what_is_written_is_read_back(tmp_path):
     importance = found["blk.0.ffn_up_exps.weight"].importance()
     assert torch.equal(importance[0], experts.in_sum2[0] / 5)
     assert torch.equal(importance[1], torch.ones(32))  # an expert that no token reached
-    origin = read_origin(tmp_path / "i.gguf")
-    assert (origin.datasets, origin.chunks, origin.chunk_size) == ((), 3, 128)
+    metadata = read_gguf(tmp_path / "i.gguf").metadata
+    assert [metadata[key] for key in (DATASETS, CHUNK_COUNT, CHUNK_SIZE)] == [[], 3, 128]
 
 
 def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
@@ -90,8 +98,6 @@ def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
     assert found["blk.0.attn_q.weight"].in_sum2.tolist() == sums.tolist()
     assert found["blk.0.attn_q.weight"].importance().tolist() == (sums / 16).tolist()
     assert found["blk.1.ffn_up_exps.weight"].importance()[1].tolist() == (sums[32:] / 8).tolist()
-    origin = read_origin(file)
-    assert (origin.datasets, origin.chunks, origin.chunk_size) == (("wiki.txt", "code.txt"), 7, 512)
 
 
 @pytest.mark.parametrize(
@@ -138,23 +144,16 @@ ENTRIES = [("blk.0.attn_k.weight", 4, [4.0, 8.0, 2.0]), ("output.weight", 0, [3.
 
 
 @pytest.mark.parametrize(
-    ("tail", "chunks", "datasets"),
-    [
-        (b"", 0, ()),
-        (struct.pack("<i", 9), 9, ()),
-        (struct.pack("<ii", 9, 0), 9, ()),
-        (struct.pack("<ii", 9, 8) + b"wiki.txt", 9, ("wiki.txt",)),
-    ],
+    "tail",
+    [b"", struct.pack("<i", 9), struct.pack("<ii", 9, 0), struct.pack("<ii", 9, 8) + b"wiki.txt"],
 )
-def test_the_older_flavour_is_read(tmp_path, tail, chunks, datasets):
+def test_the_older_format_is_read(tmp_path, tail):
     file = tmp_path / "imatrix.dat"
     file.write_bytes(binary(ENTRIES, tail))
     found = read_imatrix(file)
     assert list(found) == ["blk.0.attn_k.weight", "output.weight"]
     assert found["blk.0.attn_k.weight"].importance().tolist() == [1.0, 2.0, 0.5]
     assert found["output.weight"].importance().tolist() == [3.0]  # llama.cpp divides by no calls
-    origin = read_origin(file)
-    assert (origin.chunks, origin.datasets, origin.chunk_size) == (chunks, datasets, 0)
 
 
 def test_a_cut_or_foreign_file_is_refused_by_name(tmp_path):

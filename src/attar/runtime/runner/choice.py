@@ -95,7 +95,7 @@ def _model(checkpoint: Any, asked: Asked) -> str:
     except ModelError as problem:
         return problem.message
     view = Decoded(checkpoint)
-    packed = any(view.coded(name) for name in view.tensors)
+    packed = any(view.is_coded(name) for name in view.tensors)
     if packed and asked.weights:
         return f"weights is {asked.weights}, but the checkpoint is quantized already"
     if packed or asked.weights or asked.dtype == "bfloat16":

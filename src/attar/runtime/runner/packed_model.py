@@ -95,7 +95,7 @@ class _Filling:
         if shape != self.shapes[path]:
             raise ModelError(f"tensor {name} is {[*shape]}, but the config asks for {[*self.shapes[path]]}")
         weight = f"{name.rpartition('.')[0]}.weight"
-        coded = weight in self.decoded.tensors and self.decoded.coded(weight)
+        coded = weight in self.decoded.tensors and self.decoded.is_coded(weight)
         if module is self.tied:
             return
         if coded and (is_linear(module) or isinstance(module, PackedLinear | DecodedLinear)):

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.formats.coded import Coded
-from attar.formats.readers import Decoded
+from attar.formats.coded import Coded, uniform_of_codes
 from attar.formats.gguf import blocks
-from attar.formats.gguf.types import TYPES
 from attar.formats.gguf.codes import uniform_of_blocks
+from attar.formats.gguf.types import TYPES
+from attar.formats.readers import Decoded
 from attar.formats.rules import WeightRule
-from attar.formats.coded import uniform_of_codes
 from tests.quantization.packing import pack, save
 
 
@@ -72,7 +71,7 @@ def test_float8_has_no_even_grid():
 @pytest.mark.parametrize("scheme", ["W4A16", "W3A16", "W4A16_ASYM", "W8A8", "NVFP4A16"])
 def test_a_checkpoint(tmp_path, scheme):
     view = Decoded(pack(save(tmp_path / "dense"), tmp_path / "packed", scheme=scheme)[1])
-    coded = [name for name in view.tensors if view.coded(name)]
+    coded = [name for name in view.tensors if view.is_coded(name)]
     assert len(coded) == 21
     for name in coded[:7]:
         assert torch.equal(values(view.uniform(name)).bfloat16(), view.load(name).bfloat16())
@@ -80,8 +79,8 @@ def test_a_checkpoint(tmp_path, scheme):
 
 def test_other_tensors_have_none(tmp_path):
     view = Decoded(pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="FP8")[1])
-    assert view.coded("model.layers.0.mlp.up_proj.weight") and not view.coded("model.norm.weight")
+    assert view.is_coded("model.layers.0.mlp.up_proj.weight") and not view.is_coded("model.norm.weight")
     assert view.uniform("model.layers.0.mlp.up_proj.weight") is None
     assert view.uniform("model.norm.weight") is None
     plain = Decoded(open_checkpoint(tmp_path / "dense"))
-    assert not plain.coded("model.norm.weight") and plain.uniform("model.norm.weight") is None
+    assert not plain.is_coded("model.norm.weight") and plain.uniform("model.norm.weight") is None

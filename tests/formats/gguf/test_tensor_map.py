@@ -11,12 +11,11 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.tensor_map import architecture, expected_placements, placements
-from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.metadata import file_placements, hf_config
-from attar.formats.gguf.metadata import metadata, notes, size_label
-from attar.formats.gguf.rope import FREQUENCIES, llama3_factors, read_rope
 from attar.formats.gguf.architecture import key_of, sizes, window
+from attar.formats.gguf.families import ARCHITECTURES
+from attar.formats.gguf.metadata import file_placements, hf_config, metadata, notes, size_label
+from attar.formats.gguf.rope import FREQUENCIES, llama3_factors, read_rope
+from attar.formats.gguf.tensor_map import architecture, expected_placements, placements
 from attar.models.configs import parse_config
 from attar.models.load import empty_model
 from tests.formats.gguf import variants
@@ -55,7 +54,7 @@ def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
 def test_names_are_those_of_the_gguf_packages_table(variant):
     model = build(variant)
     found = architecture(said(model))
-    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.written)
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.arch)
     table = gguf.get_tensor_name_map(kind, said(model).get("num_hidden_layers") or 3)
     for each in placements(said(model), stored(model)):
         if each.stored is None or (each.gguf == "output.weight" and "embed_" in each.stored):
@@ -67,7 +66,7 @@ def test_names_are_those_of_the_gguf_packages_table(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_are_those_of_the_gguf_package(variant):
     config = said(variants.config(variant))
-    found = architecture(config).written
+    found = architecture(config).arch
     known = {
         value.replace("{arch}", found)
         for group in vars(gguf.Keys).values()
