@@ -80,7 +80,7 @@ def make(folder: Path, shape: str) -> None:
 
 
 def peak() -> float:
-    """MiB that this process held at most. What getrusage says is inherited from whoever started it."""
+    """Peak memory of this process, MiB (getrusage may report that of the parent)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / MIB
@@ -94,8 +94,8 @@ def measure(folder: str, runner: str, dtype: str) -> None:
     before, start = peak(), time.process_time()
     loaded = load(folder, runner=runner, dtype=dtype, kv_tokens=512)
     seconds = time.process_time() - start
-    found = {"runner": type(loaded.runner).__name__, "before": before, "peak": peak(), "seconds": seconds}
-    print(json.dumps(found))
+    measured = {"runner": type(loaded.runner).__name__, "before": before, "peak": peak(), "seconds": seconds}
+    print(json.dumps(measured))
 
 
 def main() -> None:
@@ -108,20 +108,20 @@ def main() -> None:
     if args.measure:
         measure(*args.measure)
         return
-    with tempfile.TemporaryDirectory() as made:
-        make(Path(made), args.shape)
-        size = sum(file.stat().st_size for file in Path(made).iterdir()) / MIB
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder), args.shape)
+        size = sum(file.stat().st_size for file in Path(folder).iterdir()) / MIB
         head = f"| {args.shape}, 4-bit, {size:.0f} MiB on disk "
         print(f"{head}| processor seconds | before, MiB | peak, MiB | peak - before |")
         print("|---|---|---|---|---|")
         for name in args.runners:
             asked = ("modules", "float32") if name == "dense" else (name, "auto")
-            command = [sys.executable, __file__, "--measure", made, *asked]
+            command = [sys.executable, __file__, "--measure", folder, *asked]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            numbers = (found["before"], found["peak"], found["peak"] - found["before"])
+            measured = json.loads(done.stdout.splitlines()[-1])
+            numbers = (measured["before"], measured["peak"], measured["peak"] - measured["before"])
             cells = " | ".join(f"{number:.0f}" for number in numbers)
-            print(f"| {name} | {found['seconds']:.1f} | {cells} |", flush=True)
+            print(f"| {name} | {measured['seconds']:.1f} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ with drafts.
     python benchmarks/real.py --parts speculation --methods ngram self
 
 llama.cpp reads the same GGUF file in each. Files of other types than the package's are exported by attar and
-kept in a folder, by default beside the peers' environments. Text is WikiText-2's test file, prompts are
+kept in a folder, by default next to the peers' environments. Text is WikiText-2's test file, prompts are
 Spec-Bench's.
 """
 
@@ -78,16 +78,16 @@ def _raced(file: Path, kind: str, args: argparse.Namespace) -> Iterator[str]:
         "attar": Attar(runner),
         "llama.cpp": LlamaCpp(file=str(file), threads=args.threads, repack=not args.no_repack),
     }
-    found: dict[tuple[str, str], list[float]] = {(name, task): [] for name in both for task in args.tasks}
+    speeds: dict[tuple[str, str], list[float]] = {(name, task): [] for name in both for task in args.tasks}
     for number in range(args.rounds + 1):
         for task in args.tasks:
             for name in list(both)[:: 1 if number % 2 else -1]:
                 rate, _ = rates(both[name], task, args.tokens)
-                found[name, task] += [rate] if number else []
-    for each in both.values():
-        each.close()
+                speeds[name, task] += [rate] if number else []
+    for engine in both.values():
+        engine.close()
     for task in args.tasks:
-        ours, theirs = found["attar", task], found["llama.cpp", task]
+        ours, theirs = speeds["attar", task], speeds["llama.cpp", task]
         yield f"| {kind} | {task} | {_middle(ours):,.0f} | {_middle(theirs):,.0f} | {_ratio(ours, theirs)} |"
 
 
@@ -162,14 +162,14 @@ def speculation(rest: list[str]) -> str:
     questions = read_questions(args.data / "spec-bench" / "question.jsonl")
     texts = categories(questions, args.prompts, args.categories)
     sets = {name: [_chat(llm, text) for text in turns] for name, turns in texts.items()}
-    found = profile(llm.engine, llm.name, methods, sets, tokens=args.tokens, rounds=args.rounds)
+    measured = profile(llm.engine, llm.name, methods, sets, tokens=args.tokens, rounds=args.rounds)
     lines = [
         f"SmolLM2-135M-Instruct Q4_1, greedy, {args.prompts} prompts of each category, {args.tokens} tokens, "
         f"{args.rounds} rounds in turn\n",
         "| Spec-Bench | method | tokens/s | speedup (95 %) | accepted | tokens a pass | same text |",
         "|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *map(_speculated, found.rows), _load()])
+    return "\n".join([*lines, *map(_speculated, measured.rows), _load()])
 
 
 def _chat(llm: LLM, text: str) -> list[int]:
@@ -179,13 +179,13 @@ def _chat(llm: LLM, text: str) -> list[int]:
 
 def categories(questions: Iterable[Question], count: int, only: Sequence[str] | None) -> dict[str, list[str]]:
     """First turns by Spec-Bench's six categories: MT-Bench's eight are one, their questions in turn."""
-    found: dict[str, list[Question]] = {}
+    groups: dict[str, list[Question]] = {}
     for question in questions:
         name = "mt-bench" if question.category in MT_BENCH else question.category
-        found.setdefault(name, []).append(question)
+        groups.setdefault(name, []).append(question)
     return {
         name: [question.turns[0] for question in some[:: max(len(some) // count, 1)][:count]]
-        for name, some in found.items()
+        for name, some in groups.items()
         if only is None or name in only
     }
 

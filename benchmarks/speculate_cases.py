@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attar.data.stdlib import texts
+from attar.data.python_text import texts
 from attar.models.load import load_tokenizer
 from attar.runtime.speculate import ngram
-from attar.runtime.speculate.acceptance import LEVELS
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.grams import Grams
 from attar.runtime.speculate.ngram import Index, Ngram
 from attar.runtime.speculate.proposer import News, Wish

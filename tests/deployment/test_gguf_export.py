@@ -94,7 +94,7 @@ def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
 
 def _inputs(folder):
     """Inputs of the first gate projection on text of the calibration split."""
-    from attar.data.calibration import calibration_batches
+    from attar.data.packing import calibration_batches
     from attar.models.load import load_tokenizer
 
     model, seen = load_model(folder, dtype=torch.float32), []

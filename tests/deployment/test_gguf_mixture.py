@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.deployment.mixture import NARROW, WIDE, gguf_mixture
+from attar.deployment.gguf_mixture import NARROW, WIDE, gguf_mixture
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter

@@ -190,7 +190,7 @@ def save_int8(folder, family="llama3"):
     """An INT8 checkpoint with the head left dense."""
     checkpoint = open_checkpoint(save(folder, family))
     linears = [name for name in checkpoint.tensors if "proj.weight" in name]
-    tensors = checkpoint.load_many(checkpoint.tensors)
+    tensors = {name: checkpoint.load(name) for name in checkpoint.tensors}
     dense = {}
     for name in linears:
         weight = tensors.pop(name)

@@ -11,7 +11,7 @@ from attar.kernels import decode, ggml_search, structures
 from attar.kernels.packed import GROUPS, PackedWeight, pack, pack_codes
 from attar.quantization.grids import GGML
 from attar.runtime.runner.compiled import compiled
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.kernels.replay import Recording
 
@@ -58,8 +58,8 @@ def steps(family: str, **settings) -> Recording:
     recording.keep([program.weights, program.pool, program._layers, program._model])
     handle = recording.call("attar_runner", program._model, 2, checked=False)
     ids = torch.randint(2, tiny_models.VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    first = Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),))
-    more = Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7), Span(1, 0, 20, (3, 5), 20)))
+    first = StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),))
+    more = StepInput(ids[33:], (TokenSpan(0, 33, 40, (2, 0, 1), 7), TokenSpan(1, 0, 20, (3, 5), 20)))
     runner._program = Batches(recording, handle, program.weights.vocabulary)
     for step in (first, more):
         runner.run(step)

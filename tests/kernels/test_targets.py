@@ -11,7 +11,7 @@ from attar.kernels.build import load
 from attar.kernels.packed import pack, pack_codes
 from attar.kernels.product import ThreadPool, reference
 from attar.runtime.runner.compiled import compiled
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.kernels.test_product import case, rounded
 
@@ -85,7 +85,7 @@ def same_steps():
         ({"kv_dtype": "int8", "bits": 8}, 0.05),
     ):
         runner = compiled(model.config, model.state_dict(), **settings, **more)
-        rows = [runner.run(Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),)))]
-        rows.append(runner.run(Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7),))))
+        rows = [runner.run(StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),)))]
+        rows.append(runner.run(StepInput(ids[33:], (TokenSpan(0, 33, 40, (2, 0, 1), 7),))))
         torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=atol)
         runner.close()

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attar
-from attar.merging.reading import parse_configs
+from attar.merging.config.parse import parse_configs
 from tests import tiny_models
 from tests.merging.views import FakeView, plan_config, view
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import attar
 from attar.checkpoint.open import open_checkpoint
 from attar.cli.main import call
-from attar.merging.config import SEARCHED
+from attar.merging.config.schema import SEARCHED
 from attar.merging.methods import METHODS
-from attar.merging.parameters import method_of
+from attar.merging.planning.parameters import method_of
 from attar.merging.preview import preview
 from attar.merging.settings import MergeSettings
 from attar.merging.weights import Merge
@@ -435,7 +435,8 @@ def test_an_ingredient_that_changes_nothing_stays_by_the_paper_alone(family, mer
 
 
 def test_quality_is_measured_on_text_that_no_search_sees(merged, monkeypatch):
-    from attar.merging import chosen, quality
+    from attar.merging import quality
+    from attar.merging.search import choose
 
     splits = []
 
@@ -446,7 +447,7 @@ def test_quality_is_measured_on_text_that_no_search_sees(merged, monkeypatch):
             return quality_of(*args, **settings)
 
     quality_of = quality.HeldOut.of
-    monkeypatch.setattr(chosen, "HeldOut", Spy)
+    monkeypatch.setattr(choose, "HeldOut", Spy)
     monkeypatch.setattr(quality, "HeldOut", Spy)
     merged(LINEAR, search=2, tokens=64, samples=2, sequence_length=32)
     assert splits == ["calibration", "evaluation", "evaluation", "evaluation"]

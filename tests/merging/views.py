@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from attar.checkpoint.tensors import stored_dtype
-from attar.merging.config import MergeConfig
-from attar.merging.plan import Plan, make_plan
-from attar.merging.reading import parse_configs
+from attar.merging.config.parse import parse_configs
+from attar.merging.config.schema import MergeConfig
+from attar.merging.planning.plan import Plan, make_plan
 from tests import tiny_models
 
 

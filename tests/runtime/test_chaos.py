@@ -114,7 +114,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
             assert got[number].samples == expected.samples, (number, asked[number])
             assert got[number].prompt_logprobs == expected.prompt_logprobs
     assert all(isinstance(e.failure, FaultError) for _, mine in found.values() for e in mine if e.error)
-    assert running.idle and not running._jobs
+    assert running.idle and not running._requests
     running.check()
     manager = running.scheduler.manager
     assert manager.free + manager.cached == manager.capacity

@@ -24,13 +24,13 @@ from attar.models.load import load_model
 from attar.quantization.grids.ggml import GGML
 from attar.runtime.kv.evict import H2O, Streaming
 from attar.runtime.llm import LLM
-from attar.runtime.loading import Loaded, end_tokens, load
+from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import packed_model
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
@@ -47,7 +47,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 def logits(runner, ids):
     blocks = tuple(range(-(-len(ids) // runner.block_size)))
-    return runner.run(Step(ids, (Span(0, 0, len(ids), blocks, len(ids)),)))
+    return runner.run(StepInput(ids, (TokenSpan(0, 0, len(ids), blocks, len(ids)),)))
 
 
 def dense(checkpoint):
@@ -359,10 +359,10 @@ def test_the_log_says_why(caplog):
 
 def test_end_tokens(llama, tmp_path):
     """generation_config.json goes before config.json."""
-    assert end_tokens(open_checkpoint(llama), None) == (0,)
+    assert load(llama, kv_tokens=16).ends == (0,)
     copied = save(tmp_path / "copy")
     (copied / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    assert end_tokens(open_checkpoint(copied), None) == (5, 7)
+    assert load(copied, kv_tokens=16).ends == (5, 7)
 
 
 @compiled_only

@@ -20,8 +20,7 @@ import typer.main
 
 from attar.cli.guard import guarded
 from attar.progress import SILENT, Progress, Terminal
-from attar.recipe.origin import CommandOrigin, option
-from attar.recipe.settings import SettingField, parse, settings_of, short
+from attar.recipe.settings import CommandOrigin, SettingField, option, parse, settings_of, short
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 

@@ -40,8 +40,7 @@ def build(verb: str) -> Any:
 
 
 def _answer(made: Any, out: str, seconds: float) -> Answer:
-    from attar.checkpoint.units import bytes_text
-    from attar.recipe.table import table
+    from attar.checkpoint.units import bytes_text, table
 
     card = made.card.to_dict() if made.card else None
     data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}

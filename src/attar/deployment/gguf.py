@@ -23,9 +23,9 @@ from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
-from attar.deployment.codes import Codes, quantized_codes
-from attar.deployment.importance import importance_of
-from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
+from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
+from attar.deployment.gguf_types import TensorTypes, choose_kinds, refuse_type
+from attar.deployment.imatrix import importance_of
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
@@ -123,8 +123,8 @@ def _write(
     file: Path,
     metadata: dict[str, Any],
     placed: list[Any],
-    kinds: Kinds,
-    codes: Codes,
+    kinds: TensorTypes,
+    codes: GGUFCodes,
     settings: ExportSettings,
     view: Any,
     progress: Progress,
@@ -155,7 +155,7 @@ def _floats(one: Any, kind: str, view: Any) -> Tensor:
     return data
 
 
-def _blocks(one: Any, kind: str, codes: Codes) -> Tensor:
+def _blocks(one: Any, kind: str, codes: GGUFCodes) -> Tensor:
     """A tensor of blocks."""
     rounded = codes(one, kind)
     with one_thread():

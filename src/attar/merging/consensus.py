@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import spans
-from attar.merging.sparsify import Sparsifier, TaskVector
+from attar.merging.methods.common.chunked import spans
+from attar.merging.methods.common.task_vectors import Sparsifier, TaskVector
 
 
 def task_vectors(tensors: Sequence[Tensor], base: Tensor) -> list[TaskVector]:

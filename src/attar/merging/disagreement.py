@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attar.checkpoint.atomic import write_bytes
 from attar.merging.conflicts import Conflict, measure_conflicts, summary
-from attar.merging.plan import Output, Plan
+from attar.merging.planning.plan import Output, Plan
 
 
 @dataclass

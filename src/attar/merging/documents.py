@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attar.errors import RecipeError
-from attar.merging.config import MergeConfig
+from attar.merging.config.schema import MergeConfig
 
 
 def in_order(configs: Sequence[MergeConfig]) -> tuple[MergeConfig, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from attar.errors import ModelError
 from attar.merging.member import Member
-from attar.merging.naming import layer_count
-from attar.merging.tensor_map import TensorMap
+from attar.merging.planning.naming import layer_count
+from attar.merging.planning.tensor_map import TensorMap
 
 
 def check_donor(donor: Member, shapes: Mapping[str, tuple[int, ...]], found: TensorMap) -> None:

@@ -8,7 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from attar.errors import ModelError
-from attar.merging.naming import Stack, find_stacks, has_token_rows, kind_of, place_of, token_embedding
+from attar.merging.planning.naming import (
+    Stack,
+    find_stacks,
+    has_token_rows,
+    kind_of,
+    place_of,
+    token_embedding,
+)
 from attar.merging.reference import ModelReference
 
 _TWINS = {

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attar.errors import RecipeError
-from attar.merging.config import Module
+from attar.merging.config.schema import Module
 from attar.merging.member import Member
-from attar.merging.naming import Stack, comes_first
+from attar.merging.planning.naming import Stack, comes_first
 
 _MAIN = ("text_decoder", "language_model")
 _REST = "default"

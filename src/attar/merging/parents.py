@@ -18,12 +18,12 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
 from attar.formats.readers import Decoded, quant_method
-from attar.merging.adapter import Adapted
-from attar.merging.adapter_files import CONFIG, WEIGHTS
+from attar.merging.adapters.apply import Adapted
+from attar.merging.adapters.files import CONFIG, WEIGHTS
 from attar.merging.written import read_configs
 
 if TYPE_CHECKING:
-    from attar.merging.config import ModelReference
+    from attar.merging.config.schema import ModelReference
 
 
 @dataclass

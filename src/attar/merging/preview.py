@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.headers import tensor_bytes
+from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import bytes_text
-from attar.merging.prepared import Prepared, prepare
+from attar.merging.planning.prepare import Prepared, prepare
 from attar.merging.settings import MergeSettings
 from attar.merging.stage import open_parents
 from attar.merging.written import read_configs

@@ -14,8 +14,8 @@ from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.errors import DataError, ModelError
-from attar.merging.heldout import HeldOut
-from attar.merging.prepared import Prepared, asked_tokens
+from attar.merging.held_out import HeldOut
+from attar.merging.planning.prepare import Prepared, asked_tokens
 from attar.merging.settings import MergeSettings
 from attar.models.load import load_tokenizer
 from attar.progress import Progress

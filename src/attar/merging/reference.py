@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from attar.errors import RecipeError
-from attar.recipe.located import Entry, Located
-from attar.recipe.origin import did_you_mean
+from attar.errors import RecipeError, did_you_mean
+from attar.yaml import Located, YamlEntry
 
 FORM = "path[@revision][+adapter[@revision]]"
 
@@ -56,7 +55,7 @@ def parse_reference(located: Located) -> ModelReference:
 
 def _mapping(located: Located) -> ModelReference:
     """``{model, lora}``, each a text or ``{path, revision}``."""
-    entries: dict[str, Entry] = located.value
+    entries: dict[str, YamlEntry] = located.value
     for name, entry in entries.items():
         if name == "override_architecture":
             raise RecipeError(
@@ -82,7 +81,7 @@ def _path(located: Located) -> str:
         if "+" in text:
             raise RecipeError(f"{located.where}: {text!r}: in a mapping the adapter is the key 'lora'")
         return _part(text, located)
-    entries: dict[str, Entry] = located.value
+    entries: dict[str, YamlEntry] = located.value
     for name, entry in entries.items():
         if name not in ("path", "revision"):
             tail = did_you_mean(name, ("path", "revision"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from attar.merging.config import Filtered, MergeConfig, Parameters
+from attar.merging.config.schema import Filtered, MergeConfig, Parameters
 from attar.merging.member import Member
 from attar.merging.methods.method import Method
-from attar.merging.naming import text_part
-from attar.merging.tensor_map import TensorMap
+from attar.merging.planning.naming import text_part
+from attar.merging.planning.tensor_map import TensorMap
 
 _MEANING = (
     "num_attention_heads",

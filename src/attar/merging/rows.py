@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attar.merging.config import Module, Slice, Source
+from attar.merging.config.schema import Module, Slice, Source
 from attar.merging.member import Member
-from attar.merging.naming import Stack
+from attar.merging.planning.naming import Stack
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Row:
 
     Attributes:
         name: its name.
-        kind: as in :class:`attar.merging.plan.Output`.
+        kind: as in :class:`attar.merging.planning.plan.Output`.
         stack: prefix of its stack; empty outside of stacks.
         layer: number of its layer, or None.
         depth: where gradients are read.

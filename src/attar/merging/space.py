@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from attar.errors import UsageError
-from attar.merging.config import SEARCHED, Filtered, MergeConfig, Parameters, Scalar, Setting
+from attar.merging.config.schema import SEARCHED, Filtered, MergeConfig, Parameters, Scalar, Setting
 from attar.merging.methods.method import Method, Parameter
-from attar.merging.parameters import method_of
+from attar.merging.planning.parameters import method_of
 
 Change = Callable[["Coordinate"], float]
 

@@ -22,19 +22,19 @@ from typing import Any
 from attar.checkpoint import atomic
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.hashing import sha256_text
-from attar.checkpoint.headers import tensor_bytes
 from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, command_line, finished, produce
+from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
-from attar.merging.chat_template import choose_chat_template, write_chat_template
-from attar.merging.config import SEARCHED, MergeConfig
+from attar.merging.config.schema import SEARCHED, MergeConfig
 from attar.merging.disagreement import Disagreement
 from attar.merging.parents import Parents
-from attar.merging.prepared import Prepared, asked_tokens, prepare
+from attar.merging.planning.prepare import Prepared, asked_tokens, prepare
 from attar.merging.settings import VERSION, MergeSettings
+from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
 from attar.merging.written import read_configs
 from attar.progress import SILENT, Progress
 
@@ -173,7 +173,7 @@ class _Run:
         """What is to be merged: as written, or with what a soup or a search chose."""
         if not self.settings.search and prepared.document.method not in SEARCHED:
             return prepared
-        from attar.merging.chosen import choose
+        from attar.merging.search.choose import choose
 
         return choose(prepared, self.parents, self.settings, output, self.progress)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from attar.errors import RecipeError
-from attar.merging.config import ModelToken, TokenChoice, TokenizerChoice
-from attar.merging.fields import Fields
+from attar.merging.config.fields import Fields
+from attar.merging.config.schema import ModelToken, TokenChoice, TokenizerChoice
 from attar.merging.reference import ModelReference, parse_reference
-from attar.recipe.located import Located
+from attar.yaml import Located
 
 _SOURCES = ("union", "base")
 _KINDS = ("zero", "model_token")

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from attar.merging.vocabulary import Vocabulary
+    from attar.merging.tokenizer.vocabulary import Vocabulary
 
 RULES = ("set", "only", "base", "mean", "zero")
-"""Where the default row of a token comes from; :mod:`attar.merging.vocabulary` says when."""
+"""Where the default row of a token comes from; :mod:`attar.merging.tokenizer.vocabulary` says when."""
 
 COLUMNS = ("model", "tokens", "rows", "shared", "alone", "missing", "dropped", *RULES)
 

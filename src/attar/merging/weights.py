@@ -22,14 +22,14 @@ from torch import Tensor
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
-from attar.merging.draws import Draws
-from attar.merging.plan import Input, Output, Plan
+from attar.merging.methods.common.random_masks import Draws
+from attar.merging.planning.plan import Input, Output, Plan
+from attar.models.device import trim_memory
 from attar.progress import SILENT, Progress
-from attar.walks.freed import give_back
-from attar.walks.stream import SHARD_BYTES, Step, stream_steps
+from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
 
 if TYPE_CHECKING:
-    from attar.merging.vocabulary import Vocabulary
+    from attar.merging.tokenizer.vocabulary import Vocabulary
 
 TOGETHER = 400_000_000
 """Bytes of inputs that outputs may read side by side."""
@@ -160,15 +160,15 @@ class Merge:
         """Every tensor in memory, for models that are small enough."""
         return {output.name: self.make(output, *self.read(output)) for output in self.plan.outputs}
 
-    def _step(self, output: Output) -> Step:
+    def _step(self, output: Output) -> WriteStep:
         nbytes = self.nbytes(output)
 
         def make() -> dict[str, Tensor]:
             if nbytes > TOGETHER:
-                give_back()  # what the layers before have left
+                trim_memory()  # what the layers before have left
             return {output.name: self.make(output, *self.read(output))}
 
-        return Step([self.slot(output)], make, nbytes)
+        return WriteStep([self.slot(output)], make, nbytes)
 
     def _load(self, item: Input) -> Tensor:
         view = self.plan.models[item.model]

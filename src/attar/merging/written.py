@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attar.merging.config import MergeConfig
-from attar.merging.reading import parse_configs
+from attar.merging.config.parse import parse_configs
+from attar.merging.config.schema import MergeConfig
 from attar.merging.settings import INLINE, yaml_text
 
 

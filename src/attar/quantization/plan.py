@@ -18,8 +18,8 @@ from attar.formats.quantization_config import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
-from attar.models.names import stored_names
 from attar.models.parts import Anatomy
+from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
 from attar.quantization.settings import QuantizeSettings

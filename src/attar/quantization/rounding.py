@@ -20,7 +20,7 @@ from torch import Tensor
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
 from attar.quantization.gates import code_numbers
@@ -36,10 +36,9 @@ from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
 from attar.quantization.transforms.preparation import calibration
 from attar.quantization.write import CodeSource
-from attar.walks.objectives import agreement
-from attar.walks.precision import resolve
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, Swept, sweep
+from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -75,14 +74,14 @@ def round_all(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    behind: Behind | None = None,
+    after_blocks: AfterBlocks | None = None,
 ) -> RoundedModel:
     """Round every site of a plan.
 
     Args:
         checkpoint: dense; the plan was made for it.
         work: where finished parts survive a kill.
-        behind: given what stands behind the last block, where a sweep rounds (walks/sweep.py).
+        after_blocks: called after the last block, where a sweep rounds (walks/sweep.py).
 
     Raises:
         NumericsError: a weight, an activation or a result is not finite.
@@ -94,7 +93,7 @@ def round_all(
         nearest = StreamedCodes(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
-        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
+        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, after_blocks))
         made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
@@ -126,8 +125,8 @@ def _sweep(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    behind: Behind | None = None,
-) -> Swept:
+    after_blocks: AfterBlocks | None = None,
+) -> SweepResult:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
     device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
@@ -148,7 +147,7 @@ def _sweep(
         work=blocks,
         select=sites.__contains__,
         precision=settings.precision,
-        behind=behind,
+        after_blocks=after_blocks,
         device=device,
         progress=progress,
         what=settings.method,
@@ -217,7 +216,7 @@ def _trained(
         {name: rule for name, rule in rules.items() if rule is not None},
         rows,
         schedule,
-        loss=agreement(teacher, settings.distill),
+        loss=distillation_loss(soft_loss(teacher), settings.distill),
         train="scales" if settings.train == "scales" else "weights",
         work=work / "train",
         progress=progress,
@@ -235,7 +234,7 @@ class SweepCodes:
     """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
     order."""
 
-    def __init__(self, chosen: QuantizationPlan, swept: Swept) -> None:
+    def __init__(self, chosen: QuantizationPlan, swept: SweepResult) -> None:
         self.chosen, self.swept = chosen, swept
         self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 

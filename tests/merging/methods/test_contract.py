@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.merging.draws import Draws
 from attar.merging.methods import METHODS, Method
-from attar.merging.pieces import SIZE
+from attar.merging.methods.common.chunked import SIZE
+from attar.merging.methods.common.random_masks import Draws
 
 SHAPES = [(7,), (1,), (37, 53), (3, 5, 7), (2, SIZE // 2 + 51)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -96,7 +96,7 @@ def test_the_number_of_threads_does_not_matter(name: str) -> None:
 def test_the_size_of_the_pieces_does_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, base = inputs(METHODS[name], (40, 64), torch.float32)
     whole = run(METHODS[name], tensors, base)
-    for module in ("pieces", "methods.model_stock", "methods.arcee_fusion"):
+    for module in ("methods.common.chunked", "methods.model_stock", "methods.arcee_fusion"):
         monkeypatch.setattr(sys.modules[f"attar.merging.{module}"], "SIZE", 640)
     pieces = run(METHODS[name], tensors, base)
     assert torch.allclose(whole, pieces, rtol=0, atol=1e-6 if METHODS[name].random else 0)

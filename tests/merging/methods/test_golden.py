@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attar.merging.draws import TorchDraws
 from attar.merging.methods import METHODS
+from attar.merging.methods.common.random_masks import TorchDraws
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "mergekit.json").read_text())
 WEIGHT = {"weight": [0.5, 0.4, 0.3]}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from attar.merging.draws import Draws
 from attar.merging.methods.breadcrumbs import breadcrumbs
+from attar.merging.methods.common.random_masks import Draws
+from attar.merging.methods.common.task_vectors import TaskVector, magnitude, rank_probability
 from attar.merging.methods.dare import dare_linear
 from attar.merging.methods.della import della_linear
 from attar.merging.methods.task_arithmetic import task_arithmetic
 from attar.merging.methods.ties import GlobalTrim, ties
-from attar.merging.sparsify import TaskVector, magnitude, rank_probability
 
 WEIGHT = [0.5, 0.4, 0.3]
 ONES = [1.0, 1.0, 1.0]

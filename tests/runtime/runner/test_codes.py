@@ -11,7 +11,7 @@ from attar.kernels.product import ThreadPool
 from attar.runtime.runner.codes import codes_of, fused
 from attar.runtime.runner.compiled_weights import _joined
 from attar.runtime.runner.linear import PackedLinear
-from tests.formats.test_uniform import values
+from tests.formats.test_coded import values
 
 ROWS, COLUMNS = 40, 384
 

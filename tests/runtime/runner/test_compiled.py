@@ -13,7 +13,7 @@ from attar.kernels.build import load
 from attar.kernels.structures import batch_struct
 from attar.runtime.runner.compiled import Compiled, compiled, seen
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
@@ -63,8 +63,8 @@ def step(*parts, copies=(), parents=None):
     ids, spans = [], []
     for sequence, all_ids, start, stop, blocks, wants in parts:
         ids += all_ids[start:stop]
-        spans.append(Span(sequence, start, stop, tuple(blocks), wants))
-    return Step(ids, tuple(spans), copies, parents)
+        spans.append(TokenSpan(sequence, start, stop, tuple(blocks), wants))
+    return StepInput(ids, tuple(spans), copies, parents)
 
 
 def run(found, *parts, **more):

@@ -16,7 +16,7 @@ FAIL, BUSY, SLOW = 1, 2, 3  # first tokens of prompts that mean trouble
 BUG = 4
 
 
-class FakeWords:
+class FakeTokenizer:
     """UTF-8 bytes; 256 begins a text."""
 
     longest = 4

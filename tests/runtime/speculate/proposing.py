@@ -9,31 +9,29 @@ import numpy as np
 import torch
 
 from attar.runtime.sampling.sample import draw
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.speculator import Speculator
 
 
-class Eager(Chooser):
+class Eager(DraftPolicy):
     """Takes everything, so that tests do not hang on times."""
 
     def __init__(self) -> None:
-        super().__init__(Cost())
+        super().__init__(Latency())
 
     open = True  # type: ignore[assignment]
 
     def rest(self, batch, asking):
         return 0
 
-    def choose(self, sequences, most, beside=0):
-        return list(most)
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+        return [{kind_of(0, depth) for depth in range(1, limit + 1)} for limit in limits]
 
-    def prune(self, sequences, drafts, beside=0):
+    def select(self, sequences, drafts, prompt_tokens=0, whole=False):
         return list(drafts)
-
-    whole = prune
 
 
 class Oracle:

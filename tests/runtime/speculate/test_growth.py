@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from attar.runtime.sampling.cuts import top
+from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, draw_distinct, noise_key
-from attar.runtime.sampling.warp import Row, adjust, warp
-from attar.runtime.speculate.acceptance import LEVELS, kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, warp
+from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.noise import Drafting, Noise
 from attar.runtime.speculate.proposer import Rules, Wish
-from attar.runtime.text import Text
 from tests.runtime.fake_runner import FakeRunner, logits_after
 from tests.runtime.speculate.laws import fits
 
@@ -28,8 +26,8 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2, frequency_penalty=0.2)
 
 
-def text(params: SamplingParams, seed: int = 5) -> Text:
-    return Text("r", 0, PROMPT, params, seed=seed, limit=1000)
+def text(params: SamplingParams, seed: int = 5) -> Completion:
+    return Completion("r", 0, PROMPT, params, seed=seed, limit=1000)
 
 
 def exact(params: SamplingParams = SAMPLED, seed: int = 5) -> Drafting:
@@ -48,7 +46,7 @@ def drafted(rules: Rules | None, *, most: int = 4, wide: bool = True, **settings
 def best(rules: Rules | None, before: tuple[int, ...], count: int) -> list[int]:
     """The next best tokens, one after the other: each is what is taken where the others are forbidden."""
     logits = logits_after([*PROMPT, *before])[None]
-    row = Row(GREEDY) if rules is None else rules.row(before)
+    row = SamplingRow(GREEDY) if rules is None else rules.row(before)
     weights = adjust(logits, [row]).softmax(-1) if row.params.greedy else warp(logits, [row])
     weights = weights.clone()
     found: list[int] = []
@@ -135,7 +133,7 @@ def test_levels_beyond_the_last_have_no_siblings() -> None:
 def test_the_largest_of_a_row() -> None:
     row = np.random.default_rng(0).integers(0, 9, 50).astype(np.float32)
     for count in (1, 3, 9):
-        assert top(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+        assert largest_indices(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.9])

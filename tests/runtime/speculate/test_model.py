@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import warp
@@ -19,7 +20,6 @@ from attar.runtime.speculate.tables import common
 from attar.runtime.speculate.target import Logits
 from attar.runtime.speculate.verify import Mode, verify
 from attar.runtime.speculate.vocabulary import Same
-from attar.runtime.text import Text
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -28,8 +28,8 @@ SAMPLED = SamplingParams(
 )
 
 
-def text(tokens: list[int], params: SamplingParams, seed: int = 5) -> Text:
-    return Text("r", 0, tokens, params, seed=seed, limit=1000)
+def text(tokens: list[int], params: SamplingParams, seed: int = 5) -> Completion:
+    return Completion("r", 0, tokens, params, seed=seed, limit=1000)
 
 
 def exact(tokens: list[int], params: SamplingParams = SAMPLED, seed: int = 5) -> Drafting:
@@ -302,7 +302,7 @@ def test_random_rounds(seed: int, blocks: int) -> None:
     assert drafted > 50 and manager.free + manager.cached == blocks
 
 
-def coupled(tokens: list[int]) -> Text:
+def coupled(tokens: list[int]) -> Completion:
     return text(tokens, SAMPLED)
 
 

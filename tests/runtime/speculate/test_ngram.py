@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.acceptance import kind_of
+from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.grams import NEXT, Grams
 from attar.runtime.speculate.ngram import NEAR, OTHER, OWN, SHARED, Index, Ngram
 from attar.runtime.speculate.proposer import News, Wish

@@ -11,6 +11,7 @@ import torch
 from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load as build
 from attar.models.surgery import keep_layers
+from attar.runtime.completion import Completion
 from attar.runtime.kv.evict import Streaming
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled, compiled
@@ -22,7 +23,6 @@ from attar.runtime.speculate.proposer import Wish
 from attar.runtime.speculate.self import draft_of, load_self, spread, vocabulary_of, without_layers
 from attar.runtime.speculate.target import Logits
 from attar.runtime.speculate.verify import verify
-from attar.runtime.text import Text
 from tests import tiny_models
 from tests.runtime.driving import greedy
 
@@ -38,7 +38,7 @@ def texts(model: Any, draft: DraftModel, prompt: list[int], count: int) -> tuple
     """Greedy rounds; the text, and how many drafts were taken."""
     tokens, taken = list(prompt), 0
     while len(tokens) < len(prompt) + count:
-        rules = Text("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
+        rules = Completion("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
         (found,) = draft.propose([Wish(0, tokens, 3, rules=rules)])
         draft.check()
         assert found is not None

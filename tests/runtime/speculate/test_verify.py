@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attar.errors import NumericsError
+from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
@@ -20,7 +21,6 @@ from attar.runtime.speculate.residual import excess, normal
 from attar.runtime.speculate.target import Logits, Rows
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
-from attar.runtime.text import Text
 
 PROMPT = (3, 1)
 TREE = (0, 0, 1, 1, 2)
@@ -42,8 +42,8 @@ class Stubborn(Noise):
         return False
 
 
-def text(**params: object) -> Text:
-    return Text("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
+def text(**params: object) -> Completion:
+    return Completion("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
 
 
 def noise(seed: int = 5, ahead: int = 0) -> Noise:
@@ -66,11 +66,11 @@ def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
     return torch.stack([language((*said, *path)) for path in paths])
 
 
-def plain(mine: Text, count: int) -> list[int]:
+def plain(mine: Completion, count: int) -> list[int]:
     tokens: list[int] = []
     for _ in range(count):
         tokens += sample(language(tuple(tokens))[None], [mine.row()], [mine.key()])
-        mine.take(tokens[-1:])
+        mine.append(tokens[-1:])
     return tokens
 
 
@@ -94,7 +94,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         draft = Draft.trie(guesses)
         target = Logits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
-        said += tuple(mine.take(found).token_ids)
+        said += tuple(mine.append(found).token_ids)
         passes += 1
     assert list(said[:40]) == wanted and passes < 20
 
@@ -116,7 +116,7 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
 
 def test_logits_are_warped_as_the_path_to_them_asks() -> None:
     mine = text(temperature=0.9, top_k=5, frequency_penalty=1.5, repetition_penalty=1.3)
-    mine.take([7])
+    mine.append([7])
     draft = Draft((7, 8, 7, 9), (0, 0, 1, 3))
     target = Logits(passed(draft), mine, draft)
     for node, path in enumerate([(), (7,), (8,), (7, 7), (7, 7, 9)]):
@@ -311,7 +311,9 @@ def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
 
 
 def test_an_end_that_comes_too_early_is_not_the_likeliest() -> None:
-    early = Text("r", 0, PROMPT, SamplingParams(temperature=0.0, min_tokens=2), seed=5, limit=99, ends=(3,))
+    early = Completion(
+        "r", 0, PROMPT, SamplingParams(temperature=0.0, min_tokens=2), seed=5, limit=99, ends=(3,)
+    )
     logits, draft = torch.zeros(3, 9), Draft.chain((5, 5))
     logits[:, 3], logits[:, 5] = 2.0, 1.0
     verdict = verify(draft, Logits(logits, early, draft), noise())

@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from attar.errors import ModelError
+from attar.runtime.completion import Completion
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import likeliest
@@ -24,7 +25,6 @@ from attar.runtime.speculate.proposer import Wish
 from attar.runtime.speculate.target import Logits
 from attar.runtime.speculate.verify import verify
 from attar.runtime.speculate.vocabulary import Same, Shared, between
-from attar.runtime.text import Text
 from tests import tiny_models
 
 SOURCE = Path(textwrap.__file__).read_text(encoding="utf-8")
@@ -201,7 +201,7 @@ PROMPT = TARGET.encode("def wrap(text, width")
 
 def test_q_is_the_draft_on_what_both_have() -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9)
-    rules = Drafting(Text("r", 0, PROMPT, params, seed=3, limit=50), Noise(3, 0, len(PROMPT)))
+    rules = Drafting(Completion("r", 0, PROMPT, params, seed=3, limit=50), Noise(3, 0, len(PROMPT)))
     model, plain = drafter(), small(OTHER, 0)
     (draft,) = model.propose([Wish(0, PROMPT, 4, rules=rules)])
     assert draft is not None and draft.q is not None
@@ -232,7 +232,7 @@ def test_greedy_texts_are_the_target_s() -> None:
         wanted += likeliest(rows(wanted, 1))
     model, tokens, drafted = drafter(), list(PROMPT), 0
     while len(tokens) < len(wanted):
-        rules = Text("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
+        rules = Completion("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
         (draft,) = model.propose([Wish(0, tokens, 3, rules=rules)])
         model.check()
         if draft is None:

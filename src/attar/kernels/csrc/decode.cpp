@@ -81,14 +81,17 @@ std::int32_t attar_thread_pool_fails(ThreadPool* pool, std::int64_t bytes, std::
                 if (!outside && (item < 0 || (first <= item && item < last))) allocate();
             });
             if (outside) allocate();
-            worker.parallel_for(64, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) { done += last - first; });
+            const auto count = [&](std::int64_t first, std::int64_t last) { done += last - first; };
+            worker.parallel_for(64, Schedule::STATIC, count);
         });
     });
     return !outside && pool->size() > 1 && done.load() != 128 ? 3 : code;
 }
 
 // Copies keys and values between slots: `count` pairs (from, to), one after the other.
-void attar_copy_slots(const Model* model, const std::int64_t* pairs, std::int64_t count) { copy_slots(*model, pairs, count); }
+void attar_copy_slots(const Model* model, const std::int64_t* pairs, std::int64_t count) {
+    copy_slots(*model, pairs, count);
+}
 
 // Reads all bytes, every worker its share in four streams, and sums them: measures memory bandwidth.
 std::uint64_t attar_read(ThreadPool* pool, const std::uint8_t* data, std::int64_t bytes) {

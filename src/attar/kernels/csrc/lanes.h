@@ -39,8 +39,8 @@ static inline Lanes minimum(Lanes a, Lanes b) { return a < b ? a : b; }
 static inline Lanes maximum(Lanes a, Lanes b) { return a > b ? a : b; }
 #endif
 
-// a - b c, rounded once. In a b - c d compilers may fuse either product, depending on the processor, and codes of nearly
-// equal error would depend on it: this chooses.
+// a - b c, rounded once. In a b - c d compilers may fuse either product, depending on the processor, and codes of
+// nearly equal error would depend on it: this chooses.
 static inline Lanes minus(Lanes a, Lanes b, Lanes c) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_fnmadd_ps((__m512)b, (__m512)c, (__m512)a);

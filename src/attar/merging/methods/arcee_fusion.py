@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import SIZE, spans
-from attar.merging.selection import kth_largest
+from attar.merging.methods.common.chunked import SIZE, spans
+from attar.merging.methods.common.selection import kth_largest
 
 EPSILON = 1e-8
 

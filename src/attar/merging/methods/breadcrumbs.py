@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from attar.merging.consensus import combine, task_vectors
-from attar.merging.sparsify import outliers
+from attar.merging.methods.common.task_vectors import outliers
 
 
 def breadcrumbs(

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from attar.merging.consensus import combine, task_vectors
-from attar.merging.draws import Source
-from attar.merging.sparsify import random, rescaling
+from attar.merging.methods.common.random_masks import Source
+from attar.merging.methods.common.task_vectors import random, rescaling
 
 
 def dare_linear(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import norm
+from attar.merging.methods.common.chunked import norm
 
 
 def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.merging.pieces import elementwise
+from attar.merging.methods.common.chunked import elementwise
 
 
 def linear(

@@ -18,7 +18,7 @@ inputs.
 
 ``compat`` is ``"mergekit"``, the reference's arithmetic, or ``"paper"``, the paper's; only functions whose
 method says ``paper=True`` have the argument, the others know one form. ``draws``
-(:mod:`attar.merging.draws`) goes to methods with ``random=True``.
+(:mod:`attar.merging.methods.common.random_masks`) goes to methods with ``random=True``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.merging.draws import Source
-from attar.merging.selection import Scan
+from attar.merging.methods.common.random_masks import Source
+from attar.merging.methods.common.selection import Scan
 
 BASES = ("required", "optional", "unused", "member")
 COMPATS = ("mergekit", "paper")

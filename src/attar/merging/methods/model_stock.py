@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import SIZE, elementwise, norm, spans
+from attar.merging.methods.common.chunked import SIZE, elementwise, norm, spans
 
 TINY = 1e-6
 

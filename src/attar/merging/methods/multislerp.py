@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import norm
+from attar.merging.methods.common.chunked import norm
 
 
 def multislerp(

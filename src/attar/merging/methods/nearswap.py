@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from attar.merging.pieces import elementwise
+from attar.merging.methods.common.chunked import elementwise
 
 CLOSE = 1e-6
 

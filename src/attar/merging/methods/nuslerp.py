@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import norm
+from attar.merging.methods.common.chunked import norm
 
 SHORT, PARALLEL, WEIGHTLESS = 1e-7, 1e-8, 1e-6
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from attar.merging.pieces import elementwise
+from attar.merging.methods.common.chunked import elementwise
 
 
 def passthrough(tensors: Sequence[Tensor], base: None = None, *, scale: Sequence[float | None]) -> Tensor:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import elementwise
-from attar.merging.selection import largest
+from attar.merging.methods.common.chunked import elementwise
+from attar.merging.methods.common.selection import largest
 
 SMALL = 1e-6
 

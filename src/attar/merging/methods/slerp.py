@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import FEW, elementwise, inner_product, norm
+from attar.merging.methods.common.chunked import FEW, elementwise, inner_product, norm
 
 NEARLY_PARALLEL = 0.9995
 TINY = 1e-8
@@ -51,7 +51,8 @@ def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "m
 def cosine_of(a: Tensor, b: Tensor) -> Tensor:
     """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u.
 
-    Large tensors in float64 (see :func:`attar.merging.pieces.norm`), small ones with mergekit's operations.
+    Large tensors in float64, as in :func:`~attar.merging.methods.common.chunked.norm`; small ones with
+    mergekit's operations.
     """
     lengths = [norm(x, dtype=torch.float32) for x in (a, b)]
     m, n = (length if length > TINY else torch.ones(()) for length in lengths)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attar.merging.consensus import combine, task_vectors
-from attar.merging.sparsify import keep_all
+from attar.merging.methods.common.task_vectors import keep_all
 
 
 def task_arithmetic(

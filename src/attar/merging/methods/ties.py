@@ -24,9 +24,9 @@ from torch import Tensor
 
 from attar.errors import SettingsError
 from attar.merging.consensus import combine, task_vectors
-from attar.merging.pieces import keep_
-from attar.merging.selection import Selector
-from attar.merging.sparsify import Sparsifier, TaskVector, magnitude
+from attar.merging.methods.common.chunked import keep_
+from attar.merging.methods.common.selection import Selector
+from attar.merging.methods.common.task_vectors import Sparsifier, TaskVector, magnitude
 
 
 def ties(

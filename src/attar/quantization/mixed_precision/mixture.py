@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.hashing import sha256_text
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
-from attar.models.anatomy import Anatomy, discover
+from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.parts import Anatomy
+from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid
 from attar.quantization.mixed_precision.sensitivity import (

@@ -46,13 +46,14 @@ from attar.checkpoint.atomic import write_json
 from attar.checkpoint.hashing import canonical_json, sha256_text
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError, DataError, ModelError, SettingsError
+from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
-from attar.walks.activations import Activations
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
+from attar.walks.skeleton import HiddenStates, fixed_output
 
 FORMAT, VERSION = "attar sensitivity", 2
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk
@@ -279,7 +280,7 @@ def _asked(
     rounding: RoundFunction,
 ) -> Iterator[_Request]:
     for group, modules in groups.items():
-        weights = [matrix(model.get_submodule(module)) for module in modules]
+        weights = [weight_of(model.get_submodule(module)) for module in modules]
         shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights]
         for name, candidate in candidates.items():
             grid = candidate(storage or weights[0].dtype)
@@ -305,7 +306,7 @@ def _reference(
     shutil.rmtree(work, ignore_errors=True)
     try:
         with torch.no_grad():
-            stores = [Activations(work / name, memory) for name in ("hidden", "logits")]
+            stores = [HiddenStates(work / name, memory) for name in ("hidden", "logits")]
             dtype = torch.bfloat16 if precision == "bf16" else None
             yield _Reference(model, blocks, batches, stores[0], stores[1], dtype, behind)
     finally:
@@ -324,8 +325,8 @@ class _Reference:
         model: nn.Module,
         blocks: Sequence[str],
         batches: Sequence[Tensor],
-        hidden: Activations,
-        logits: Activations,
+        hidden: HiddenStates,
+        logits: HiddenStates,
         dtype: torch.dtype | None,
         behind: Sequence[str],
     ) -> None:
@@ -359,7 +360,7 @@ class _Reference:
             if self.start:
                 hidden = self.hidden[number].to(self.device)
                 for place in range(self.start):
-                    stack.enter_context(_forwarding(self.blocks[place], hidden, self.more[place]))
+                    stack.enter_context(fixed_output(self.blocks[place], hidden, self.more[place]))
             logits: Tensor = self.model(input_ids=self.batches[number].to(self.device), **self.options).logits
         return logits
 
@@ -411,20 +412,6 @@ class _Reference:
         return total / self.tokens if math.isfinite(total) else math.inf
 
 
-@contextmanager
-def _forwarding(block: Any, hidden: Tensor, more: int | None) -> Iterator[None]:
-    """The block gives ``hidden`` whatever it is given, for the length of the context."""
-    before = block.__dict__.get("forward")
-    block.forward = lambda *_, **__: hidden if more is None else (hidden, *[None] * more)
-    try:
-        yield
-    finally:
-        if before is None:
-            del block.forward
-        else:
-            block.forward = before
-
-
 def _measured(reference: _Reference, request: _Request, rounding: RoundFunction) -> Measurement:
     """One measurement: the group rounded, the rest of the model run, the weights put back."""
     modules = request.blank.modules
@@ -449,9 +436,9 @@ def rounded(
     with torch.no_grad(), ExitStack() as stack:
         for name, grid in grids.items():
             module = model.get_submodule(name)
-            original = matrix(module).clone()
-            stack.callback(matrix(module).copy_, original)
-            matrix(module).copy_(rounding(original, grid).dequantize().to(original.dtype))
+            original = weight_of(module).clone()
+            stack.callback(weight_of(module).copy_, original)
+            weight_of(module).copy_(rounding(original, grid).dequantize().to(original.dtype))
             hook = module.register_forward_pre_hook(_adding(original, energy[name]))
             stack.callback(hook.remove)
         yield energy
@@ -461,7 +448,7 @@ def _adding(original: Tensor, energy: list[float]) -> Callable[[nn.Module, tuple
     """A hook that adds up the output error of a changed matrix."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        W, changed = original.float(), matrix(module).float()
+        W, changed = original.float(), weight_of(module).float()
         with torch.autocast(W.device.type, enabled=False):
             lost, whole = (_output(module, args[0], each) for each in (W - changed, W))
             energy[0] += float(lost.square().sum(dtype=torch.float64))
@@ -473,12 +460,6 @@ def _adding(original: Tensor, energy: list[float]) -> Callable[[nn.Module, tuple
 def _output(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     """What a module with this weight would give, without bias: rows of an embedding, products otherwise."""
     return weight[x] if isinstance(module, nn.Embedding) else F.linear(x.flatten(0, -2).float(), weight)
-
-
-def matrix(module: nn.Module) -> Tensor:
-    """The weight of a Linear or an Embedding, or that of a Conv1D turned: (N, K), not a copy."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T
 
 
 @dataclass(frozen=True)
@@ -591,7 +572,7 @@ def interaction(
         work: folder for what does not fit in memory; removed afterwards.
     """
     grids = {
-        name: candidates[scheme](storage or matrix(model.get_submodule(name)).dtype)
+        name: candidates[scheme](storage or weight_of(model.get_submodule(name)).dtype)
         for name, scheme in chosen.schemes.items()
     }
     with (

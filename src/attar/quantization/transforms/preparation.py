@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.formats.rules import ActivationRule
 from attar.models.device import pick_device
 from attar.models.load import load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.grids.float8 import Float8Grid

@@ -30,8 +30,8 @@ from attar.errors import CheckpointError, ModelError, NumericsError, SettingsErr
 from attar.models.anatomy import discover
 from attar.models.folding import Foldable, foldable, rescales
 from attar.models.load import empty_model
-from attar.models.names import stored_names
 from attar.models.residual import residual
+from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.transforms.rotating import ParameterChange, rotation_changes

@@ -29,7 +29,7 @@ ACTIVATIONS = ("auto", 16, 8)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunnerSettings:
     """What a runner shall do; see :class:`attar.runtime.llm.LLM`.
 
     Raises:
@@ -67,7 +67,7 @@ class Asked:
         return default_activation_bits() if self.activations == "auto" else int(self.activations)
 
 
-def obstacle(checkpoint: Any, asked: Asked) -> str:
+def obstacle(checkpoint: Any, asked: RunnerSettings) -> str:
     """Why the compiled step does not run a checkpoint; empty where it does. Reads no weights, and builds the
     kernels if they are not built yet."""
     if asked.runner == "modules":
@@ -75,7 +75,7 @@ def obstacle(checkpoint: Any, asked: Asked) -> str:
     return _setting(asked) or _model(checkpoint, asked) or _machine()
 
 
-def _setting(asked: Asked) -> str:
+def _setting(asked: RunnerSettings) -> str:
     if pick_device(asked.device).type != "cpu":
         return f"the device is {asked.device}, and it runs on the CPU"
     if asked.dtype not in ("auto", "bfloat16"):
@@ -89,7 +89,7 @@ def _setting(asked: Asked) -> str:
     return ""
 
 
-def _model(checkpoint: Any, asked: Asked) -> str:
+def _model(checkpoint: Any, asked: RunnerSettings) -> str:
     try:
         check_config(step_config(checkpoint))
     except ModelError as problem:

@@ -18,7 +18,7 @@ from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
 from attar.kernels.structures import PRODUCTS, StepTokens
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 KV_DTYPES = tuple(KV_BYTES)
 
@@ -97,7 +97,7 @@ class Compiled:
         """What it runs; another runner may have a part of it."""
         return self._program.weights
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:
             self._check(span)
@@ -129,7 +129,7 @@ class Compiled:
         """End the library's threads."""
         self._program.close()
 
-    def _check(self, span: Span) -> None:
+    def _check(self, span: TokenSpan) -> None:
         assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
         assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
 

@@ -17,15 +17,15 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
-from attar.models.blocks import is_linear
+from attar.models.anatomy import is_linear
 from attar.models.configs import load_config
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.runtime.runner.codes import codes_of
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 
 
-class Held:
+class CachedCheckpoint:
     """A checkpoint of which everything that was read once stays in memory, as it is stored."""
 
     def __init__(self, checkpoint: Any) -> None:
@@ -78,7 +78,7 @@ class _Filling:
 
     def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: ThreadPool, bits: int) -> None:
         self.model, self.dtype, self.team, self.bits = model, dtype, team, bits
-        self.decoded, self.held = Decoded(checkpoint), Decoded(Held(checkpoint))
+        self.decoded, self.held = Decoded(checkpoint), Decoded(CachedCheckpoint(checkpoint))
         self.prefix = f"{getattr(model, 'base_model_prefix', '')}."
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.shapes = {name: each.shape for name, each in (*parameters.items(), *model.named_buffers())}

@@ -1,18 +1,17 @@
-"""From what is asked for to what drafts: proposer, measured times, chooser."""
+"""From what is asked for to what drafts: proposer, measured times, policy."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 from attar.runtime.loading import Loaded, load
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.grams import Grams
+from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import Lookahead
 from attar.runtime.speculate.ngram import Ngram
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.times import measure
 from attar.runtime.speculate.verify import Mode
 from attar.runtime.speculate.wanted import Wanted
 
@@ -42,9 +41,9 @@ def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: An
         times = measure(cast(Any, proposer).runner, {1: (1, READ), 8: (8,)})
         drafting = {batch: points[batch] for batch, points in times.items()}
         reading = times[1].get(READ, READ * times[1][1]) / READ
-    chooser = Chooser(Cost(measure(target.runner), drafting, SETTLE, reading), most=most)
+    latency = Latency(by_tokens(measure(target.runner)), drafting, SETTLE, reading)
     mode = cast("Mode | None", wanted.verification)
-    return Speculator(proposer, chooser, most=most, verification=mode)
+    return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
 
 
 def _proposer(wanted: Wanted, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:

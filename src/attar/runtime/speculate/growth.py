@@ -20,16 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from attar.runtime.sampling.cuts import top
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw_distinct
-from attar.runtime.sampling.warp import Row, adjust, check_finite, likeliest, warp
-from attar.runtime.speculate.acceptance import LEVELS, kind_of
-from attar.runtime.speculate.draft import Draft, Floats
+from attar.runtime.sampling.warp import SamplingRow, adjust, check_finite, largest_indices, likeliest, warp
+from attar.runtime.speculate.draft import LEVELS, Draft, Floats, kind_of
 from attar.runtime.speculate.noise import Drafting
 from attar.runtime.speculate.proposer import Wish
 
-GREEDY = Row(SamplingParams(temperature=0.0))
+GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
 @dataclass
@@ -114,7 +112,7 @@ def _likeliest(x: Tensor, count: int) -> list[int]:
     count = min(count, x.shape[1])
     if x.device.type == "cpu":
         row = x[0].numpy()
-        found = top(row, count)
+        found = largest_indices(row, count)
         values = row[found]
     else:
         values, found = (each.cpu().numpy() for each in x[0].topk(count))

@@ -30,8 +30,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.trie import Trie
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.growth import Growing
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.tables import Tables
 from attar.runtime.speculate.vocabulary import Reader, Same, Vocabulary
-from attar.runtime.step import Runner, Step
+from attar.runtime.step import Runner, StepInput
 
 BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
 
@@ -67,7 +67,7 @@ class DraftModel:
         self.vocabulary = vocabulary or Same(runner.vocabulary, runner.vocabulary)
         self.ends, self.doubt = frozenset(ends), doubt
         self.branches, self.step_tokens = branches, step_tokens
-        manager = Manager(runner.capacity, runner.block_size, reuse=reuse)
+        manager = BlockManager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = Tables(manager, runner.forget)
         self._readers: dict[int, Reader] = {}
 
@@ -146,7 +146,7 @@ class DraftModel:
             start = self.tables.length(chain.wish.sequence)
             tokens += chain.text[start : start + count]
         spans = [self.tables.span(chain.wish.sequence, count, int(whole)) for chain, count, whole in parts]
-        rows = self.runner.run(Step(tokens, tuple(spans), self.tables.manager.copies()))
+        rows = self.runner.run(StepInput(tokens, tuple(spans), self.tables.manager.copies()))
         done = [chain for chain, _, whole in parts if whole]
         for chain, count, _ in parts:
             start = self.tables.length(chain.wish.sequence)

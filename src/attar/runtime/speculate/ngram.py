@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.grams import Grams
 from attar.runtime.speculate.proposer import News, Wish
 from attar.runtime.speculate.trie import Trie

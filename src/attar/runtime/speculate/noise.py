@@ -28,7 +28,7 @@ from attar.runtime.sampling.sample import ACCEPT, RESAMPLE, TOKEN, draw, noise_k
 from attar.runtime.speculate.draft import Floats
 
 if TYPE_CHECKING:
-    from attar.runtime.sampling.warp import Row
+    from attar.runtime.sampling.warp import SamplingRow
     from attar.runtime.speculate.proposer import Rules
 
 DRAFT = 16
@@ -84,7 +84,7 @@ class Drafting:
     rules: Rules
     noise: Noise
 
-    def row(self, drafted: Sequence[int] = ()) -> Row:
+    def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         return self.rules.row(drafted)
 

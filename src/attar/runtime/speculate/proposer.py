@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Protocol
 from attar.runtime.speculate.draft import Draft
 
 if TYPE_CHECKING:
-    from attar.runtime.sampling.warp import Row
+    from attar.runtime.sampling.warp import SamplingRow
 
 
 class Rules(Protocol):
-    """What decides a text's next tokens; ``attar.runtime.text.Text`` is one."""
+    """What decides a text's next tokens; ``attar.runtime.completion.Completion`` is one."""
 
-    def row(self, drafted: Sequence[int] = ()) -> Row:
+    def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         ...
 

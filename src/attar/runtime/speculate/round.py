@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from attar.runtime.sampling.warp import Row
+from attar.runtime.completion import Completion
+from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.noise import Drafting, Noise
 from attar.runtime.speculate.proposer import Proposer, Rules, Wish
 from attar.runtime.speculate.verify import Mode
-from attar.runtime.text import Text
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,12 @@ def room(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> in
     return max(longest, 0)
 
 
-def mode_of(text: Text, verification: Mode | None) -> Mode:
+def mode_of(text: Completion, verification: Mode | None) -> Mode:
     """As asked for; else coupled where the request has a seed, and exact where it has none."""
     return verification or ("exact" if text.params.seed is None else "coupled")
 
 
-def noise_of(sequence: Running, text: Text) -> Noise:
+def noise_of(sequence: Running, text: Completion) -> Noise:
     """The sequence's in this round."""
     return Noise(text.seed, text.sample, len(sequence.tokens))
 
@@ -74,10 +74,10 @@ class Watched:
         failed: whether they did.
     """
 
-    text: Text
+    text: Completion
     failed: bool = False
 
-    def row(self, drafted: Sequence[int] = ()) -> Row:
+    def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         try:
             return self.text.row(drafted)

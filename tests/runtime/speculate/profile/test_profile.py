@@ -11,9 +11,9 @@ from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
 from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.fixed import Fixed
 from attar.runtime.speculate.profile.passes import expected_tokens
 from attar.runtime.speculate.profile.profile import PLAIN, beside, profile
@@ -143,9 +143,9 @@ def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
 def test_passes_that_rest_are_counted_too(
     engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]
 ) -> None:
-    """While the chooser's purse is closed nobody watches: a token a pass all the same."""
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.1}}))
-    chooser.purse.note(1e6, 0.0)
-    made = Speculator(Knows(texts, 9), chooser, most=4)
+    """While the budget is closed no pass is metered; each still counts as one token."""
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}))
+    policy.budget.note(1e6, 0.0)
+    made = Speculator(Knows(texts, 9), policy, most=4)
     found = row(profile(engine, "fake", {"rests": made}, {"a": PROMPTS["a"]}, tokens=TOKENS), "a", "rests")
     assert found.tokens_per_pass == 1.0 and found.histogram == () and found.same == 2

@@ -21,7 +21,7 @@ namespace attar {
 
 // Rows of codes (tokens times planes) from which tiles are faster than the loops.
 constexpr int MIN_ROWS = 16;
-constexpr std::int64_t TOKEN_BLOCK = 64;  // tokens for which codes are unpacked once: their sums stay in the first cache
+constexpr std::int64_t TOKEN_BLOCK = 64;  // tokens per unpacking of codes: their sums stay in the first cache
 
 #if defined(ATTAR_AMX)
 
@@ -183,8 +183,8 @@ static inline int tile_rows(const Activations& in, std::int64_t tokens) {
 }
 
 template <int ROWS, int PLANES>
-static inline void multiply_tiles(const Linear& linear, const Activations& in, const std::uint8_t* panel, std::int64_t token,
-                                  std::int64_t count, float (*out)[PANEL]) {
+static inline void multiply_tiles(const Linear& linear, const Activations& in, const std::uint8_t* panel,
+                                  std::int64_t token, std::int64_t count, float (*out)[PANEL]) {
     if (linear.zeros == MIDDLE) TileProduct<PLANES, MIDDLE, ROWS>(linear, in).run(panel, token, count, out);
     if (linear.zeros == POINTS) TileProduct<PLANES, POINTS, ROWS>(linear, in).run(panel, token, count, out);
     if (linear.zeros == PRODUCTS) TileProduct<PLANES, PRODUCTS, ROWS>(linear, in).run(panel, token, count, out);

@@ -56,7 +56,11 @@ static inline SoftmaxState merge_splits(const SoftmaxState* states, const float*
 class Attention {
 public:
     Attention(const Model& model, std::int64_t layer)
-        : model_(model), layer_(layer), group_(model.heads / model.kv_heads), scores_(group_ * CHUNK), scales_(group_, 1.0f) {
+        : model_(model),
+          layer_(layer),
+          group_(model.heads / model.kv_heads),
+          scores_(group_ * CHUNK),
+          scales_(group_, 1.0f) {
         if (model.plain()) return;
         weights_.resize(group_ * CHUNK);
         queries_.resize(group_ * model.head_dim + WIDTH);
@@ -89,7 +93,8 @@ public:
         split_states_.resize(group_ * count);
         split_acc_.resize(group_ * count * stride);
         for (std::int64_t p = 0; p < count; p++)
-            attend_split(range, first + p, head, queries, split_states_.data() + p, split_acc_.data() + p * stride, count);
+            attend_split(range, first + p, head, queries, split_states_.data() + p, split_acc_.data() + p * stride,
+                         count);
         for (std::int64_t q = 0; q < group_; q++)
             states[q] = merge_splits(split_states_.data() + q * count, split_acc_.data() + q * count * stride, count,
                                      stride, 0, stride, acc + q * stride);
@@ -170,7 +175,8 @@ private:
     template <class Kind, int Q, class Number>
     void accumulate_heads(int count, const Number* weights, std::int64_t q) {
         const std::int64_t stride = model_.padded();
-        accumulate_dims<Kind, Q>(values_, stride, count, weights + q * CHUNK, scales_.data() + q, acc_.data() + q * stride);
+        accumulate_dims<Kind, Q>(values_, stride, count, weights + q * CHUNK, scales_.data() + q,
+                                 acc_.data() + q * stride);
     }
 
     // Soft cap, and a score of minus infinity for the keys that the token does not see.

@@ -28,7 +28,8 @@ static inline void store_kv(const Model& model, std::int64_t layer, std::int64_t
         for (std::int64_t d = 0; d < dim; d++) ((float*)(keys + tile))[d * WIDTH + row] = key[d];
         std::memcpy(values + tile + row * model.row_bytes(), value, dim * sizeof(float));
     } else if (model.pool_kind == STORED_FP16) {
-        std::uint16_t *key_tile = (std::uint16_t*)(keys + tile), *value_row = (std::uint16_t*)(values + tile) + row * stride;
+        std::uint16_t* key_tile = (std::uint16_t*)(keys + tile);
+        std::uint16_t* value_row = (std::uint16_t*)(values + tile) + row * stride;
         for (std::int64_t start = 0; start < dim; start += WIDTH) {
             const std::int64_t count = std::min<std::int64_t>(WIDTH, dim - start);
             std::uint16_t some[WIDTH];

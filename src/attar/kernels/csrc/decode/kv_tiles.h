@@ -116,11 +116,13 @@ static inline void accumulate(const std::uint8_t* const* tiles, std::int64_t str
 }
 
 template <class Kind, int Q, class Number>
-static inline void accumulate_dims(const std::uint8_t* const* tiles, std::int64_t stride, int count, const Number* weights,
-                           const float* scales, float* acc) {
+static inline void accumulate_dims(const std::uint8_t* const* tiles, std::int64_t stride, int count,
+                                   const Number* weights, const float* scales, float* acc) {
     std::int64_t d = 0;
-    for (; d + 4 * WIDTH <= stride; d += 4 * WIDTH) accumulate<Kind, Q, 4>(tiles, stride, d, count, weights, scales, acc);
-    for (; d + 2 * WIDTH <= stride; d += 2 * WIDTH) accumulate<Kind, Q, 2>(tiles, stride, d, count, weights, scales, acc);
+    for (; d + 4 * WIDTH <= stride; d += 4 * WIDTH)
+        accumulate<Kind, Q, 4>(tiles, stride, d, count, weights, scales, acc);
+    for (; d + 2 * WIDTH <= stride; d += 2 * WIDTH)
+        accumulate<Kind, Q, 2>(tiles, stride, d, count, weights, scales, acc);
     for (; d < stride; d += WIDTH) accumulate<Kind, Q, 1>(tiles, stride, d, count, weights, scales, acc);
 }
 

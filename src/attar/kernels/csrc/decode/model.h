@@ -35,8 +35,10 @@ struct Model {
     // The keys and then the values of a block and head are contiguous, in the layout of kv_tiles.h, each followed by
     // its scales where they are int8. head_dim is rounded up to whole vectors.
     std::int64_t padded() const { return (head_dim + WIDTH - 1) / WIDTH * WIDTH; }
-    std::int64_t row_bytes() const { return padded() * (pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2); }
-    bool plain() const { return pool_kind == STORED_FP32 || pool_kind == STORED_FP16; }  // queries and weights stay float32
+    std::int64_t number_bytes() const { return pool_kind == STORED_FP32 ? 4 : pool_kind == STORED_INT8 ? 1 : 2; }
+    std::int64_t row_bytes() const { return padded() * number_bytes(); }
+    // Queries and weights stay float32.
+    bool plain() const { return pool_kind == STORED_FP32 || pool_kind == STORED_FP16; }
     std::int64_t half_bytes() const { return block_size * (row_bytes() + (pool_kind == STORED_INT8 ? 4 : 0)); }
     float* scales(const std::uint8_t* half) const { return (float*)(half + block_size * row_bytes()); }
     std::uint8_t* keys(std::int64_t layer, std::int64_t block, std::int64_t head) const {

@@ -198,7 +198,8 @@ private:
     void rope() {
         const std::int64_t tasks = batch.tokens * model.kv_heads;
         worker.parallel_for(tasks, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
-            for (std::int64_t task = first; task < last; task++) rope_group(task / model.kv_heads, task % model.kv_heads);
+            for (std::int64_t task = first; task < last; task++)
+                rope_group(task / model.kv_heads, task % model.kv_heads);
         });
     }
 

@@ -189,7 +189,9 @@ static inline void store_fp16(void* to, const F& value) {
 }
 
 // 32 signed bytes as int16, two per lane.
-static inline I load_int8_pairs(const void* from) { return apply_load<I>(one::load_int8_pairs, from, one::REGISTER / 2); }
+static inline I load_int8_pairs(const void* from) {
+    return apply_load<I>(one::load_int8_pairs, from, one::REGISTER / 2);
+}
 
 // Per lane, the sum of four unsigned bytes of w times the four signed bytes x, added to total. SMALL: no
 // byte of w is above 15.

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from attar.data.stdlib import texts
+from attar.data.python_text import texts
 from attar.errors import DataError, SettingsError
 
 LENGTH = 600  # characters of a prompt, about

@@ -104,7 +104,7 @@ def make_methods(
             made = speculator(wanted, loaded, model, **alike)
             assert made is not None, f"{each} gives no speculator"
             if chosen.fixed and most is not None:
-                made.chooser = Fixed(most)
+                made.policy = Fixed(most)
             name = next(iter(each.values()))
             found[name if most is None else f"{name}, {most}"] = made
     return found
