@@ -12,13 +12,13 @@ from transformers import AutoTokenizer
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, ModelError, SettingsError
 from attar.formats.byte_alphabet import BYTE_ALPHABET
+from attar.formats.gguf.tokenizer import pretokenizers
 from attar.formats.gguf.tokenizer.files import read_tokenizer_files
 from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
 from attar.formats.gguf.tokenizer.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
 from attar.formats.gguf.tokenizer.sentencepiece import read_model
 from attar.formats.gguf.tokenizer.to_gguf import (
     PIPELINE,
-    pretokenizers,
     tokenizer_differences,
     tokenizer_metadata,
 )
