@@ -67,7 +67,7 @@ def _row(method: Method) -> str:
         method.summary,
         BASES[method.base],
         count,
-        _parameters(method.each),
+        _parameters(method.per_model),
         _parameters(method.shared),
         method.source,
     ]

@@ -69,7 +69,6 @@ SOLVERS = (
         for name in ("chunked", "random_masks", "selection", "task_vectors")
     ),
     "merging/adapters/low_rank.py",
-    "merging/consensus.py",
     "merging/search/soup.py",
 )
 SHARED = {  # what solvers may know beside torch
@@ -77,7 +76,6 @@ SHARED = {  # what solvers may know beside torch
     "attar.kernels.threads",
     "attar.models.parts",
     "attar.progress",
-    "attar.merging.consensus",
     "attar.merging.methods.common.random_masks",
     "attar.merging.search.loss_cache",
     "attar.merging.methods.common.chunked",
@@ -194,7 +192,7 @@ def test_rooms_import_only_downwards():
         "attar.quantization.settings",
         "attar.deployment.settings",
         "attar.merging.settings",
-        "attar.merging.extraction_settings",
+        "attar.merging.adapters.settings",
         "attar.measure.settings",
         "attar.runtime.kv.memory",
         "attar.runtime.kv.block_manager",

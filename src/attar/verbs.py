@@ -139,7 +139,7 @@ def extract(
         model: the fine-tuned model.
         base: the model it came from.
         out: the adapter's folder.
-        settings: see :class:`attar.merging.extraction_settings.ExtractSettings`.
+        settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
     checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
     return run_extract(model, base, out, checked, force=force, progress=progress)

@@ -10,7 +10,7 @@ from attar.deployment.imatrix import compute, head_sums
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
-from attar.walks.sweep import Nothing, sweep
+from attar.walks.sweep import sweep
 from tests import tiny_models
 
 
@@ -115,11 +115,10 @@ def test_the_heads_importance_comes_from_the_sweep_that_rounds(family, tmp_path)
     sweep(
         checkpoint,
         batches,
-        Nothing(),
+        None,
         work=tmp_path / "sweep",
-        select=lambda name: False,
         precision="fp32",
-        behind=lambda *behind: seen.update(head_sums(*behind)),
+        after_blocks=lambda *arguments: seen.update(head_sums(*arguments)),
     )
     [(name, (sums, count))] = seen.items()
     assert count == whole[name][1]

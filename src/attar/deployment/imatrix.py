@@ -34,7 +34,7 @@ from attar.models.device import pick_device
 from attar.progress import SILENT, Progress
 from attar.walks.passes import StopForward
 from attar.walks.skeleton import HiddenStates, Skeleton
-from attar.walks.sweep import Nothing, sweep
+from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -81,9 +81,8 @@ def compute(
     sweep(
         checkpoint,
         batches,
-        Nothing(),
+        None,
         work=work,
-        select=lambda name: False,
         precision=precision,
         prepare=prepare,
         device=place,

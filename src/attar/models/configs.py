@@ -1,7 +1,7 @@
-"""From config.json to a transformers config and the class it names.
+"""config.json to a transformers config and its model class; transformers kept quiet, its errors on one line.
 
-Only code that transformers ships is run: a family that it does not know is refused, also one that brings its
-own Python files.
+Only code that transformers ships is run: an unknown family is refused, also one that brings its own Python
+files.
 """
 
 from __future__ import annotations

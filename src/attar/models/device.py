@@ -1,9 +1,17 @@
-"""Where a model runs."""
+"""Where a model runs, its memory, and the type of its matrix products: bfloat16 where the device has fast
+products of it, else float32.
+
+oneDNN and torch emulate bfloat16 where the processor lacks it, two to a hundred times slower than float32.
+What ``auto`` means is decided when a run begins and kept in its work folder: a resumed run continues in the
+same type, on any machine, and ends in the same bytes.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,7 +48,7 @@ def free_memory(device: torch.device) -> int:
 
 
 @cache
-def _library() -> Any:
+def _malloc_trim() -> Any:
     try:
         return ctypes.CDLL("libc.so.6").malloc_trim
     except (OSError, AttributeError):  # not glibc
@@ -48,13 +56,14 @@ def _library() -> Any:
 
 
 def trim_memory() -> None:
-    """Return what the C library holds free. Nothing happens where it is not glibc."""
-    trim = _library()
+    """Return freed memory to the system, where the C library is glibc: it keeps it in pieces that the
+    tensors of a next block do not fit into."""
+    trim = _malloc_trim()
     if trim is not None:
         trim(0)
 
 
-FILE = "precision"
+PRECISION_FILE = "precision"
 WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
 """oneDNN's names of the instruction sets that have no bfloat16 products."""
 
@@ -64,13 +73,13 @@ def resolve(precision: str, device: torch.device, work: Path | None = None) -> s
 
     Args:
         precision: of the settings: ``auto``, ``bf16`` or ``fp32``.
-        device: where the run multiplies.
-        work: folder of the run's states. What it began with stands there in a file, which this writes at
-            the first call and obeys afterwards. None: nothing is kept.
+        device: where the run computes.
+        work: folder of the run's states. The first call writes its decision there, later calls read it. None:
+            nothing is kept.
     """
     if precision != "auto":
         return precision
-    file = work / FILE if work is not None else None
+    file = work / PRECISION_FILE if work is not None else None
     if file is not None and file.exists():
         return "bf16" if file.read_text() == "bf16" else "fp32"
     decided = "bf16" if has_bfloat16(device) else "fp32"
@@ -82,7 +91,7 @@ def resolve(precision: str, device: torch.device, work: Path | None = None) -> s
 
 def has_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 products are faster than float32 ones here: any GPU, processors with AVX-512 BF16 or
-    AMX, unless torch or oneDNN were told to use less (``ATEN_CPU_CAPABILITY``, ``ONEDNN_MAX_CPU_ISA``)."""
+    AMX, unless torch or oneDNN are limited to less (``ATEN_CPU_CAPABILITY``, ``ONEDNN_MAX_CPU_ISA``)."""
     if device.type != "cpu":
         return True
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
@@ -97,3 +106,10 @@ def _onednn_has_bfloat16() -> bool:
 def _native_bfloat16() -> bool:
     is_supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(is_supported()) if is_supported is not None else False
+
+
+@contextmanager
+def bf16_products(device: torch.device, enabled: bool = True) -> Iterator[None]:
+    """Products inside the context are bfloat16, where enabled; everything else stays float32."""
+    with torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False):
+        yield

@@ -1,9 +1,10 @@
-"""Which stored tensor belongs to which parameter of a model.
+"""Stored tensors: which one belongs to which parameter of a model, and the number type of a checkpoint's
+weights.
 
 Mostly the names are equal. Checkpoints saved from the bare model lack the prefix of the model with a head
-("model.", "transformer.", "bert."), and the other way round; a tied parameter is stored once, under one of
-its names. A head that the family's checkpoints have under an older name (GPT-NeoX: ``embed_out``) is the one
-stored tensor of its shape that belongs to nothing else; of any other parameter a missing tensor is an error.
+("model.", "transformer.", "bert."), or the other way round; a tied parameter is stored once, under one of
+its names. A head stored under an older name (GPT-NeoX: ``embed_out``) is the one tensor of its shape that
+belongs to nothing else. A missing tensor of any other parameter is an error.
 """
 
 from __future__ import annotations

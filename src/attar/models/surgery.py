@@ -1,9 +1,11 @@
-"""Surgery: a smaller model that computes what the larger one does with the removed parts silenced.
+"""Surgery: a smaller model that computes what the larger one does with the removed parts zeroed.
 
-Heads go in whole KV groups (the KV head and all query heads that read it), neurons and layers one by one.
-Rows, biases and columns are really cut, the config is rewritten, and a new model is built from that config:
-whatever the config cannot say shows as a shape that does not fit, and is an error. The model given is not
-changed, and the new one shares no memory with it. Models on the meta device are cut as well, for their sizes.
+Heads are removed in whole KV groups (the KV head and all query heads that read it), neurons and layers one
+by one. Rows, biases and columns are cut, the config is changed, and an empty model is built from that
+config, as ``from_pretrained`` will build it, and compared with the cut tensors name by name and shape by
+shape. So no table lists what a family's config can express: transformers' own code decides. The given model
+is not changed and shares no memory with the new one. Models on the meta device can be cut too, for their
+sizes.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from attar.models.fake_quant import on_keys_and_values
 from attar.progress import Progress
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.ranges import ActivationRange
-from attar.walks.sweep import Nothing, sweep
+from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -74,9 +74,8 @@ def observe(
     sweep(
         checkpoint,
         batches,
-        Nothing(),
+        None,
         work=work,
-        select=lambda name: False,
         precision=precision,
         prepare=prepare,
         device=device,

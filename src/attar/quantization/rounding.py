@@ -38,7 +38,7 @@ from attar.quantization.transforms.preparation import calibration
 from attar.quantization.write import CodeSource
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, SweepResult, sweep
+from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -74,14 +74,14 @@ def round_all(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    behind: Behind | None = None,
+    after_blocks: AfterBlocks | None = None,
 ) -> RoundedModel:
     """Round every site of a plan.
 
     Args:
         checkpoint: dense; the plan was made for it.
         work: where finished parts survive a kill.
-        behind: given what stands behind the last block, where a sweep rounds (walks/sweep.py).
+        after_blocks: called after the last block, where a sweep rounds (walks/sweep.py).
 
     Raises:
         NumericsError: a weight, an activation or a result is not finite.
@@ -93,7 +93,7 @@ def round_all(
         nearest = StreamedCodes(checkpoint, chosen, settings, work / "errors.jsonl")
         made = RoundedModel(nearest, nearest.reports)
     else:
-        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, behind))
+        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, after_blocks))
         made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
     inputs = {**seen.inputs, **made.input_scales}
     return replace(made, input_scales=inputs, kv_scales=seen.caches)
@@ -125,7 +125,7 @@ def _sweep(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-    behind: Behind | None = None,
+    after_blocks: AfterBlocks | None = None,
 ) -> SweepResult:
     batches = calibration(checkpoint, settings)
     sites = {site.module: site for site in chosen.sites.values()}
@@ -147,7 +147,7 @@ def _sweep(
         work=blocks,
         select=sites.__contains__,
         precision=settings.precision,
-        behind=behind,
+        after_blocks=after_blocks,
         device=device,
         progress=progress,
         what=settings.method,

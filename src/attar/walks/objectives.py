@@ -1,5 +1,5 @@
-"""Language-modelling losses that several stages need: next token for decoders, masked token for encoders; and
-how far a changed model's predictions are from the original's."""
+"""Losses of language models that several stages share (next token, masked token, distillation), and the
+distance of a changed model's predictions from the original's."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def masked_token_loss(model: nn.Module, tokens: Tensor, mask_token: int, seed: int = 0) -> Tensor:
-    """Cross-entropy at 15 % of the places, hidden behind the mask token, in nats, mean over those places.
+    """Cross-entropy at 15 % of the positions, replaced by the mask token, in nats, mean over those positions.
 
     Args:
         model: gives ``.logits`` (B, S, V).
         tokens: int64 (B, S).
         mask_token: its number.
-        seed: of the choice of places.
+        seed: of the choice of positions.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(tokens.shape, generator=generator) < MASKED
@@ -60,8 +60,8 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
         KL = sum_v e^x_v (x_v - y_v) / P + ln Q - ln P      x, y: logits less their maximum
                                                             P, Q: sums of e^x, e^y
 
-    Written so because the difference of two log-softmaxes in float32 is off by 1e-6, which is what one layer
-    at 8 bits costs; this is exactly 0 for equal logits and else off by a few 1e-8.
+    The difference of two log-softmaxes in float32 is off by 1e-6, which is what one layer at 8 bits costs;
+    this is exactly 0 for equal logits and else off by a few 1e-8.
 
     Args:
         p_logits: (N, V) of the reference, any float type.
@@ -81,13 +81,13 @@ def _chunk_kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 class Distance(NamedTuple):
-    """How far a model's predictions are from the reference's.
+    """The distance of a model's predictions from the reference's.
 
     Attributes:
-        kl: mean KL(reference || model), nats a token; not a number where the model's logits are not finite.
-        top1: fraction of tokens at which both prefer the same next token.
-        blind: the KL of the one distribution that knows the reference's average but nothing of the context,
-            H(mean p) - mean H(p): who is as far away as this has forgotten the context.
+        kl: mean KL(reference || model), nats a token; NaN where the model's logits are not finite.
+        top1: fraction of tokens with the same likeliest next token.
+        blind: KL(reference || its average distribution) = H(mean p) - mean H(p): a model as far away as
+            this ignores the context.
         tokens: how many were counted.
     """
 
@@ -98,7 +98,7 @@ class Distance(NamedTuple):
 
 
 class DistanceSum:
-    """Sums over tokens from which a :class:`Distance` follows; temporaries have :data:`CHUNK_ELEMENTS`."""
+    """Sums over tokens that give a :class:`Distance`; temporaries have :data:`CHUNK_ELEMENTS` numbers."""
 
     def __init__(self) -> None:
         self.kl, self.entropy, self.same, self.tokens = 0.0, 0.0, 0, 0
@@ -111,10 +111,10 @@ class DistanceSum:
         self.same += int((p.argmax(-1).cpu() == q.argmax(-1).cpu()).sum())
         self.tokens += len(p)
         for part in p.split(max(1, CHUNK_ELEMENTS // p.shape[-1])):
-            known = part.float().softmax(-1)
-            self.entropy -= float(torch.special.xlogy(known, known).sum(dtype=torch.float64))
-            seen = known.sum(0, dtype=torch.float64).cpu()
-            self.mean = seen if self.mean is None else self.mean.add_(seen)
+            probabilities = part.float().softmax(-1)
+            self.entropy -= float(torch.special.xlogy(probabilities, probabilities).sum(dtype=torch.float64))
+            total = probabilities.sum(0, dtype=torch.float64).cpu()
+            self.mean = total if self.mean is None else self.mean.add_(total)
 
     def distance(self) -> Distance:
         """The means over all tokens."""
@@ -126,7 +126,7 @@ class DistanceSum:
 
 
 def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The train walk's plainest loss: :func:`next_token_loss` of the model's logits.
+    """The plain loss of training: :func:`next_token_loss` of the model's logits.
 
     Args:
         model: gives ``.logits`` (B, S, V).

@@ -1,8 +1,19 @@
-"""Optimizers and the learning-rate schedule of the train walk.
+"""Optimizers and the learning-rate schedule of training.
 
 AdamW: Loshchilov & Hutter 2017, arXiv 1711.05101. Weight decay touches matrices only, never norms, biases or
-embeddings. Muon (muon.py) makes updates of AdamW's root mean square, so that one learning rate serves both.
-It takes the hidden matrices; AdamW takes the rest.
+embeddings.
+
+Muon: Jordan 2024, kellerjordan.github.io/posts/muon, for the hidden matrices; AdamW takes the rest. Its
+update is scaled as in Liu et al. 2025, arXiv 2502.16982, eq. 4, to AdamW's root mean square, so that one
+learning rate serves both. Momentum whose singular values are brought near 1:
+
+    B = m B + (1 - m) g ;  O = NS(m B + (1 - m) g) ;  W = (1 - lr d) W - 0.2 lr sqrt(max(N, K)) O
+    NS, five times from X / |X|:   A = X X^T ;  X = a X + (b A + c A A) X
+
+Letters: W (N, K) a matrix, g its gradient, B the momentum buffer, m momentum, d weight decay.
+
+The numbers are those of ``torch.optim.Muon``, which multiplies in bfloat16 on every machine: where bfloat16
+is emulated, that costs more than the rest of a step. Here the type is an argument.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ from torch import nn
 
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, masked, units_of
-from attar.pruning.stage import units
+from attar.pruning.criteria.gradient import gradient_importance, keep_most_important, masked
+from attar.pruning.structures import STRUCTURES
+from attar.pruning.structures.structure import units_of
 from attar.walks.objectives import next_token_loss
 from tests import tiny_models
 
@@ -22,7 +23,7 @@ def test_is_the_mean_absolute_derivative_of_the_mask(family, method):
     model = tiny_models.build(family)
     anatomy = discover(model)
     tokens = tiny_models.tokens(model, batch=3, length=8)
-    modules, owners = units(model, anatomy, method)
+    modules, owners = STRUCTURES[method].units(model, anatomy)
     got = gradient_importance(model, modules, owners, loss, [tokens[:2], tokens[2:]])
     count, step = int(owners[0].max()) + 1, 1e-3
     model = model.double()
@@ -43,7 +44,7 @@ def test_is_the_mean_absolute_derivative_of_the_mask(family, method):
 
 def test_does_not_depend_on_the_batch_size_and_leaves_the_model_alone():
     model = tiny_models.build("llama3")
-    modules, owners = units(model, discover(model), "neurons")
+    modules, owners = STRUCTURES["neurons"].units(model, discover(model))
     tokens = tiny_models.tokens(model, batch=4, length=8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     one = gradient_importance(model, modules, owners, loss, list(tokens.split(1)))
@@ -58,7 +59,7 @@ def test_a_unit_without_influence_has_no_importance():
     anatomy = discover(model)
     with torch.no_grad():
         model.get_submodule(anatomy.blocks[0].mlp.down.name).weight[:, 5] = 0.0
-    modules, owners = units(model, anatomy, "neurons")
+    modules, owners = STRUCTURES["neurons"].units(model, anatomy)
     got = gradient_importance(model, modules, owners, loss, [tiny_models.tokens(model)])
     assert got[0, 5] == 0.0 and got[0, 6] > 0.0
     assert 5 not in keep_most_important(got, 95)[0]
@@ -68,7 +69,7 @@ def test_nan_is_refused():
     model = tiny_models.build("llama3")
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    modules, owners = units(model, discover(model), "heads")
+    modules, owners = STRUCTURES["heads"].units(model, discover(model))
     with pytest.raises(NumericsError, match="not finite"):
         gradient_importance(model, modules, owners, loss, [tiny_models.tokens(model)])
 

@@ -2,16 +2,16 @@
 
 Heads: Michel, Levy, Neubig 2019, "Are Sixteen Heads Really Better than One?", arXiv 1905.10650, eq. 2:
 
-    I_h = E_x | dL(x) / d xi_h | ,   xi_h the mask that multiplies head h's output   (= | Att_h^T dL / dAtt_h
+    I_h = E_x | dL(x) / d xi_h | ,   xi_h the mask that multiplies head h's output  (= | Att_h^T dL / dAtt_h
     |)
 
-Neurons: the same with the mask on a neuron's activation a_i, the first-order Taylor criterion | a_i dL / da_i
-|, summed over the tokens of a
-sequence before the absolute value (Molchanov et al. 2019, arXiv 1906.10771, eq. 8). E_x runs over sequences.
+Neurons: the same with the mask on a neuron's activation a_i, the first-order Taylor criterion | a_i dL /
+da_i |, summed over the tokens of a sequence before the absolute value (Molchanov et al. 2019, arXiv
+1906.10771, eq. 8). E_x runs over sequences.
 
-Letters: U units a layer; xi (B, U) one mask value per sequence and unit, all ones; c (F,) the unit of each of
-the F inputs of the Linear that follows. With grouped-query attention a unit is a KV head with all its query
-heads: only whole groups can be removed.
+Letters: U units a layer; xi (B, U) one mask value per sequence and unit, all ones; c (F,) the unit of each
+of the F inputs of the Linear that follows. With grouped-query attention a unit is a KV head with all its
+query heads.
 """
 
 from __future__ import annotations
@@ -25,15 +25,6 @@ from torch import Tensor, nn
 
 from attar.errors import NumericsError
 from attar.progress import SILENT, Progress
-
-
-def units_of(columns: Sequence[Sequence[int]], features: int) -> Tensor:
-    """c: int64 (F,), the unit that each input column belongs to."""
-    owner = torch.full((features,), -1, dtype=torch.int64)
-    for unit, inside in enumerate(columns):
-        owner[torch.as_tensor(inside)] = unit
-    assert (owner >= 0).all(), "every column belongs to a unit"
-    return owner
 
 
 @contextmanager
@@ -75,7 +66,7 @@ def gradient_importance(
     Args:
         model: whole, on one device.
         modules: per layer, the Linear that follows the units (output projection, down projection).
-        owners: per layer, c of :func:`units_of`.
+        owners: per layer, c.
         loss: ``loss(model, tokens)``, a mean over the tokens of the batch.
         batches: int64 (B, S) each.
 
@@ -94,9 +85,7 @@ def gradient_importance(
             for batch in batches:
                 masks = [torch.ones(len(batch), count, device=device, requires_grad=True) for count in counts]
                 with masked(modules, [owner.to(device) for owner in owners], masks):
-                    value = loss(model, batch.to(device)) * len(
-                        batch
-                    )  # each sequence's own loss, whatever the batch
+                    value = loss(model, batch.to(device)) * len(batch)  # a sum over sequences
                     gradients = torch.autograd.grad(value, masks)
                 for layer, gradient in enumerate(gradients):
                     total[layer] += gradient.abs().sum(0).double().cpu()

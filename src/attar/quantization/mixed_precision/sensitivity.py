@@ -53,7 +53,7 @@ from attar.quantization.grids.scales import choose_scales
 from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
-from attar.walks.skeleton import HiddenStates
+from attar.walks.skeleton import HiddenStates, fixed_output
 
 FORMAT, VERSION = "attar sensitivity", 2
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest waits on disk
@@ -360,7 +360,7 @@ class _Reference:
             if self.start:
                 hidden = self.hidden[number].to(self.device)
                 for place in range(self.start):
-                    stack.enter_context(_forwarding(self.blocks[place], hidden, self.more[place]))
+                    stack.enter_context(fixed_output(self.blocks[place], hidden, self.more[place]))
             logits: Tensor = self.model(input_ids=self.batches[number].to(self.device), **self.options).logits
         return logits
 
@@ -410,20 +410,6 @@ class _Reference:
             q = self.run(number).flatten(0, 1)
             total += float(token_kl(self.logits[number].flatten(0, 1).to(q.device), q).sum())
         return total / self.tokens if math.isfinite(total) else math.inf
-
-
-@contextmanager
-def _forwarding(block: Any, hidden: Tensor, more: int | None) -> Iterator[None]:
-    """The block gives ``hidden`` whatever it is given, for the length of the context."""
-    before = block.__dict__.get("forward")
-    block.forward = lambda *_, **__: hidden if more is None else (hidden, *[None] * more)
-    try:
-        yield
-    finally:
-        if before is None:
-            del block.forward
-        else:
-            block.forward = before
 
 
 def _measured(reference: _Reference, request: _Request, rounding: RoundFunction) -> Measurement:
