@@ -27,7 +27,7 @@ class Oracle:
         vocabulary: of the wrong tokens.
     """
 
-    draws, looks = False, False
+    draws, learns_tree = False, False
 
     def __init__(
         self,
@@ -45,9 +45,6 @@ class Oracle:
         return [self._proposed(wish) for wish in wishes]
 
     def observe(self, news: Sequence[DraftFeedback]) -> None:
-        pass
-
-    def fork(self, sequence: int, child: int) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

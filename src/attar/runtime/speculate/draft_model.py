@@ -1,17 +1,24 @@
-"""A smaller model that drafts: a runner and tables of its own, that follow the target's texts.
+"""A smaller model that drafts, with a runner and block tables of its own.
 
-    propose    rejected drafts are taken back; what the model has not seen of each text is run, all texts in
-               one pass; then a pass for every further draft, of the sequences that still want one
-    rules      ``Drafting``: drawn with the round's own noise, q goes with the draft, for exact verification;
-               the text itself: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
+    propose    rejected drafts are truncated; what the model has not seen of each sequence is run, all
+               sequences in one pass; then a pass for every further draft
+    x_i        the chain: the likeliest token where the request is greedy; else the first of a race over q_i
+    siblings   the next ones of the same row: the next likeliest; else the next of the race (Gumbel top-k)
+    rules      ``DraftRules``: drawn with the round's noise, q goes with the draft, for exact verification;
+               the completion itself: drawn with the noise of the target's tokens (Gumbel coupling), "fixed"
 
-How a draft comes of rows is said in ``growth.py``: a chain x_1..x_K with siblings. x_K is not run, nor is any
-sibling: if one becomes text, the next round runs it with the token behind it. A draft ends at an end token,
-at the model's context, where the noise or the grammar leaves nothing to draw, and behind a doubtful row.
+A row of logits costs a pass of the draft model; siblings are read from rows that exist anyway. With the
+target's own noise (coupled) the race is the target's, run over q_i: its leaders are what the target most
+likely draws. With the round's own noise (exact) they are draws from q_i without replacement, in order.
+Neither x_K nor a sibling is run: if one is accepted, the next round runs it.
 
-A pass has at most ``step_tokens`` tokens: a long prompt that is new is run in several, beside those that
-draft already. What the model makes of it can only cost time: tokens are the target's in any vocabulary
-(``vocabulary.py``), tables may go and come again (``tables.py``), and logits that are NaN end the draft.
+A draft ends at an end token, at the model's context, where the noise or the grammar leaves nothing to draw,
+and after a row whose likeliest token has less probability than ``doubt``. The row is made before its token is
+drawn, so which tokens are kept never depends on what was drawn.
+
+A pass has at most ``step_tokens`` tokens: a long new prompt is run in several, together with the drafts of
+others. An error of the draft model only costs time: tokens are translated to the target's vocabulary
+(``vocabulary.py``), dropped tables are computed again (``draft_tables.py``), and NaN logits end the draft.
 
 Letters: K drafts of a chain, q_i the distribution of x_i, V the target's vocabulary.
 """
@@ -36,25 +43,25 @@ from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.vocabulary import SameVocabulary, TokenTranslator, VocabularyMapping
 from attar.runtime.step import Runner, StepInput
 
+BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
 @dataclass
 class GrowingDraft:
-    """A draft under way.
+    """A draft while it grows.
 
     Args:
-        wish: whose.
-        text: the sequence so far, in tokens of the draft model; x_1..x_(i-1) behind it.
-        certain: how many of these are text.
+        request: for which it is made.
+        ids: the sequence in tokens of the draft model, then x_1..x_(i-1).
+        certain: how many of ``ids`` are not drafts.
         most: K.
-        ends: nothing is drafted behind one.
-        doubt: see :class:`attar.runtime.speculate.draft_model.DraftModel`.
-        branches: drafts of a row at most, x_i among them.
+        ends: nothing is drafted after one.
+        doubt, branches: see :class:`DraftModel`.
     """
 
-    wish: DraftRequest
-    text: list[int]
+    request: DraftRequest
+    ids: list[int]
     certain: int
     most: int
     ends: frozenset[int]
@@ -66,10 +73,10 @@ class GrowingDraft:
     open: bool = True
 
     def extend(self, logits: Tensor) -> None:
-        """One more draft, and its siblings, from the logits (1, V) behind the last; or none."""
+        """One more draft, and its siblings, from the logits (1, V) after the last; or none."""
         try:
             (token, *others), largest = self._chosen(logits)
-        except Exception:  # NaN, nothing that may follow is a token of both, a grammar that cannot go on
+        except Exception:  # NaN, no token of both vocabularies may follow, a grammar that cannot go on
             self.open = False
             del self.q[len(self.tokens) :]
             return
@@ -79,10 +86,7 @@ class GrowingDraft:
         self.open = sure and len(self.tokens) < self.most and token not in self.ends
 
     def draft(self) -> Draft | None:
-        """What was drafted, the chain first, then the siblings from the top down; None where that is nothing.
-
-        Siblings are counted under their rank and depth.
-        """
+        """The chain, then the siblings from the top down, counted under rank and depth; None if empty."""
         if not self.tokens:
             return None
         if self.branches == 1:
@@ -98,8 +102,8 @@ class GrowingDraft:
         return Draft(tuple(tokens), tuple(parents), q, "distinct" if q else "fixed", tuple(kinds))
 
     def _chosen(self, logits: Tensor) -> tuple[list[int], float | None]:
-        """The tokens, best first, and the probability of the likeliest; None where nobody asks for it."""
-        rules = self.wish.rules
+        """The tokens, best first, and the probability of the likeliest; None where it is not needed."""
+        rules = self.request.rules
         row = GREEDY if rules is None else rules.row(self.tokens)
         if rules is None or row.params.greedy:
             x = adjust(logits, [row])
@@ -110,45 +114,22 @@ class GrowingDraft:
         return draw_distinct(p[0], rules.key(len(self.tokens)), self.branches), float(p.amax())
 
 
-def _likeliest(x: Tensor, count: int) -> list[int]:
-    """The largest of (1, V), in order; behind the first only those that are not banned.
-
-    Raises:
-        NumericsError: as :func:`attar.runtime.sampling.warp.likeliest`.
-    """
-    if count == 1:
-        return likeliest(x)
-    count = min(count, x.shape[1])
-    if x.device.type == "cpu":
-        row = x[0].numpy()
-        found = largest_indices(row, count)
-        values = row[found]
-    else:
-        values, found = (each.cpu().numpy() for each in x[0].topk(count))
-    check_finite(math.isfinite(values[0]))
-    kept: list[int] = found[values > -np.inf].tolist()
-    return kept
-
-
-BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
-
-
 class DraftModel:
-    """Proposes what another model would say.
+    """Proposes what another model would generate.
 
     Args:
-        runner: the draft model, with a pool of its own; nothing evicts there.
+        runner: the draft model, with a pool of its own, without eviction.
         vocabulary: between its tokens and the target's; None: they are the same.
         name: for people and metrics.
         ends: the target's end tokens.
         doubt: where the likeliest token of a row has less probability, its draft is the last; 0: never.
         branches: drafts of a row at most: one of the chain, and its siblings; 1: chains alone.
         step_tokens: tokens of a pass at most.
-        reuse: whether beginnings of texts are shared.
-        nbytes: of memory that drafting takes beside the target, for people; 0: unknown.
+        reuse: whether sequences share prefixes.
+        nbytes: memory that drafting takes in addition to the target, for people; 0: unknown.
     """
 
-    free, draws, looks = False, True, False
+    free, draws, learns_tree = False, True, False
 
     def __init__(
         self,
@@ -171,93 +152,106 @@ class DraftModel:
         self.branches, self.step_tokens = branches, step_tokens
         manager = BlockManager(runner.capacity, runner.block_size, reuse=reuse)
         self.tables = DraftTables(manager, runner.forget)
-        self._readers: dict[int, TokenTranslator] = {}
+        self._translators: dict[int, TokenTranslator] = {}
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        """A chain of at most ``most`` drafts for each wish; where it is wide, all siblings beside: which of
-        these are run is said in ``siblings.py``.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """A chain of at most ``most`` drafts for each request, with all siblings where it is ``wide``.
 
-        What the runner raises is raised; the tables of the round are gone then, and the next one may go on.
+        An error of the runner is raised; the tables of the round are dropped then, and the next may go on.
         """
-        self.tables.begin([wish.sequence for wish in wishes if wish.most > 0])
-        chains = [self._opened(wish) for wish in wishes]
-        going = [chain for chain in chains if chain is not None]
+        self.tables.begin([request.sequence for request in requests if request.most > 0])
+        drafts = [self._begin(request) for request in requests]
+        growing = [draft for draft in drafts if draft is not None]
         try:
-            while going:
-                self._pass(going)
-                going = [chain for chain in going if chain.open]
+            while growing:
+                self._run(growing)
+                growing = [draft for draft in growing if draft.open]
         except Exception:
-            for wish in wishes:
-                if wish.sequence in self.tables:
-                    self.tables.drop(wish.sequence)
+            for request in requests:
+                self._drop(request.sequence)
             raise
-        return [None if chain is None else chain.draft() for chain in chains]
+        return [None if draft is None else draft.draft() for draft in drafts]
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
-        """Nothing to do: the next wish brings the tokens."""
-
-    def fork(self, sequence: int, child: int) -> None:
-        """``child`` begins with the tokens of ``sequence``, on the same blocks."""
-        if sequence in self._readers:
-            self._readers[child] = self._readers[sequence].copy()
-        if sequence in self.tables:
-            self.tables.fork(sequence, child)
-            self.runner.fork(sequence, child)
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """Nothing to do: the next request brings the tokens."""
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
-        self._readers.pop(sequence, None)
-        if sequence in self.tables:
-            self.tables.drop(sequence)
+        self._translators.pop(sequence, None)
+        self._drop(sequence)
 
     def check(self) -> None:
         """Raises AssertionError naming what is wrong, such as blocks that leaked."""
         self.tables.check()
 
-    def _opened(self, wish: DraftRequest) -> GrowingDraft | None:
-        """A draft for a wish begins; None where there is no room, or no context left."""
-        if wish.most <= 0:
-            return None
-        if wish.sequence not in self._readers:
-            self._readers[wish.sequence] = self.vocabulary.reader()
-        text = self._readers[wish.sequence].read(wish.tokens)
-        if not text:
-            return None
-        most, context = wish.most, self.runner.context
-        if context is not None:
-            most = min(most, context - len(text) + 1)
-        if most <= 0:  # never again: texts only grow
-            if wish.sequence in self.tables:
-                self.tables.drop(wish.sequence)
-            return None
-        if not self.tables.open(wish.sequence, text, most - 1, wish.salt):
-            return None
-        branches = self.branches if wish.wide else 1
-        return GrowingDraft(wish, text, len(text), most, self.ends, self.doubt, branches)
+    def _drop(self, sequence: int) -> None:
+        if sequence in self.tables:
+            self.tables.drop(sequence)
 
-    def _pass(self, chains: Sequence[GrowingDraft]) -> None:
-        """Runs what is left of each text, the shortest first; where nothing is left, a draft is chosen."""
+    def _begin(self, request: DraftRequest) -> GrowingDraft | None:
+        """A draft for a request; None where there is no room, or no context left."""
+        if request.most <= 0:
+            return None
+        if request.sequence not in self._translators:
+            self._translators[request.sequence] = self.vocabulary.translator()
+        ids = self._translators[request.sequence].translate(request.tokens)
+        if not ids:
+            return None
+        most, context = request.most, self.runner.context
+        if context is not None:
+            most = min(most, context - len(ids) + 1)
+        if most <= 0:  # never again: sequences only grow
+            self._drop(request.sequence)
+            return None
+        if not self.tables.open(request.sequence, ids, most - 1, request.salt):
+            return None
+        branches = self.branches if request.wide else 1
+        return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
+
+    def _run(self, drafts: Sequence[GrowingDraft]) -> None:
+        """Runs what is left of each sequence, the shortest first; those that are complete get a draft."""
         room, parts = self.step_tokens, []
-        for chain in sorted(chains, key=self._left):
-            count = min(self._left(chain), room)
+        for draft in sorted(drafts, key=self._left):
+            count = min(self._left(draft), room)
             room -= count
             if count:
-                parts.append((chain, count, count == self._left(chain)))
+                parts.append((draft, count, count == self._left(draft)))
         tokens: list[int] = []
-        for chain, count, _ in parts:
-            start = self.tables.length(chain.wish.sequence)
-            tokens += chain.text[start : start + count]
-        spans = [self.tables.span(chain.wish.sequence, count, int(whole)) for chain, count, whole in parts]
+        for draft, count, _ in parts:
+            start = self.tables.length(draft.request.sequence)
+            tokens += draft.ids[start : start + count]
+        spans = [self.tables.span(draft.request.sequence, count, int(whole)) for draft, count, whole in parts]
         rows = self.runner.run(StepInput(tokens, tuple(spans), self.tables.manager.copies()))
-        done = [chain for chain, _, whole in parts if whole]
-        for chain, count, _ in parts:
-            start = self.tables.length(chain.wish.sequence)
-            certain = chain.text[: chain.certain] if start < chain.certain else ()
-            self.tables.ran(chain.wish.sequence, chain.text[start : start + count], certain)
-        for place, chain in enumerate(done):
-            chain.extend(self.vocabulary.logits(rows[place : place + 1]))
-            if chain.open:
-                chain.text.append(self.vocabulary.own(chain.tokens[-1]))
+        complete = [draft for draft, _, whole in parts if whole]
+        for draft, count, _ in parts:
+            start = self.tables.length(draft.request.sequence)
+            certain = draft.ids[: draft.certain] if start < draft.certain else ()
+            self.tables.ran(draft.request.sequence, draft.ids[start : start + count], certain)
+        for row, draft in enumerate(complete):
+            draft.extend(self.vocabulary.target_logits(rows[row : row + 1]))
+            if draft.open:
+                draft.ids.append(self.vocabulary.draft_id(draft.tokens[-1]))
 
-    def _left(self, chain: GrowingDraft) -> int:
-        return len(chain.text) - self.tables.length(chain.wish.sequence)
+    def _left(self, draft: GrowingDraft) -> int:
+        return len(draft.ids) - self.tables.length(draft.request.sequence)
+
+
+def _likeliest(x: Tensor, count: int) -> list[int]:
+    """The largest of (1, V), in order; after the first only those that are not banned.
+
+    Raises:
+        NumericsError: as :func:`attar.runtime.sampling.warp.likeliest`.
+    """
+    if count == 1:
+        return likeliest(x)
+    count = min(count, x.shape[1])
+    if x.device.type == "cpu":
+        row = x[0].numpy()
+        indices = largest_indices(row, count)
+        values = row[indices]
+    else:
+        top = x[0].topk(count)
+        values, indices = top.values.cpu().numpy(), top.indices.cpu().numpy()
+    check_finite(math.isfinite(values[0]))
+    allowed: list[int] = indices[values > -np.inf].tolist()
+    return allowed

@@ -27,7 +27,7 @@ TOKENS = 24
 class Knows:
     """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; so many drafts."""
 
-    name, free, draws, looks = "knows", False, False, False
+    name, free, draws, learns_tree = "knows", False, False, False
 
     def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:
         self.texts, self.right = texts, right
@@ -36,9 +36,6 @@ class Knows:
         return [self._proposed(wish) for wish in wishes]
 
     def observe(self, news: Sequence[DraftFeedback]) -> None:
-        pass
-
-    def fork(self, sequence: int, child: int) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

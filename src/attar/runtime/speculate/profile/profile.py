@@ -108,8 +108,8 @@ class MeteredProposer:
         return self.proposer.draws
 
     @property
-    def looks(self) -> bool:
-        return self.proposer.looks
+    def learns_tree(self) -> bool:
+        return self.proposer.learns_tree
 
     def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         began = time.perf_counter()
@@ -127,9 +127,6 @@ class MeteredProposer:
                 depth = 0 if draft is None else len(draft.counts)
                 self.passes.note(0 if draft is None else len(draft), depth, len(each.path))
             self._begun[each.sequence] = None
-
-    def fork(self, sequence: int, child: int) -> None:
-        self.proposer.fork(sequence, child)
 
     def forget(self, sequence: int) -> None:
         self._begun.pop(sequence, None)
