@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
+import typer.core
 import typer.main
 
 from attar.cli.guard import guarded
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.origin import CommandOrigin, option
-from attar.recipe.settings import SettingField, parse, settings_of, short
+from attar.recipe.settings import VARIANTS, SettingField, parse, settings_of, short
 
+_LINE = "attar.line"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
@@ -48,6 +50,46 @@ class Answer:
             self.text()
         else:
             print(self.text, flush=True)
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose help lists its options under the headings of their settings. With ``--method NAME`` on
+    the line, options that this method does not take are left out of the help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the line: help is printed before all of them are parsed."""
+        ctx.meta[_LINE] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, options without a heading, then each heading in the order of its first option."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        method = _named_method(ctx.meta.get(_LINE, []))
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            heading = getattr(parameter, "rich_help_panel", None)
+            if parameter.param_type_name == "argument":
+                heading = "Arguments"
+            if record is not None and _belongs(heading or "", method):
+                groups.setdefault(heading or "Options", []).append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def _named_method(words: Sequence[str]) -> str:
+    """The value of ``--method`` among the words of a command line; "": there is none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == "--method" or word.startswith("--method="):
+            return word.partition("=")[2] or after
+    return ""
+
+
+def _belongs(heading: str, method: str) -> bool:
+    """Whether a group of options applies to a method."""
+    names = heading.removeprefix(VARIANTS)
+    return not method or names == heading or method in names.replace(" and ", ", ").split(", ")
 
 
 Act = Callable[[dict[str, Any], Progress], Answer]
@@ -87,7 +129,7 @@ def build(
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     epilog = f"\b\nExample:\n  {example}"
-    app.command(name=name, help=help, epilog=epilog, context_settings=context)(callback)
+    app.command(name, cls=GroupedCommand, help=help, epilog=epilog, context_settings=context)(callback)
     return typer.main.get_command(app)
 
 
@@ -151,7 +193,8 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
     if setting.flag:
         both = f"{spelling}/--no-{spelling[2:]}"
         words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
-        return _parameter(setting.name, bool, typer.Option(None, both, help=words, show_default=False))
+        info = typer.Option(None, both, help=words, show_default=False, rich_help_panel=setting.title or None)
+        return _parameter(setting.name, bool, info)
     choices = [str(choice) for choice in setting.choices]
     metavar = "|".join(choices) or _METAVARS.get(setting.kind, "TEXT")
     info = typer.Option(
@@ -161,6 +204,7 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
         metavar=metavar,
         show_default=False,
         autocompletion=_completer(choices) if choices else None,
+        rich_help_panel=setting.title or None,
     )
     return _parameter(setting.name, list[str] if setting.many else str, info)
 

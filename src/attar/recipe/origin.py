@@ -20,6 +20,10 @@ class Origin(Protocol):
     def text(self) -> bool:
         """Whether every value arrives as text and is to be read as one (the command line)."""
 
+    @property
+    def resolved(self) -> bool:
+        """Whether defaults may be written out for options that the chosen method does not take (recipes)."""
+
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """The error for a setting that does not exist."""
 
@@ -43,6 +47,7 @@ class PythonOrigin:
 
     verb: str
     text: bool = False
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the keyword and the verb."""
@@ -63,6 +68,7 @@ class CommandOrigin:
 
     verb: str
     text: bool = True
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
@@ -92,6 +98,7 @@ class RecipeOrigin:
     places: Mapping[str, str]
     extra: Sequence[str] = field(default=())
     text: bool = False
+    resolved: bool = True
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name file, line, key and the nearest key."""
