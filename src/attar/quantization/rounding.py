@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from attar.data.calibration import calibration_batches
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
+from attar.quantization.calibration import calibration
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 CHUNK = 1 << 20  # weights compared at a time: temporaries stay in the cache
-FEW_BITS = 5.0  # bits a weight under which a searched scale pays
+FEW = 5.0  # bits a weight under which a searched scale pays
 
 CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
 """``codes(stored name, load)``: the quantized weight of a layer; ``load()`` reads the dense one as it is
@@ -132,20 +131,6 @@ class Method:
     stacked: bool = False
     refined: bool = False
     search_below: float = 0.0
-
-
-def calibration(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:
-    """The calibration batches, int64 (B, S)."""
-    sizes = settings.calibration
-    return calibration_batches(
-        load_tokenizer(checkpoint),
-        settings.data,
-        samples=sizes.samples,
-        sequence_length=row_length(sizes.sequence_length, checkpoint.config),
-        batch_size=sizes.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-    )
 
 
 def stream_nearest(task: RoundingTask) -> RoundedModel:
@@ -388,17 +373,15 @@ def _energy(weight: Tensor) -> float:
     return float(torch.linalg.vector_norm(weight, dim=1).double().square().sum())
 
 
-_second_order = partial(Method, GPTQSettings, sweep_layers, refined=True, search_below=FEW_BITS)
-
 METHODS: dict[str, Method] = {
     "rtn": Method(RTNSettings, stream_nearest),
     "smoothquant": Method(SmoothQuantSettings, stream_nearest),
     "awq": Method(AWQSettings, sweep_layers, search_below=inf),
-    "gptq": _second_order(gptq, stacked=True),
-    "gptaq": _second_order(gptaq, original_inputs=True),
-    "qronos": _second_order(qronos, original_inputs=True),
-    "yaqa": Method(YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW_BITS),
+    "gptq": Method(GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW),
+    "gptaq": Method(GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW),
+    "qronos": Method(GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW),
+    "yaqa": Method(YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW),
     "autoround": Method(AutoRoundSettings, sweep_blocks),
     "qat": Method(QATSettings, train),
 }
-"""The methods by name. Rows of settings.METHOD_SETTINGS have the same names and settings classes."""
+"""The methods by name, with the same names and settings classes as settings.METHOD_SETTINGS."""

@@ -27,7 +27,7 @@ from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.precision import stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.judgement import check_result
+from attar.quantization.check import check_result
 from attar.quantization.loads import loads_in, warnings
 from attar.quantization.mixed_precision.mixture import mixture
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan

@@ -20,7 +20,7 @@ from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.plan import plan
 from attar.quantization.settings import QuantizeSettings
-from attar.quantization.transforms.transform import report_of, transform
+from attar.quantization.transforms.apply import report_of, transform
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

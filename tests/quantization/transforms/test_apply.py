@@ -14,7 +14,7 @@ from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.transforms import transform as room
-from attar.quantization.transforms.transform import report_of, transform
+from attar.quantization.transforms.apply import report_of, transform
 from tests import tiny_models as tiny
 
 ROTATING = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "opt", "gpt_neox")
