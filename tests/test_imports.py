@@ -36,7 +36,6 @@ SOLVERS = (
             "methods/rtn",
             "methods/yaqa",
             "mixed_precision/allocate",
-            "rounded",
             "transforms/awq",
             "transforms/rotation",
             "transforms/smoothquant",
@@ -81,7 +80,6 @@ SHARED = {  # what solvers may know beside torch
     "attar.merging.sparsify",
     "attar.quantization.columns",
     "attar.quantization.hessian",
-    "attar.quantization.rounded",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},

@@ -1,9 +1,9 @@
 """Nested settings classes and the flat options that people use: recipe keys, command-line options, keywords.
 
-A settings class is a frozen dataclass. A field may hold another settings class; its fields are options of the
-same flat list. Where the metadata of such a field has ``variants`` (name to class) and ``by`` (the field that
-holds the name), the class follows that choice, and an option that the chosen class lacks is refused. ``title``
-in the metadata is the heading of the inner options in help and documentation.
+A settings class is a frozen dataclass. A field may hold another settings class, whose fields are options of
+the same flat list. Where the metadata of such a field has ``variants`` (name to class) and ``by`` (the field
+that holds the name), the class follows that choice, and an option that the chosen class lacks is refused.
+``title`` in the metadata is the heading of the inner options in help and documentation.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def misplaced(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
     for option in option_fields(cls):
         choice = values.get(option.by, defaults.get(option.by))
         if option.by and option.field.name in values and choice not in option.variants:
-            errors[option.field.name] = f"left out with {option.by} {choice}: it belongs to {listed(option.variants)}"
+            errors[option.field.name] = (
+                f"left out with {option.by} {choice}: it belongs to {listed(option.variants)}"
+            )
     return errors
 
 

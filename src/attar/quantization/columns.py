@@ -1,5 +1,5 @@
-"""The loop of the second-order roundings: one column after the other, each error corrected in the columns that
-are not rounded yet.
+"""The loop of the second-order roundings: one column after the other, each error corrected in the columns
+that are not rounded yet.
 
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 

@@ -1,5 +1,5 @@
-"""The Hessian of a layer's output error, H = 2 / T * sum over tokens of x x^T, accumulated batch by batch, and
-its factor.
+"""The Hessian of a layer's output error, H = 2 / T * sum over tokens of x x^T, accumulated batch by batch,
+and its factor.
 
 Letters: X (T, K) inputs of a Linear, T tokens; H (K, K). The output error of a changed weight is
 || (W - W') X^T ||^2 = T / 2 * tr((W - W') H (W - W')^T): all that the second-order roundings use of the data.
@@ -74,8 +74,8 @@ class Hessian:
 
 
 class CrossHessian(Hessian):
-    """H of the inputs after the quantized layers, and C = 2 / T * sum x~ x^T with the original model's inputs x~
-    of the same tokens."""
+    """H of the inputs after the quantized layers, and C = 2 / T * sum x~ x^T with the original model's inputs
+    x~ of the same tokens."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__(inputs)

@@ -1,5 +1,5 @@
-"""Rounding one Linear at a time, as the sweep walk calls it: scales, the method's solver, refinement, zeros that
-stay, and the report with round to nearest for comparison."""
+"""Rounding one Linear at a time, as the sweep walk calls it: scales, the solver, refinement, zeros that stay,
+and the report with round to nearest for comparison."""
 
 from __future__ import annotations
 
@@ -104,15 +104,15 @@ class LayerSolver:
         (name,) = stack.weights
         return own | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
 
-    def _stacks(
-        self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None
-    ) -> Iterator[LayerStack]:
+    def _stacks(self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None) -> Iterator[LayerStack]:
         """The weights that are rounded in one call: those on one grid, where the method allows it."""
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):
             names = [name for name in weights if self.layers[name].grid == grid]
             shared_grid = fused(grid, [weights[name] for name in names])
             for group in [names] if self.method.stacked else [[name] for name in names]:
-                columns = {name: weights[name] if order is None else weights[name][:, order] for name in group}
+                columns = {
+                    name: weights[name] if order is None else weights[name][:, order] for name in group
+                }
                 yield LayerStack(
                     shared_grid,
                     columns,
@@ -144,9 +144,7 @@ class LayerSolver:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
         return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
-    def _solution(
-        self, weight: Tensor, rounded: RoundingResult, H: Tensor, statistics: Hessian
-    ) -> Solution:
+    def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, statistics: Hessian) -> Solution:
         quantized, total = rounded.quantized, max(energy(weight, H), 1e-30)
         dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
         report = {
@@ -187,7 +185,9 @@ class LayerStack:
         mask = None
         if any(one is not None for one in masks):
             pairs = zip(masks, weights, strict=True)
-            mask = torch.cat([torch.ones_like(W, dtype=torch.bool) if one is None else one for one, W in pairs])
+            mask = torch.cat(
+                [torch.ones_like(W, dtype=torch.bool) if one is None else one for one, W in pairs]
+            )
         return torch.cat([W.float() for W in weights]), grid, _joined_parameters(rows), mask
 
     def split(self, result: RoundingResult) -> Iterator[tuple[str, RoundingResult]]:

@@ -24,7 +24,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
-from attar.quantization.calibration import calibration
+from attar.quantization.calibration import batches_of
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
@@ -87,7 +87,7 @@ class RoundingTask:
 
     def batches(self) -> list[Tensor]:
         """The calibration batches, int64 (B, S)."""
-        return calibration(self.checkpoint, self.settings)
+        return batches_of(self.checkpoint, self.settings)
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,11 @@ class Method:
     refined: bool = False
     search_below: float = 0.0
 
+    @property
+    def sees_text(self) -> bool:
+        """Whether calibration text is run through the model."""
+        return self.walk is not stream_nearest
+
 
 def stream_nearest(task: RoundingTask) -> RoundedModel:
     """Round to nearest while the tensors are written."""
@@ -148,10 +153,8 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     batches, hessian = task.batches(), None
     if isinstance(options, YAQASettings):
-        hessian = OutputHessian(
-            task.checkpoint, task.plan, batches, settings, task.work / "curvature", task.progress
-        )
-        hessian.collect(options.rounds, precision)
+        hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
+        hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
     swept = sweep(
         task.checkpoint,
@@ -302,9 +305,7 @@ class TrainedCodes:
             mask = mask_of(weight, task.settings.storage.keep_zeros)
             if mask is not None:
                 self.weights[layer.module] = masked(self.weights[layer.module], mask)
-            self.rows.append(
-                {"name": layer.module, **weight_numbers(weight, self.weights[layer.module])}
-            )
+            self.rows.append({"name": layer.module, **weight_numbers(weight, self.weights[layer.module])})
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
         return self.weights[self.plan.sites[stored].module]
@@ -379,7 +380,9 @@ METHODS: dict[str, Method] = {
     "awq": Method(AWQSettings, sweep_layers, search_below=inf),
     "gptq": Method(GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW),
     "gptaq": Method(GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW),
-    "qronos": Method(GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW),
+    "qronos": Method(
+        GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW
+    ),
     "yaqa": Method(YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW),
     "autoround": Method(AutoRoundSettings, sweep_blocks),
     "qat": Method(QATSettings, train),

@@ -25,8 +25,8 @@ class StorageSettings:
     scheme: str = _option("W4A16", "which tensors get how many bits", tuple(SCHEMES))
     bits: float = _option(
         0.0,
-        "mixed precision: average stored bits a weight, scales included; each layer's scheme is chosen by its "
-        "measured sensitivity. 0: the scheme for all",
+        "mixed precision: average stored bits a weight, scales included; each layer's scheme is chosen by "
+        "its measured sensitivity. 0: the scheme for all",
     )
     group_size: int = _option(
         -1,
@@ -101,8 +101,8 @@ class CalibrationSettings:
 def _scales() -> Any:
     return _option(
         "auto",
-        "how a scale is chosen; mse: least error of the weight, output: of the layer's output; auto: output at "
-        "4 bits and below for methods that see data, else absmax",
+        "how a scale is chosen; mse: least error of the weight, output: of the layer's output; auto: output "
+        "at 4 bits and below for methods that see data, else absmax",
         ("auto", "absmax", "percentile", "mse", "output"),
     )
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
-from attar.recipe.shape import Shape
+from attar.recipe.shape import Shape, flat_settings
 
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
@@ -132,7 +132,7 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
 
 def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> Work:
     """What a stage has to do."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
@@ -140,7 +140,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
         backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
         return backward + _text(settings, tokens)
     if entry.stage == "quantize":
-        return _quantizing(settings, source) + _check(settings, source)
+        return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
     if entry.stage == "export":
         return _exporting(settings, source) + Work(elements=10 * source.parameters)
     return Work(elements=4 * source.parameters)
@@ -168,8 +168,8 @@ def _taught(settings: Any, tokens: float) -> float:
     return min(tokens, float(settings.rows * settings.sequence_length))
 
 
-def _quantizing(settings: Any, source: Shape) -> Work:
-    rounding, smoothing = settings.rounding, settings.smoothing
+def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:
+    rounding = "rtn" if settings.method in ("smoothquant", "awq") else settings.method
     work = Work(elements=10 * source.parameters)
     tokens = _calibration(settings)
     if smoothing != "none":
@@ -259,7 +259,7 @@ def _text(settings: Any, tokens: float) -> Work:
 
 def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> tuple[float, float]:
     """Bytes of memory beside the base, and of scratch on disk."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
         other = teacher or source
         memory = 16 * result.parameters + 4 * other.parameters + _activations(settings, result)

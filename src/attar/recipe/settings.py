@@ -13,7 +13,7 @@ import numbers
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from attar.errors import SettingsError, nearest
 from attar.options import flatten, listed, misplaced, nest, option_fields

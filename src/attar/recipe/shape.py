@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from attar.recipe.settings import plain
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
@@ -81,7 +84,7 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
 
 def after(entry: StageEntry, shape: Shape) -> Shape:
     """The shape of what a stage will make."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
         kept = _layers(settings, shape) / shape.layers
@@ -107,6 +110,12 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
             shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
         )
     return shape
+
+
+def flat_settings(entry: StageEntry) -> Any:
+    """A stage's settings with every option as an attribute."""
+    settings = entry.settings
+    return SimpleNamespace(**plain(settings)) if entry.stage == "quantize" else settings
 
 
 def _layers(settings: Any, shape: Shape) -> int:

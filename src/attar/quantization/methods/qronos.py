@@ -7,8 +7,8 @@ the original inputs x~:  minimise  || W X~^T - W' X^T ||^2.  For column t, in tu
     correct:   q_t = the code that makes the objective least, the columns after t held at w^(t-1)
     diffuse:   w^(t) = the least-squares solution of the columns after t, given q_1 .. q_t
 
-From the second column on, w^(t-1) is a least-squares solution itself, so "correct" is rounding its column t and
-"diffuse" is GPTQ's update. The first column is decided with the others at the original weight. Hence
+From the second column on, w^(t-1) is a least-squares solution itself, so "correct" is rounding its column t
+and "diffuse" is GPTQ's update. The first column is decided with the others at the original weight. Hence
 
     V = W + W (C - H) (H + lambda I)^-1                        the least-squares weight, nothing rounded
     q_1 = round( w_1 + [W (C - H)]_1 / (H_11 + lambda) )
@@ -25,7 +25,6 @@ and the other columns compensate what it contributed in the original model.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attar.quantization.columns import RoundingResult, in_original_order, round_columns
