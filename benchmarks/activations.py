@@ -9,7 +9,7 @@ llama.cpp on one GGUF file, against exact float32 arithmetic on the file's codes
     answer           to "What is the capital of France?", greedy, through the model's chat template
     decode 1, 8      tokens/s in all, one token a step for 1 or 8 sequences, from position 128 on
     prompt           tokens/s of a prompt of 256 in one step
-    of 8 bits        medians over rounds of speed by that of the first setting beside it in the round
+    of 8 bits        medians over rounds of speed by that of the first setting in the same round
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "8 bits, KV bfloat16": {"bits": 8, "kv_dtype": "bfloat16"},
@@ -110,7 +110,7 @@ def losses(
     with torch.no_grad():
         exact = [torch.log_softmax(model(torch.tensor([row])).logits[0].float(), -1) for row in rows]
     prompt = LLM.of(loaded).encode_chat([{"role": "user", "content": QUESTION}])
-    made = model.generate(
+    generated = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         do_sample=False,
@@ -120,11 +120,11 @@ def losses(
     )
     del model
     print("| | KL | mean &#124;Δ log p&#124; | top-1 | answer |\n|---|---|---|---|---|")
-    print(f"| float32 | 0 | 0 | 100 % | {shown(loaded, made[0, len(prompt) :].tolist())} |")
+    print(f"| float32 | 0 | 0 | 100 % | {shown(loaded, generated[0, len(prompt) :].tolist())} |")
     for name, runner in ours.items():
-        found = Loaded(runner.runner, loaded.tokenizer, loaded.ends)
+        other = Loaded(runner.runner, loaded.tokenizer, loaded.ends)
         params = SamplingParams(temperature=0.0, max_tokens=24)
-        answer = shown(loaded, list(LLM.of(found).generate([prompt], params)[0].token_ids))
+        answer = shown(loaded, list(LLM.of(other).generate([prompt], params)[0].token_ids))
         report(name, loss(rows, exact, runner_logits(runner), answer))
     for name, peer in peers.items():
         greedy = peer.ask({"greedy": prompt, "tokens": 24, "end": loaded.ends[0]})["ids"]
@@ -138,15 +138,15 @@ def shown(loaded: Loaded, ids: list[int]) -> str:
 def runner_logits(runner: Attar) -> Callable[[list[int]], Tensor]:
     def logits(row: list[int]) -> Tensor:
         blocks = tuple(range(-(-len(row) // 16)))
-        return runner.runner.run(Step(row, (Span(0, 0, len(row), blocks, len(row)),)))
+        return runner.runner.run(StepInput(row, (TokenSpan(0, 0, len(row), blocks, len(row)),)))
 
     return logits
 
 
 def peer_logits(peer: LlamaCpp) -> Callable[[list[int]], Tensor]:
     def logits(row: list[int]) -> Tensor:
-        with tempfile.TemporaryDirectory() as place:
-            file = str(Path(place) / "logits.npy")
+        with tempfile.TemporaryDirectory() as folder:
+            file = str(Path(folder) / "logits.npy")
             peer.ask({"score": row, "to": file})
             return torch.from_numpy(np.load(file))
 
@@ -158,21 +158,21 @@ def loss(
 ) -> Loss:
     parts = []
     for row, wanted in zip(rows, exact, strict=True):
-        found = torch.log_softmax(logits(row).float(), -1)
+        logprobs = torch.log_softmax(logits(row).float(), -1)
         following = torch.tensor(row[1:])[:, None]
         parts.append(
             [
-                float((wanted.exp() * (wanted - found)).sum(-1).mean()),
-                float((found[:-1].gather(1, following) - wanted[:-1].gather(1, following)).abs().mean()),
-                float((found.argmax(1) == wanted.argmax(1)).float().mean()),
+                float((wanted.exp() * (wanted - logprobs)).sum(-1).mean()),
+                float((logprobs[:-1].gather(1, following) - wanted[:-1].gather(1, following)).abs().mean()),
+                float((logprobs.argmax(1) == wanted.argmax(1)).float().mean()),
             ]
         )
     kl, difference, agreement = (statistics.fmean(part) for part in zip(*parts, strict=True))
     return Loss(kl, difference, agreement, answer)
 
 
-def report(name: str, found: Loss) -> None:
-    line = f"| {name} | {found.kl:.1e} | {found.difference:.4f} | {found.agreement:.1%} | {found.answer} |"
+def report(name: str, loss: Loss) -> None:
+    line = f"| {name} | {loss.kl:.1e} | {loss.difference:.4f} | {loss.agreement:.1%} | {loss.answer} |"
     print(line, flush=True)
 
 
@@ -182,9 +182,9 @@ def speeds(runners: dict[str, Any], rounds: int) -> None:
     for number in range(rounds + 1):
         for task, rate in TASKS.items():
             for name in list(runners)[:: 1 if number % 2 else -1]:
-                found = rate(runners[name])
+                speed = rate(runners[name])
                 if number:
-                    seen[name, task].append(found)
+                    seen[name, task].append(speed)
     first = next(iter(runners))
     print(f"\n| tokens/s | {' | '.join(f'{task} | of 8 bits' for task in TASKS)} |\n|{'---|' * 7}")
     for name in runners:

@@ -52,9 +52,9 @@ def integers(options: argparse.Namespace) -> None:
     for source in (NEAREST, *options.sources):
         with tempfile.TemporaryDirectory() as work:
             start = time.monotonic()
-            made = quantize(options.model, Path(work) / "out", _quantization(options, source))
+            quantized = quantize(options.model, Path(work) / "out", _quantization(options, source))
             seconds = time.monotonic() - start
-            cells = [_cell(made.path, reference) for reference in references]
+            cells = [_cell(quantized.path, reference) for reference in references]
         print(f"{source:20s} {seconds:6.0f}" + "".join(f" {cell:>26s}" for cell in cells), flush=True)
 
 

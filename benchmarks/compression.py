@@ -61,14 +61,14 @@ def main() -> None:
         )
         for row in ROWS:
             scheme, group, method, act_order = row
-            found = evaluate(
+            measured = evaluate(
                 Path(folder) / f"{scheme}-{group}-{method}-{act_order}", settings, reference=reference
             )
             name = method if method == "rtn" else f"gptq{' act-order' if act_order == 'static' else ''}"
             print(
-                f"{scheme:<8}{group:>6}  {name:<16}{found.bits_per_weight:>8.2f}{found.kl_mean:>11.2e}"
-                f"{found.kl_p99:>10.2e}"
-                f"{found.top1_agreement:>8.3f}{seconds[row]:>9.1f}"
+                f"{scheme:<8}{group:>6}  {name:<16}{measured.bits_per_weight:>8.2f}{measured.kl_mean:>11.2e}"
+                f"{measured.kl_p99:>10.2e}"
+                f"{measured.top1_agreement:>8.3f}{seconds[row]:>9.1f}"
             )
 
 

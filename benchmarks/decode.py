@@ -1,11 +1,11 @@
-"""Decoding and prompts: the compiled runner beside llama.cpp, transformers and what the memory gives.
+"""Decoding and prompts: the compiled runner against llama.cpp, transformers and what the memory gives.
 
     python benchmarks/decode.py [--shapes S M] [--weights int4 int8 bf16] [--peers llama.cpp transformers]
         [--tasks "decode 1" ...] [--rounds 5] [--tokens 64] [--threads 2] [--kv float16] [--activations 16]
 
 Models are Llamas of random weights: S of 88 M parameters, M of 1.1 B; llama.cpp's are of Q4_0, Q8_0 and BF16,
 transformers' always of bf16. A round goes through the tasks, and in each through the runners, every second
-round in reverse; a ratio is the median over rounds of ours by the peer's right beside it.
+round in reverse; a ratio is the median over rounds of ours over the peer's in the same round.
 
     decode 1, 8    tokens/s in all, one token a step for 1 or 8 sequences, from position 128 on
     decode 4k      the same for one sequence from position 4000 on (llama.cpp and ours)
@@ -43,8 +43,8 @@ from decode_cases import (
 )
 from torch import Tensor
 
-from attar.kernels.memory import huge
-from attar.kernels.product import Team
+from attar.kernels.memory import huge_pages
+from attar.kernels.product import ThreadPool
 
 PROBE = 1 << 28
 TASKS = {"decode 1": (1, 128), "decode 8": (8, 128), "decode 4k": (1, 4000), "prompt 512": (512, 0)}
@@ -57,7 +57,7 @@ class Timed:
 
     Attributes:
         tokens: a second, of each round.
-        part: of the memory's bandwidth, of each round; GB/s beside it.
+        part: of the memory's bandwidth, of each round; and GB/s.
     """
 
     tokens: list[float] = field(default_factory=list)
@@ -74,9 +74,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     for shape in arguments.shapes:
         for kind in arguments.weights:
-            runners = dict(made(shape, kind, arguments))
-            with Team(arguments.threads) as team:
-                seen = measure(runners, shape, team, arguments)
+            runners = dict(built(shape, kind, arguments))
+            with ThreadPool(arguments.threads) as pool:
+                seen = measure(runners, shape, pool, arguments)
             for task in arguments.tasks:
                 report(f"{shape} {kind:<4}", task, {name: seen[name, task] for name in runners})
             for runner in runners.values():
@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
+def built(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple[str, Runner]]:
     """The runners, ours first."""
     config = llama_config(shape)
     yield "attar", random_runner(config, kind, arguments.kv, arguments.threads, arguments.activations)
@@ -115,25 +115,25 @@ def made(shape: str, kind: str, arguments: argparse.Namespace) -> Iterator[tuple
 
 
 def measure(
-    runners: dict[str, Runner], shape: str, team: Team, arguments: argparse.Namespace
+    runners: dict[str, Runner], shape: str, pool: ThreadPool, arguments: argparse.Namespace
 ) -> dict[tuple[str, str], Timed]:
     """Every task once a round by every runner, after a round that does not count."""
-    room = huge(PROBE).fill_(1)
+    buffer = huge_pages(PROBE).fill_(1)
     seen = {(name, task): Timed() for name in runners for task in arguments.tasks}
     for number in range(arguments.rounds + 1):
         for task in arguments.tasks:
             for name in list(runners)[:: 1 if number % 2 else -1]:
                 if name == "transformers" and task == "decode 4k":
                     continue  # its prompt takes minutes
-                before = bandwidth(team, room)
+                before = bandwidth(pool, buffer)
                 tokens, steps = rates(runners[name], task, arguments.tokens)
-                memory = (before + bandwidth(team, room)) / 2
+                memory = (before + bandwidth(pool, buffer)) / 2
                 if number:
-                    found = seen[name, task]
-                    found.tokens.append(tokens)
-                    found.memory.append(memory)
+                    times = seen[name, task]
+                    times.tokens.append(tokens)
+                    times.memory.append(memory)
                     if isinstance(runner := runners[name], Attar):
-                        found.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
+                        times.rate.append(steps * (runner.nbytes + cache_bytes(shape, task, arguments)) / 1e9)
     return seen
 
 
@@ -154,16 +154,16 @@ def cache_bytes(shape: str, task: str, arguments: argparse.Namespace) -> float:
         return 0.0
     sizes = SHAPES[shape]
     width = 2 * sizes["num_key_value_heads"] * sizes["hidden_size"] // sizes["num_attention_heads"]
-    places = min(start + arguments.tokens // 2, CONTEXT)
-    return count * places * sizes["num_hidden_layers"] * width * KV_BYTES[arguments.kv]
+    limit = min(start + arguments.tokens // 2, CONTEXT)
+    return count * limit * sizes["num_hidden_layers"] * width * KV_BYTES[arguments.kv]
 
 
-def bandwidth(team: Team, room: Tensor) -> float:
+def bandwidth(pool: ThreadPool, buffer: Tensor) -> float:
     """GB/s, the best of three readings."""
     best = 0.0
     for _ in range(3):
         began = time.perf_counter()
-        team.read(room)
+        pool.read(buffer)
         best = max(best, PROBE / (time.perf_counter() - began) / 1e9)
     return best
 

@@ -1,6 +1,6 @@
 """What ``decode.py`` times: the compiled runner, transformers, and llama.cpp in a process of its own.
 
-A runner answers how long something takes: ``steps(count, start, tokens)`` seconds of so many steps of one
+A runner answers how long something takes: ``steps(count, start, tokens)`` seconds of ``tokens`` steps of one
 token for each of `count` sequences, from position `start` on; ``prompt(tokens)`` seconds of a prompt.
 """
 
@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 CONTEXT = 4352
 LLAMA_CPP = {"int4": "Q4_0", "int8": "Q8_0", "bf16": "BF16"}  # the same bits per weight
@@ -67,17 +67,17 @@ class Attar:
 
     def steps(self, count: int, start: int, tokens: int) -> float:
         """Each sequence has blocks of its own."""
-        each = min(CONTEXT, start + tokens + 16) // 16
-        tables = [tuple(range(n * each, (n + 1) * each)) for n in range(count)]
+        blocks = min(CONTEXT, start + tokens + 16) // 16
+        tables = [tuple(range(n * blocks, (n + 1) * blocks)) for n in range(count)]
         began = time.perf_counter()
         for at in range(start, start + tokens):
-            spans = tuple(Span(n, at, at + 1, table, 1) for n, table in enumerate(tables))
-            self.runner.run(Step([at % 1000] * count, spans)).argmax(1)
+            spans = tuple(TokenSpan(n, at, at + 1, table, 1) for n, table in enumerate(tables))
+            self.runner.run(StepInput([at % 1000] * count, spans)).argmax(1)
         return time.perf_counter() - began
 
     def prompt(self, tokens: int) -> float:
         """In one step."""
-        step = Step(list(range(tokens)), (Span(0, 0, tokens, tuple(range(tokens // 16)), 1),))
+        step = StepInput(list(range(tokens)), (TokenSpan(0, 0, tokens, tuple(range(tokens // 16)), 1),))
         began = time.perf_counter()
         self.runner.run(step)
         return time.perf_counter() - began
@@ -104,13 +104,13 @@ def tensor_shapes(config: Any) -> dict[str, tuple[int, ...]]:
 def random_tensor(config: Any) -> Callable[[str], Tensor]:
     """Norms of ones and weights N(0, 0.02^2), the same for all of a shape: time does not depend on them."""
     shapes = tensor_shapes(config)
-    made: dict[tuple[int, ...], Tensor] = {}
+    encoded: dict[tuple[int, ...], Tensor] = {}
 
     def load(name: str) -> Tensor:
         shape = shapes[name]
-        if shape not in made:
-            made[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
-        return made[shape]
+        if shape not in encoded:
+            encoded[shape] = torch.ones(shape) if len(shape) == 1 else (torch.randn(shape) * 0.02).bfloat16()
+        return encoded[shape]
 
     return load
 
@@ -186,5 +186,5 @@ class LlamaCpp:
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit("llama.cpp ended without an answer")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer

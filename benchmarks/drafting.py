@@ -11,7 +11,7 @@ Otherwise:
     longer      the same for as many steps as fit into the time of the slowest of the others, in which the
                 teacher also wrote its rows
     written     cross-entropy on text and on rows that the teacher wrote
-    kl lk tv    the soft losses of distillation/draft.py, on text and rows that the teacher wrote
+    kl lk tv    the soft losses of distillation/for_drafting.py, on text and rows that the teacher wrote
 
 All students of a seed begin alike and see batches of one size. They are measured on the same rows, which the
 teacher wrote at temperature 1 after text that none has seen: mean over the seeds, and the spread of single
@@ -38,14 +38,17 @@ import torch
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import row_length
-from attar.distillation.draft import DRAFTS, Writer, report
-from attar.distillation.learn import Signal, beginner, learn
+from attar.distillation.for_drafting import DRAFTS, draft_report
+from attar.distillation.learn import learn
+from attar.distillation.rollouts import RolloutWriter
 from attar.distillation.settings import DistillSettings
+from attar.distillation.signals.online import SignalSource
+from attar.distillation.students import make_student
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.student import student_by_depth
+from attar.models.surgery import keep_layers
 from attar.progress import SILENT
 from attar.runtime.loading import load
-from attar.runtime.speculate.times import measure
+from attar.runtime.speculate.latency import measure
 
 SOFT = ("kl", "lk", "tv")
 METHODS: dict[str, dict[str, Any]] = {
@@ -111,16 +114,16 @@ def cuts(teacher: Any, arguments: argparse.Namespace) -> None:
     writer = replace(writer_of(teacher, settings, arguments), work=arguments.work / "cuts")
     rows = writer.training_rows(8, torch.zeros(1, writer.length, dtype=torch.int64))
     ways = itertools.combinations(range(teacher.config.num_hidden_layers), arguments.cuts)
-    found = {way: report(student_by_depth(teacher, way), teacher, rows, writer.prompt, 8) for way in ways}
+    found = {way: draft_report(keep_layers(teacher, way), teacher, rows, writer.prompt, 8) for way in ways}
     for way in sorted(found, key=lambda way: -found[way]["acceptance"])[:10]:
         print(",".join(map(str, way)), f"{found[way]['acceptance']:.4f}")
 
 
-def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Namespace) -> Writer:
+def writer_of(teacher: Any, settings: DistillSettings, arguments: argparse.Namespace) -> RolloutWriter:
     """The teacher as a writer; its rows are shared by all runs of a seed."""
     source, work = open_checkpoint(arguments.teacher), arguments.work / f"rows-{settings.seed}"
     length = row_length(settings.sequence_length, source.config)
-    return Writer(teacher, load_tokenizer(source), settings, length, work, SILENT)
+    return RolloutWriter(teacher, load_tokenizer(source), settings, length, work, SILENT)
 
 
 def settings_of(name: str, seed: int, arguments: argparse.Namespace) -> DistillSettings:
@@ -145,30 +148,20 @@ def trained(name: str, seed: int, teacher: Any, arguments: argparse.Namespace) -
     settings, source = settings_of(name, seed, arguments), open_checkpoint(arguments.teacher)
     writer = writer_of(teacher, settings, arguments)
     rows, writing = writer.held_out_rows(), seconds_of_writing(writer, arguments.work / f"writing-{seed}.txt")
-    (_, student), work = beginner(teacher, settings), arguments.work / "run"
+    (_, student), work = make_student(teacher, settings), arguments.work / "run"
     shutil.rmtree(work, ignore_errors=True)  # what is left of a killed run; its time would not count
     began = time.perf_counter()
-    signal = Signal(source, work / "signal")
-    history = learn(
-        student,
-        teacher,
-        source,
-        settings,
-        work=work,
-        progress=SILENT,
-        what=name,
-        signal=signal,
-        writer=writer,
-    )
+    origin = SignalSource(teacher, source, work / "signal", work / "train")
+    history = learn(student, origin, source, settings, progress=SILENT, what=name, rollouts=writer)
     seconds = time.perf_counter() - began
     found = {"name": name, "steps": history.step, "seconds": seconds, "writing": writing}
-    found |= report(student, teacher, rows, writer.prompt, settings.batch_size)
+    found |= draft_report(student, teacher, rows, writer.prompt, settings.batch_size)
     file.write_text(json.dumps(found))
     print(name, seed, f"{seconds:.0f} s, acceptance {found['acceptance']:.4f}", flush=True)
     return found
 
 
-def seconds_of_writing(writer: Writer, file: Path) -> float:
+def seconds_of_writing(writer: RolloutWriter, file: Path) -> float:
     """How long the teacher takes for the rows of its settings, which are the same in every run of a seed;
     0 where it writes none."""
     if not writer.settings.share:
@@ -186,7 +179,7 @@ def passes(teacher: Any, arguments: argparse.Namespace) -> tuple[dict[int, float
     """Seconds of the target's passes over 1, ... tokens, and of the student's over one."""
     folder, source = arguments.work / "shape", open_checkpoint(arguments.teacher)
     if not (folder / "config.json").exists():
-        _, student = beginner(teacher, settings_of("plain", 0, arguments))
+        _, student = make_student(teacher, settings_of("plain", 0, arguments))
         save_model(student, folder, dtype=torch.bfloat16)
         copy_companions(source.path, folder)
     sizes = {1: (1, *(K + 1 for K in DRAFTS))}

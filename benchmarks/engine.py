@@ -1,4 +1,4 @@
-"""What a step costs beside the model: scheduling, drawing, text.
+"""What a step costs besides the model: scheduling, sampling, detokenizing.
 
     python benchmarks/engine.py [--batches 1 8 32] [--tokens 200] [--vocabulary 32000] [--compiled]
 
@@ -24,10 +24,10 @@ from torch import Tensor
 from attar.models.load import load_tokenizer
 from attar.runtime.admission import Limits
 from attar.runtime.engine import Engine
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
-from attar.runtime.step import Runner, Span, Step
+from attar.runtime.step import Runner, StepInput, TokenSpan
 
 PROMPT = 32
 WAYS = {
@@ -54,7 +54,7 @@ class Still:
         self.vocabulary = vocabulary
         self._logits = 3.0 * torch.randn(64, vocabulary, generator=torch.Generator().manual_seed(0))
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         return self._logits[: step.wants]
 
     def fork(self, sequence: int, child: int) -> None:
@@ -94,7 +94,7 @@ def parse() -> argparse.Namespace:
 def steps(runner: Runner, params: SamplingParams, batch: int, tokens: int, text: Any) -> float:
     """Milliseconds of a decoding step: the median."""
     params = replace(params, max_tokens=tokens + 1)
-    manager = Manager(runner.capacity, runner.block_size)
+    manager = BlockManager(runner.capacity, runner.block_size)
     scheduler = Scheduler(manager, Limits(step_tokens=max(512, batch * PROMPT), sequences=64), memory=runner)
     engine = Engine(runner, scheduler, decode=text)
     for number in range(batch):
@@ -145,9 +145,9 @@ def alone(runner: Runner, batch: int, tokens: int) -> float:
     tables = [tuple(range(n * size, (n + 1) * size)) for n in range(batch)]
     seen = []
     for place in range(PROMPT, PROMPT + tokens):
-        spans = tuple(Span(n, place, place + 1, table, 1) for n, table in enumerate(tables))
+        spans = tuple(TokenSpan(n, place, place + 1, table, 1) for n, table in enumerate(tables))
         began = time.perf_counter()
-        runner.run(Step([1] * batch, spans))
+        runner.run(StepInput([1] * batch, spans))
         seen.append(time.perf_counter() - began)
     return 1e3 * statistics.median(seen)
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from attar.checkpoint.open import open_checkpoint
+from attar.checkpoint.units import table
 from attar.measure.evaluate import evaluate
 from attar.measure.reference import make_reference
 from attar.recipe.plan import error_factor, make_plan
-from attar.recipe.receipts import read_receipt
 from attar.recipe.run import run_recipe
+from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import Recipe, parse_recipe
-from attar.recipe.table import table
 
 LEARNING = "optimizer: muon, learning_rate: 0.0025, final: 0.02, rows: 768, teacher_top: 64"
 STAGES = {  # as a recipe writes them; the first six are those of recipes/quickstart.yaml, of fewer steps
@@ -81,8 +81,8 @@ class _Task:
 def said_over_left(total: int, times: list[float], part: float) -> float:
     """The time left that a task's bar says when ``part`` of its units is done, over the time that is left."""
     done = max(round(total * part), 1)
-    said = (times[done] - times[0]) / done * (total - done)
-    return said / max(times[-1] - times[done], 1e-9)
+    estimate = (times[done] - times[0]) / done * (total - done)
+    return estimate / max(times[-1] - times[done], 1e-9)
 
 
 def main() -> None:
@@ -152,8 +152,8 @@ def _evaluation_row(model: str, data: str) -> tuple[str, ...]:
     return _row(EVALUATE, plan.original_seconds, time.monotonic() - start, plan.original_seconds)
 
 
-def _row(name: str, before: float, taken: float, at_start: float) -> tuple[str, ...]:
-    return name, f"{before:.1f}", f"{taken:.1f}", f"{before / taken:.2f}", f"{at_start / taken:.2f}"
+def _row(name: str, before: float, seconds: float, at_start: float) -> tuple[str, ...]:
+    return name, f"{before:.1f}", f"{seconds:.1f}", f"{before / seconds:.2f}", f"{at_start / seconds:.2f}"
 
 
 def _bar_rows(watched: Watched) -> list[tuple[str, ...]]:

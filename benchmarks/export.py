@@ -1,4 +1,4 @@
-"""GGUF files: attar beside llama.cpp's own quantizer, the same model, types, bytes and calibration text.
+"""GGUF files: attar against llama.cpp's own quantizer, the same model, types, bytes and calibration text.
 
     python benchmarks/export.py [--models attar:tiny DIR] [--types Q4_K_M Q3_K_M]
         [--roundings nearest gptq qronos yaqa] [--samples 128 --length 512] [--tokens 65536] [--cache FILE]
@@ -80,11 +80,11 @@ def our_export(model: str, target: Path, **settings: Any) -> dict[str, Any]:
 def measured(file: Path, settings: EvaluateSettings, reference: Reference) -> dict[str, Any]:
     """What a file keeps of the model."""
     opened = open_checkpoint(file)
-    found = measure_quality(load_subject(opened), settings, reference)
+    quality = measure_quality(load_subject(opened), settings, reference)
     return {
-        "kl": found.kl_mean,
-        "top1": found.top1_agreement,
-        "perplexity": found.perplexity,
+        "kl": quality.kl_mean,
+        "top1": quality.top1_agreement,
+        "perplexity": quality.perplexity,
         "bytes": opened.nbytes,
     }
 
@@ -109,14 +109,14 @@ def quality(name: str, args: argparse.Namespace, cache: dict[str, Any], work: Pa
                 reference = reference or make_reference(checkpoint, settings, memory_limit=2**31)
                 file = work / f"{tool}-{method}-{kind}.gguf"
                 near = cache[key_of("attar", "nearest")]["bytes"] if method.startswith("mix") else 0
-                found = make(name, tool, method, kind, file, common, work, near)
-                cache[key] = {**measured(file, settings, reference), "seconds": found["seconds"]}
+                results = make(name, tool, method, kind, file, common, work, near)
+                cache[key] = {**measured(file, settings, reference), "seconds": results["seconds"]}
                 file.unlink()
                 print(f"{checkpoint.name} {kind} {tool} {method}: {cache[key]}", file=sys.stderr, flush=True)
                 if args.cache:
                     append_row(args.cache, {"key": key, "found": cache[key]})
             rows.setdefault(kind, []).append((tool, method, cache[key]))
-    return f"### {checkpoint.name}\n\n" + "\n\n".join(table(kind, found) for kind, found in rows.items())
+    return f"### {checkpoint.name}\n\n" + "\n\n".join(table(kind, methods) for kind, methods in rows.items())
 
 
 def cells(args: argparse.Namespace) -> list[tuple[str, str]]:
@@ -159,18 +159,18 @@ def importance(name: str, common: dict[str, Any], work: Path) -> Path:
 
 def table(kind: str, rows: list[tuple[str, str, dict[str, Any]]]) -> str:
     """Markdown, best first."""
-    theirs = [found["kl"] for tool, _, found in rows if tool == PEER]
+    theirs = [result["kl"] for tool, _, result in rows if tool == PEER]
     best = min(theirs, default=float("nan"))
     lines = [
         f"| {kind} | method | KL, nats/token | top-1 | perplexity | KL / best llama.cpp's | MB | s |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for tool, method, found in sorted(rows, key=lambda row: row[2]["kl"]):
+    for tool, method, result in sorted(rows, key=lambda row: row[2]["kl"]):
         lines.append(
-            f"| {tool} | {method} | {found['kl']:.3e} | {found['top1']:.4f} | {found['perplexity']:.3f} "
-            f"| {found['kl'] / best:.2f} | {found['bytes'] / 1e6:.3f} | {found['seconds']:.1f} |"
+            f"| {tool} | {method} | {result['kl']:.3e} | {result['top1']:.4f} | {result['perplexity']:.3f} "
+            f"| {result['kl'] / best:.2f} | {result['bytes'] / 1e6:.3f} | {result['seconds']:.1f} |"
         )
-    if len({found["bytes"] for _, _, found in rows}) > 1:
+    if len({result["bytes"] for _, _, result in rows}) > 1:
         lines.append("\nThe bytes differ.")
     return "\n".join(lines)
 
@@ -295,9 +295,9 @@ def main() -> None:
             print(speed(args, work))
             return
         for name in args.models:
-            place = work / Path(name).name.replace(":", "-")
-            place.mkdir(exist_ok=True)
-            print(quality(name, args, cache, place), end="\n\n", flush=True)
+            target = work / Path(name).name.replace(":", "-")
+            target.mkdir(exist_ok=True)
+            print(quality(name, args, cache, target), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ class LlamaCpp:
     @classmethod
     def find(cls) -> LlamaCpp | None:
         """The library in the environment ``llama-cpp``, or None."""
-        found = sorted((folder() / "llama-cpp").glob("lib/python*/site-packages/**/libggml-base.*"))
-        found = [path for path in found if path.suffix in (".so", ".dylib")]
-        return cls(found[0]) if found else None
+        paths = sorted((folder() / "llama-cpp").glob("lib/python*/site-packages/**/libggml-base.*"))
+        paths = [path for path in paths if path.suffix in (".so", ".dylib")]
+        return cls(paths[0]) if paths else None
 
     def __call__(self, kind: str, weight: Tensor, importance: Tensor | None) -> Timed:
         """Quantize a weight (N, K)."""
@@ -78,23 +78,23 @@ def ours(kind: str, weight: Tensor, importance: Tensor | None) -> Timed:
     """The compiled search."""
     os.environ.pop("ATTAR_KERNELS", None)
     started = time.perf_counter()
-    made = GGML[kind].search(weight, importance)
-    return time.perf_counter() - started, made.dequantize()
+    parameters = GGML[kind].search(weight, importance)
+    return time.perf_counter() - started, parameters.dequantize()
 
 
 def fallback(kind: str, weight: Tensor, importance: Tensor | None) -> Timed:
     """The search in torch."""
     os.environ["ATTAR_KERNELS"] = "off"
     started = time.perf_counter()
-    made = GGML[kind].search(weight, importance)
-    return time.perf_counter() - started, made.dequantize()
+    parameters = GGML[kind].search(weight, importance)
+    return time.perf_counter() - started, parameters.dequantize()
 
 
 def packing(kind: str, weight: Tensor) -> float:
     """Seconds to put codes and scales into the file's bytes."""
-    made = GGML[kind].search(weight)
+    parameters = GGML[kind].search(weight)
     started = time.perf_counter()
-    pack(kind, made.codes, dict(made.parameters.stored))
+    pack(kind, parameters.codes, dict(parameters.parameters.stored))
     return time.perf_counter() - started
 
 
@@ -155,11 +155,11 @@ def curve(weight: Tensor, kinds: list[str], efforts: list[int], rounds: int) -> 
                 seconds = []
                 for _ in range(rounds):
                     started = time.perf_counter()
-                    found = kernel.search(kind, GGML[kind].layout, weight, v, codes=True, effort=effort)
+                    result = kernel.search(kind, GGML[kind].layout, weight, v, codes=True, effort=effort)
                     seconds.append(time.perf_counter() - started)
-                assert found is not None
-                made = GGML[kind].quantize(weight, GGML[kind].parameters(found.stored)).dequantize()
-                ratio = error(made, weight, importance) / usual
+                assert result is not None
+                decoded = GGML[kind].quantize(weight, GGML[kind].parameters(result.stored)).dequantize()
+                ratio = error(decoded, weight, importance) / usual
                 cells.append(f"{1e9 * min(seconds) / weight.numel():>7.1f} ns {ratio:.3f}")
             print(f"{kind:<9}{title:<9}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
 

@@ -84,22 +84,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "runs/gpu")))
     parser.add_argument("--seconds", type=float, default=600.0, help="for everything")
     parser.add_argument("--parts", nargs="+", help="only these")
-    taken = parser.parse_args()
-    taken.out.mkdir(parents=True, exist_ok=True)
-    end, lines = time.monotonic() + 0.95 * taken.seconds, [*missing_peers()]
-    for device in {taken.device, "cpu"}:
-        made = taken.out.resolve() / device
-        made.mkdir(exist_ok=True)
-        (made / "merge.yml").write_text(MERGE.format(model=taken.model, other=made / "quantize-rtn"))
-    wanted = [part for part in parts(taken.model) if not taken.parts or part.name in taken.parts]
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    end, lines = time.monotonic() + 0.95 * options.seconds, [*missing_peers()]
+    for device in {options.device, "cpu"}:
+        folder = options.out.resolve() / device
+        folder.mkdir(exist_ok=True)
+        (folder / "merge.yml").write_text(MERGE.format(model=options.model, other=folder / "quantize-rtn"))
+    wanted = [part for part in parts(options.model) if not options.parts or part.name in options.parts]
     for part in wanted:  # all on the device first: it is what is lent
-        lines.append(run(part, taken.device, taken.out, end))
-        report(taken.device, lines, taken.out)
+        lines.append(run(part, options.device, options.out, end))
+        report(options.device, lines, options.out)
     for part in wanted:
-        if part.both and taken.device != "cpu":
-            lines.append(run(part, "cpu", taken.out, end))
-            report(taken.device, lines, taken.out)
-    print((taken.out / "gpu.md").read_text())
+        if part.both and options.device != "cpu":
+            lines.append(run(part, "cpu", options.out, end))
+            report(options.device, lines, options.out)
+    print((options.out / "gpu.md").read_text())
     sys.exit(any(line.result.startswith(("failed", "over")) for line in lines))
 
 
@@ -161,13 +161,13 @@ def run(part: Part, device: str, out: Path, end: float) -> Line:
         return Line(part.name, device, None, "no time left")
     log, start = out / f"{part.name}-{device}.log".replace(" ", "-").replace(":", ""), time.monotonic()
     folder = out.resolve() / device
-    places = {"DEVICE": device, "OUT": str(folder / part.name.replace(" ", "-"))}
-    places |= {
+    variables = {"DEVICE": device, "OUT": str(folder / part.name.replace(" ", "-"))}
+    variables |= {
         "PRUNED": str(folder / "prune"),
         "DENSE": str(folder / "dense"),
         "RECIPE": str(folder / "merge.yml"),
     }
-    command = [sys.executable, *(places.get(word, word) for word in part.command)]
+    command = [sys.executable, *(variables.get(word, word) for word in part.command)]
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "ATTAR_DEVICE": device}
     with log.open("w") as file:
@@ -175,16 +175,16 @@ def run(part: Part, device: str, out: Path, end: float) -> Line:
             done = subprocess.run(
                 command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=variables, timeout=left
             )
-            said = "ok" if done.returncode == 0 else f"failed: {last_line(log)}"
+            outcome = "ok" if done.returncode == 0 else f"failed: {last_line(log)}"
         except subprocess.TimeoutExpired:
-            said = f"over its {left:.0f} s"
-    return Line(part.name, device, round(time.monotonic() - start, 1), said)
+            outcome = f"over its {left:.0f} s"
+    return Line(part.name, device, round(time.monotonic() - start, 1), outcome)
 
 
 def last_line(log: Path) -> str:
     """What a failed process said last."""
-    told = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return told[-1][:160] if told else "without a word"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:160] if lines else "no output"
 
 
 def table(device: str, lines: Sequence[Line]) -> str:

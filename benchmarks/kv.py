@@ -12,7 +12,7 @@ needle     ``self.<name>_<word>`` stands three times in foreign code; at the end
            and the right word must be likelier than nine others (chance: 10 %). The last two tokens of the
            question come after the prompt, so that SnapKV's choice is made before the answer
 prefix     seconds to the first token with 1,500 tokens in common, with and without the prefix cache
-scheduling what a step costs beside the model
+scheduling what a step costs besides the model
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from attar.data.sources import documents
 from attar.runtime.admission import Limits
+from attar.runtime.execution import pack_due
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
-from attar.runtime.kv.layout import LayerShape, block_bytes
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.llm import LLM
-from attar.runtime.packing import pack_due
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
@@ -45,10 +45,10 @@ SHARES = (1.0, 0.5, 0.2, 0.1)
 LENGTHS = (256, 512, 1024)  # of the needle's prompts
 
 METHODS: dict[str, Callable[[int], Eviction]] = {
-    "streaming": lambda places: Streaming(sinks=4, window=places - 4),
-    "h2o": lambda places: H2O(heavy=places - places // 2, recent=places // 2),
-    "reread": lambda places: Reread(capacity=places, recent=places // 8, sinks=1),
-    "snapkv": lambda places: SnapKV(capacity=places, window=min(16, places // 2)),
+    "streaming": lambda capacity: Streaming(sinks=4, window=capacity - 4),
+    "h2o": lambda capacity: H2O(heavy=capacity - capacity // 2, recent=capacity // 2),
+    "reread": lambda capacity: Reread(capacity=capacity, recent=capacity // 8, sinks=1),
+    "snapkv": lambda capacity: SnapKV(capacity=capacity, window=min(16, capacity // 2)),
 }
 
 
@@ -73,11 +73,11 @@ def main() -> None:
 
 def held_out(model: str) -> list[int]:
     """Token ids of the evaluation split, documents joined."""
-    llm, found = small(model), []
+    llm, tokens = small(model), []
     for document in documents("python-stdlib", "evaluation"):
         assert isinstance(document, str)
-        found += llm.encode(document)
-    return found
+        tokens += llm.encode(document)
+    return tokens
 
 
 def small(model: str, **options: object) -> LLM:
@@ -98,8 +98,8 @@ def formats(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
         limits = Limits(step_tokens=16 * BLOCK, sequences=16, chunk=BLOCK)
         llm = small(asked.model, kv_dtype=name, limits=limits)
         results = llm.generate(rows, SamplingParams(max_tokens=1, prompt_logprobs=0))
-        found = [each.logprob for result in results for each in result.prompt_logprobs or () if each]
-        perplexity = math.exp(-statistics.fmean(found))
+        logprobs = [entry.logprob for result in results for entry in result.prompt_logprobs or () if entry]
+        perplexity = math.exp(-statistics.fmean(logprobs))
         first = first or perplexity
         runner = llm.engine.runner
         assert isinstance(runner, Modules)
@@ -126,8 +126,8 @@ def eviction(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
     for name, method in ((name, METHODS[name]) for name in asked.methods):
         cells = []
         for share in SHARES:
-            places = size if share == 1 else round(asked.prompt * share)
-            losses = [loss for case in driven(asked.model, method(places), cases) for loss in likely(*case)]
+            capacity = size if share == 1 else round(asked.prompt * share)
+            losses = [loss for case in driven(asked.model, method(capacity), cases) for loss in likely(*case)]
             cells.append(f"{math.exp(statistics.fmean(losses)):.3f}")
         yield f"| {name} | {' | '.join(cells)} |"
     losses = [loss for case in driven(asked.model, None, cases) for loss in likely(*case)]
@@ -175,8 +175,8 @@ def needle(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
         cases = [hidden(llm.encode, words, stream, length, seed) for seed in range(asked.cases)]
         full = right(asked.model, None, cases)
         for name, method in ((name, METHODS[name]) for name in asked.methods):
-            found = [right(asked.model, method(round(length * share)), cases) for share in SHARES[1:]]
-            yield f"| {length:,} | {name} | {' | '.join(f'{100 * one:.0f}' for one in (full, *found))} |"
+            rates = [right(asked.model, method(round(length * share)), cases) for share in SHARES[1:]]
+            yield f"| {length:,} | {name} | {' | '.join(f'{100 * one:.0f}' for one in (full, *rates))} |"
 
 
 def right(model: str, method: Eviction | None, cases: Sequence[Case]) -> float:
@@ -197,7 +197,7 @@ def prefix(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str]:
             usage = llm.generate([shared + own], SamplingParams(max_tokens=1))[0].usage
             assert usage.first_token_s is not None
             seconds[kind] += [usage.first_token_s] if turn else []  # the first fills the cache
-    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+    medians = {kind: statistics.median(times) for kind, times in seconds.items()}
     yield "1,500 tokens in common and 32 of one's own, median of 9\n"
     yield "| prefix cache | first token, ms |\n|---|---|"
     yield from (f"| {kind} | {1000 * median:.1f} |" for kind, median in medians.items())
@@ -208,7 +208,7 @@ def scheduling(asked: argparse.Namespace, stream: Sequence[int]) -> Iterator[str
     """Microseconds of Python for schedule, commit and append, without a model."""
     yield "| sequences | context | a step, us: median | mean |\n|---|---|---|---|"
     for count, context in ((1, 2_000), (1, 100_000), (8, 2_000), (64, 2_000)):
-        manager = Manager(count * (context + 4000) // 16, 16)
+        manager = BlockManager(count * (context + 4000) // 16, 16)
         scheduler = Scheduler(manager, Limits(step_tokens=count * context, sequences=count))
         for number in range(count):
             prompt = [number, *range(context - 1)]

@@ -31,7 +31,7 @@ def make(folder: Path, shape: str) -> None:
     from safetensors.torch import save_file
 
     from attar.formats.coded import Coded
-    from attar.formats.compressed_tensors import Group, quantization_config
+    from attar.formats.compressed_tensors import ConfigGroup, quantization_config
     from attar.formats.layouts import encode
     from attar.formats.rules import PACK, WeightRule
 
@@ -73,14 +73,14 @@ def make(folder: Path, shape: str) -> None:
         "hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "hidden_act": "silu",
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "quantization_config": quantization_config([Group(("Linear",), rule)], ignore=["lm_head"]),
+        "quantization_config": quantization_config([ConfigGroup(("Linear",), rule)], ignore=["lm_head"]),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 def peak() -> float:
-    """MiB that this process held at most. What getrusage says is inherited from whoever started it."""
+    """Peak memory of this process, MiB (getrusage may report that of the parent)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / MIB
@@ -94,8 +94,8 @@ def measure(folder: str, runner: str, dtype: str) -> None:
     before, start = peak(), time.process_time()
     loaded = load(folder, runner=runner, dtype=dtype, kv_tokens=512)
     seconds = time.process_time() - start
-    found = {"runner": type(loaded.runner).__name__, "before": before, "peak": peak(), "seconds": seconds}
-    print(json.dumps(found))
+    measured = {"runner": type(loaded.runner).__name__, "before": before, "peak": peak(), "seconds": seconds}
+    print(json.dumps(measured))
 
 
 def main() -> None:
@@ -108,20 +108,20 @@ def main() -> None:
     if args.measure:
         measure(*args.measure)
         return
-    with tempfile.TemporaryDirectory() as made:
-        make(Path(made), args.shape)
-        size = sum(file.stat().st_size for file in Path(made).iterdir()) / MIB
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder), args.shape)
+        size = sum(file.stat().st_size for file in Path(folder).iterdir()) / MIB
         head = f"| {args.shape}, 4-bit, {size:.0f} MiB on disk "
         print(f"{head}| processor seconds | before, MiB | peak, MiB | peak - before |")
         print("|---|---|---|---|---|")
         for name in args.runners:
             asked = ("modules", "float32") if name == "dense" else (name, "auto")
-            command = [sys.executable, __file__, "--measure", made, *asked]
+            command = [sys.executable, __file__, "--measure", folder, *asked]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            numbers = (found["before"], found["peak"], found["peak"] - found["before"])
+            measured = json.loads(done.stdout.splitlines()[-1])
+            numbers = (measured["before"], measured["peak"], measured["peak"] - measured["before"])
             cells = " | ".join(f"{number:.0f}" for number in numbers)
-            print(f"| {name} | {found['seconds']:.1f} | {cells} |", flush=True)
+            print(f"| {name} | {measured['seconds']:.1f} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

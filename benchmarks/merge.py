@@ -1,11 +1,11 @@
-"""Time and memory of merging: attar beside mergekit, the same checkpoints and YAML, and a plain copy.
+"""Time and memory of merging: attar against mergekit, the same checkpoints and YAML, and a plain copy.
 
     python benchmarks/merge.py [--layers 22] [--cases linear:2 ties:3 ...] [--rounds 2] [--no-peer]
         [--work DIR]
     python benchmarks/merge.py --sparse [--gigabytes 2 20] [--cases linear:2] [--work DIR]
 
 The checkpoints are Llamas of TinyLlama's shape in bf16: a base of random weights N(0, 0.02^2), and models
-that differ from it by N(0, 0.002^2). ``linear:2`` merges two of them, ``ties:3`` three beside the base. Every
+that differ from it by N(0, 0.002^2). ``linear:2`` merges two of them, ``ties:3`` three with the base. Every
 merge is a process of its own; a round runs the tools one after the other, every second round in reverse. The
 smallest time and the largest peak of the rounds are printed:
 
@@ -76,11 +76,11 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.q_proj": (width, width),
         "self_attn.v_proj": (kept, width),
     }
-    found: dict[str, tuple[int, ...]] = {"lm_head.weight": (config["vocab_size"], width)}
-    found["model.embed_tokens.weight"] = (config["vocab_size"], width)
+    shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (config["vocab_size"], width)}
+    shapes["model.embed_tokens.weight"] = (config["vocab_size"], width)
     for number in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
-    return {**found, "model.norm.weight": (width,)}
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return {**shapes, "model.norm.weight": (width,)}
 
 
 def nbytes(config: Mapping[str, Any]) -> int:
@@ -142,7 +142,7 @@ def make_models(work: Path, layers: int, count: int) -> list[Path]:
 
 
 def make_zeros(work: Path, gigabytes: float, count: int) -> list[Path]:
-    """``count + 1`` checkpoints of zeros, in sparse files of about so many 10^9 bytes."""
+    """``count + 1`` checkpoints of zeros, in sparse files of about ``gb`` 10^9 bytes."""
     one, two = (nbytes({**LARGE, "num_hidden_layers": layers}) for layers in (1, 2))
     layers = max(round((gigabytes * 1e9 - one) / (two - one)) + 1, 1)
     config = {**LARGE, "num_hidden_layers": layers}
@@ -160,7 +160,7 @@ class Case:
 
     Attributes:
         method: as in YAML.
-        count: models that are merged; methods with a base have it beside them, SLERP among them.
+        count: models that are merged; methods with a base have it in addition, SLERP among them.
     """
 
     method: str
@@ -178,9 +178,9 @@ class Case:
     def yaml(self, models: list[Path]) -> str:
         """mergekit's YAML."""
         given = {"linear": {"weight": 0.4}, "ties": {"weight": 0.4, "density": 0.3}, "slerp": {}}
-        each = given.get(self.method, {"weight": 0.4, "density": 0.4})
+        parameters = given.get(self.method, {"weight": 0.4, "density": 0.4})
         listed = [
-            {"model": str(model), **({"parameters": each} if each else {})}
+            {"model": str(model), **({"parameters": parameters} if parameters else {})}
             for model in models[1 : self.count + 1]
         ]
         config: dict[str, Any] = {"merge_method": self.method, "dtype": "bfloat16", "models": listed}
@@ -200,7 +200,7 @@ def parse_case(text: str) -> Case:
 
 
 @dataclass
-class Taken:
+class RunCost:
     """What the runs of one tool took: the smallest times, the largest peaks."""
 
     wall: float = math.inf
@@ -232,12 +232,12 @@ def run(tool: str, config: Path, out: Path) -> tuple[dict[str, Any], float]:
     seen = [0.0]
     watcher = threading.Thread(target=watch, args=(child, seen))
     watcher.start()
-    said, complaint = child.communicate()
+    output, complaint = child.communicate()
     watcher.join()
-    if child.returncode or not said:
+    if child.returncode or not output:
         last = [line for line in complaint.splitlines() if line.strip()][-1:]
         return {"error": last[0] if last else f"exit code {child.returncode}"}, seen[0]
-    line: dict[str, Any] = json.loads(said.splitlines()[-1])
+    line: dict[str, Any] = json.loads(output.splitlines()[-1])
     return line, seen[0]
 
 
@@ -246,11 +246,11 @@ def watch(child: subprocess.Popen[str], seen: list[float]) -> None:
     status = Path(f"/proc/{child.pid}/status")
     while child.poll() is None:
         try:
-            found = re.search(r"RssAnon:\s+(\d+)", status.read_text())
+            match = re.search(r"RssAnon:\s+(\d+)", status.read_text())
         except OSError:
             return
-        if found:
-            seen[0] = max(seen[0], int(found[1]) * 1024 / 1e6)
+        if match:
+            seen[0] = max(seen[0], int(match[1]) * 1024 / 1e6)
         time.sleep(0.02)
 
 
@@ -277,39 +277,39 @@ def same(one: Path, other: Path) -> str:
     first, second = open_checkpoint(one), open_checkpoint(other)
     if sorted(first.tensors) != sorted(second.tensors):
         return "other tensors"
-    total = differ = places = 0
+    total = differ = tensors = 0
     for name in sorted(first.tensors):
         mine, theirs = first.load(name), second.load(name)
         unequal = int((mine != theirs).sum()) if mine.dtype == theirs.dtype else mine.numel()
-        total, differ, places = total + mine.numel(), differ + unequal, places + bool(unequal)
-    return f"{differ / total:.1e} in {places} of {len(first.tensors)}" if differ else "none"
+        total, differ, tensors = total + mine.numel(), differ + unequal, tensors + bool(unequal)
+    return f"{differ / total:.1e} in {tensors} of {len(first.tensors)}" if differ else "none"
 
 
 def measure(case: Case, models: list[Path], work: Path, tools: list[str], rounds: int) -> str:
     """The lines of one case."""
     config, outs = work / f"{case.label}.yml", {tool: work / f"{tool}-out" for tool in tools}
     config.write_text(case.yaml(models))
-    taken = {tool: Taken() for tool in tools}
+    runs = {tool: RunCost() for tool in tools}
     copies: list[tuple[float, float]] = []
     agreed = ""
     for number in range(rounds):
         copies.append(plain_copy(case.inputs(models), work / "copy"))
         for tool in tools if number % 2 == 0 else tools[::-1]:
-            taken[tool].add(*run(tool, config, outs[tool]))
+            runs[tool].add(*run(tool, config, outs[tool]))
             if number or len(tools) == 1:
                 shutil.rmtree(outs[tool], ignore_errors=True)
         if not number and all(out.exists() for out in outs.values()):
             agreed = same(*outs.values()) if len(tools) == 2 and "dare" not in case.method else ""
             for out in outs.values():
                 shutil.rmtree(out)
-    copy, synced = (min(each) for each in zip(*copies, strict=True))
+    copy, synced = (min(seconds) for seconds in zip(*copies, strict=True))
     lines = []
     for tool in tools:
-        found = taken[tool]
-        if found.errors:
-            lines.append(f"| {case.label} | {tool} | {found.errors[0]} | | | | | |")
+        cost = runs[tool]
+        if cost.errors:
+            lines.append(f"| {case.label} | {tool} | {cost.errors[0]} | | | | | |")
             continue
-        times = f"{found.wall:.1f} | {found.call:.1f} | {found.peak:.0f} | {found.own:.0f}"
+        times = f"{cost.wall:.1f} | {cost.call:.1f} | {cost.peak:.0f} | {cost.own:.0f}"
         lines.append(f"| {case.label} | {tool} | {times} | {copy:.1f}, {synced:.1f} | {agreed} |")
     return "\n".join(lines)
 

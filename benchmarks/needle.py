@@ -44,9 +44,9 @@ def hidden(
     question = encode(f"\n        self.{name}_")
     start = draw.randrange(len(stream) - length)
     code = stream[start : start + length - 3 * len(stated) - len(question)]
-    places = sorted(int(len(code) * draw.uniform(0.05, 0.6)) for _ in range(3))
+    offsets = sorted(int(len(code) * draw.uniform(0.05, 0.6)) for _ in range(3))
     prompt: list[int] = []
-    for before, after in zip([0, *places], [*places, len(code)], strict=True):
+    for before, after in zip([0, *offsets], [*offsets, len(code)], strict=True):
         prompt += [*code[before:after], *(stated if after < len(code) else [])]
     return Case([*prompt, *question[:-2]], question[-2:], tuple(token for _, token in words))
 

@@ -90,15 +90,15 @@ def parse_scheme(text: str) -> dict[str, Any]:
     Raises:
         SystemExit: not a scheme.
     """
-    if found := re.fullmatch(r"W([2-8]):(\d+)(:asym)?", text):
+    if match := re.fullmatch(r"W([2-8]):(\d+)(:asym)?", text):
         return {
             "scheme": "INT",
-            "bits": int(found[1]),
-            "group_size": int(found[2]),
-            "symmetric": found[3] is None,
+            "bits": int(match[1]),
+            "group_size": int(match[2]),
+            "symmetric": match[3] is None,
         }
-    if found := re.fullmatch(r"NF4(?::(\d+))?", text):
-        return {"scheme": "NF4", "bits": 4, "group_size": int(found[1] or 64)}
+    if match := re.fullmatch(r"NF4(?::(\d+))?", text):
+        return {"scheme": "NF4", "bits": 4, "group_size": int(match[1] or 64)}
     if text in ("W8A8", "FP8", "FP8_DYNAMIC"):
         return {"scheme": text, "bits": 8, "group_size": 0}
     raise SystemExit(f"{text} is no scheme: W4:128, W4:128:asym, W8A8, FP8, FP8_DYNAMIC, NF4 or NF4:64")
@@ -189,12 +189,12 @@ def run_cell(
     shutil.rmtree(out, ignore_errors=True)
     job = replace(cell.job, model=model, tokens=str(tokens), out=str(out))
     answer = launch(cell.method.tool, job, limit)
-    found = measure(out, settings, reference)
+    quality = measure(out, settings, reference)
     return {
-        "kl": found.kl_mean,
-        "kl_p99": found.kl_p99,
-        "top1": found.top1_agreement,
-        "perplexity": found.perplexity,
+        "kl": quality.kl_mean,
+        "kl_p99": quality.kl_p99,
+        "top1": quality.top1_agreement,
+        "perplexity": quality.perplexity,
         **{name: answer[name] for name in ("seconds", "wall", "peak_rss_mb", "versions")},
     }
 
@@ -231,14 +231,14 @@ def run_model(name: str, args: argparse.Namespace, cache: dict[str, dict[str, An
             )
         label = f"{cell.key['scheme']} {cell.method.tool} {cell.method.label} seed {cell.job.seed}"
         try:
-            found = run_cell(cell, str(source), tokens, settings, reference, work, args.limit)
+            result = run_cell(cell, str(source), tokens, settings, reference, work, args.limit)
         except (RunnerError, AttarError) as error:
-            found = {"failed": str(error)}
-        cache[cell.text] = found
+            result = {"failed": str(error)}
+        cache[cell.text] = result
         if args.cache:
-            append_row(args.cache, {"key": cell.key, "found": found})
-        result = found.get("failed") or f"KL {found['kl']:.3e}, {found['seconds']:.1f} s"
-        print(f"[{number}/{len(wanted)}] {label}: {result}", file=sys.stderr, flush=True)
+            append_row(args.cache, {"key": cell.key, "found": result})
+        line = result.get("failed") or f"KL {result['kl']:.3e}, {result['seconds']:.1f} s"
+        print(f"[{number}/{len(wanted)}] {label}: {line}", file=sys.stderr, flush=True)
     return report(checkpoint.name, args, wanted, cache)
 
 
@@ -270,7 +270,7 @@ def table(scheme: str, rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str
     Args:
         rows: by (tool, method), the cells of its seeds. KL is their mean and sample standard deviation.
     """
-    failed = {row: cell["failed"] for row, found in rows.items() for cell in found if "failed" in cell}
+    failed = {row: cell["failed"] for row, results in rows.items() for cell in results if "failed" in cell}
     ended = [row for row in rows if row not in failed]
 
     def mean(row: tuple[str, str], name: str) -> float:

@@ -43,7 +43,7 @@ from attar.checkpoint import open_checkpoint
 from attar.errors import AttarError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 
 SHAPES: dict[str, dict[str, int]] = {
     "1.1b": {
@@ -121,12 +121,12 @@ def plan(methods: list[Method], rounds: int) -> list[tuple[int, Method]]:
 
 def chosen(args: argparse.Namespace) -> list[Method]:
     """Each method with every tool that has it, attar first."""
-    found = []
+    methods = []
     for text in args.methods:
         plain = text.split(",")[0]
-        found.append(parse_method(OURS, text))
-        found += [parse_method(peer, plain) for peer in args.peers if plain in KNOWN[peer]]
-    return list(dict.fromkeys(found))
+        methods.append(parse_method(OURS, text))
+        methods += [parse_method(peer, plain) for peer in args.peers if plain in KNOWN[peer]]
+    return list(dict.fromkeys(methods))
 
 
 def output_error(model: nn.Module, folder: Path, rows: Tensor) -> float:
@@ -158,7 +158,7 @@ def output_error(model: nn.Module, folder: Path, rows: Tensor) -> float:
                 strict=False,
             )
             hidden = args[0] if args else kwargs["hidden_states"]
-            before, after = (_first(each).double() for each in (output, twin(*args, **kwargs)))
+            before, after = (_first(value).double() for value in (output, twin(*args, **kwargs)))
             change = (before - hidden.double()).square().sum()
             errors.append(float((after - before).square().sum() / change))
 
@@ -173,8 +173,8 @@ def output_error(model: nn.Module, folder: Path, rows: Tensor) -> float:
 
 
 def _first(output: Any) -> Tensor:
-    found: Tensor = output[0] if isinstance(output, tuple) else output
-    return found
+    tensor: Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
 
 
 def run(method: Method, job: Job, limit: float) -> Run:
@@ -199,13 +199,13 @@ def table(runs: dict[Method, list[Run]]) -> str:
     for method, done in runs.items():
         if not done:
             continue
-        call = min(each.seconds for each in done)
+        call = min(run.seconds for run in done)
         if method.tool == OURS:
             ours.setdefault(method.name, call)
         times = f"{call / ours[method.name]:.2f}" if ours.get(method.name) else "–"
         lines.append(
-            f"| {method.label} | {method.tool} | {call:.2f} | {min(each.wall for each in done):.1f} "
-            f"| {max(each.peak for each in done):.0f} | {max(each.start for each in done):.0f} "
+            f"| {method.label} | {method.tool} | {call:.2f} | {min(run.wall for run in done):.1f} "
+            f"| {max(run.peak for run in done):.0f} | {max(run.start for run in done):.0f} "
             f"| {done[-1].error:.3e} | {times} |"
         )
     return "\n".join(lines)

@@ -35,8 +35,8 @@ PARTS = {
 def part(name: str) -> Callable[[list[str]], str]:
     """The function of a part: it takes the rest of the command line and returns Markdown."""
     module, _, function = PARTS[name].partition(":")
-    found: Callable[[list[str]], str] = getattr(importlib.import_module(module), function)
-    return found
+    part: Callable[[list[str]], str] = getattr(importlib.import_module(module), function)
+    return part
 
 
 def main() -> None:

@@ -32,17 +32,17 @@ from needle import RIVALS, hidden
 from torch import Tensor
 
 from attar.checkpoint import open_checkpoint
-from attar.data.stdlib import texts as python_files
+from attar.data.python_text import texts as python_files
 from attar.models.load import load_tokenizer
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
-from attar.runtime.kv.layout import LayerShape, block_bytes
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.watching import RereadWatch, TailWatch
-from attar.runtime.step import Span, Step
+from attar.runtime.runner.watching import LastQueries, StridedQueries
+from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
 CHUNK, BLOCK = 512, 32
@@ -57,7 +57,9 @@ class Sequences:
         most = runner.most(CHUNK)
         self.runner = runner
         self.tokens: dict[int, list[int]] = {}
-        self.manager = Manager(runner.capacity, BLOCK, reuse=False, window=window, sinks=sinks, most=most)
+        self.manager = BlockManager(
+            runner.capacity, BLOCK, reuse=False, window=window, sinks=sinks, most=most
+        )
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """A prompt in chunks, packed as its method says; nothing is returned."""
@@ -66,8 +68,8 @@ class Sequences:
         for start in range(0, len(tokens), CHUNK):
             self.run(sequence, tokens[start : start + CHUNK])
             method = self.runner.eviction
-            places = self.manager.table(sequence).length
-            kept = method.due(places, start + CHUNK >= len(tokens)) if method else None
+            length = self.manager.table(sequence).length
+            kept = method.due(length, start + CHUNK >= len(tokens)) if method else None
             if kept is not None:
                 self.pack(sequence, kept)
 
@@ -76,8 +78,8 @@ class Sequences:
         assert self.manager.reserve(sequence, len(tokens)), "the pool is too small"
         table, done = self.manager.table(sequence), self.tokens[sequence]
         kept = table.length if table.packed else None
-        span = Span(sequence, len(done), len(done) + len(tokens), table.row, wants, kept)
-        logits = self.runner.run(Step(tokens, (span,), self.manager.copies()))
+        span = TokenSpan(sequence, len(done), len(done) + len(tokens), table.row, wants, kept)
+        logits = self.runner.run(StepInput(tokens, (span,), self.manager.copies()))
         done += tokens
         self.manager.commit(sequence, len(tokens), done)
         return logits
@@ -115,11 +117,11 @@ class Quality:
 
 def quality(logits: Tensor, tail: Sequence[int], full: Tensor) -> Quality:
     """Of logits (t, vocabulary) behind each token of a tail; ``full``: log-probabilities to compare with."""
-    found = logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
     given = torch.tensor(tail[1:])
-    loss = -found[:-1].gather(1, given[:, None]).mean()
-    kl = (full.exp() * (full - found)).sum(-1).mean()
-    top = (found.argmax(-1) == full.argmax(-1)).float().mean()
+    loss = -logprobs[:-1].gather(1, given[:, None]).mean()
+    kl = (full.exp() * (full - logprobs)).sum(-1).mean()
+    top = (logprobs.argmax(-1) == full.argmax(-1)).float().mean()
     return Quality(float(loss.exp()), float(kl), float(top))
 
 
@@ -144,18 +146,18 @@ def kv(rest: list[str]) -> str:
 def runner(length: int, kv_dtype: str = "float32", eviction: Eviction | None = None) -> Modules:
     """The model in float32, with room for a prompt and three forks of it."""
     options = {"runner": "modules", "dtype": "float32", "kv_dtype": kv_dtype, "block_size": BLOCK}
-    found = load(MODEL, kv_tokens=4 * length, eviction=eviction, **options).runner
-    assert isinstance(found, Modules)
-    return found
+    runner = load(MODEL, kv_tokens=4 * length, eviction=eviction, **options).runner
+    assert isinstance(runner, Modules)
+    return runner
 
 
 def passages(source: str, length: int, count: int, data: Path) -> list[list[int]]:
-    """Texts of so many tokens each, one after the other."""
+    """Windows of ``length`` tokens, one after the other."""
     tokens = load_tokenizer(MODEL)(SOURCES[source](data))["input_ids"]
-    found = [tokens[start : start + length] for start in range(0, count * length, length)]
-    if len(found[-1]) < length:
+    windows = [tokens[start : start + length] for start in range(0, count * length, length)]
+    if len(windows[-1]) < length:
         raise SystemExit(f"{source}: {len(tokens):,} tokens are not {count} texts of {length:,}")
-    return found
+    return windows
 
 
 def _wikitext(data: Path) -> str:
@@ -175,10 +177,10 @@ def _problems(data: Path) -> str:
 SOURCES: dict[str, Callable[[Path], str]] = {"wikitext": _wikitext, "python": _python, "gsm8k": _problems}
 
 METHODS: dict[str, Callable[[int], Eviction]] = {
-    "StreamingLLM": lambda places: Streaming(sinks=4, window=places - 4),
-    "H2O": lambda places: H2O(heavy=places - places // 2, recent=places // 2),
-    "SnapKV": lambda places: SnapKV(capacity=places, window=32),
-    "Reread": lambda places: Reread(capacity=places),
+    "StreamingLLM": lambda capacity: Streaming(sinks=4, window=capacity - 4),
+    "H2O": lambda capacity: H2O(heavy=capacity - capacity // 2, recent=capacity // 2),
+    "SnapKV": lambda capacity: SnapKV(capacity=capacity, window=32),
+    "Reread": lambda capacity: Reread(capacity=capacity),
 }
 
 
@@ -197,7 +199,7 @@ def eviction(args: argparse.Namespace) -> Iterator[str]:
 
 def _evicted(source: str, length: int, args: argparse.Namespace) -> Iterator[str]:
     """The rows of one kind of text and length: means over its texts."""
-    found: dict[tuple[str, float], list[Quality]] = {}
+    results: dict[tuple[str, float], list[Quality]] = {}
     first = list[Quality]()
     for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
@@ -205,11 +207,11 @@ def _evicted(source: str, length: int, args: argparse.Namespace) -> Iterator[str
         full = logits.pop(("everything", 1.0)).log_softmax(-1)
         first.append(quality(full, tail, full))
         for key, one in logits.items():
-            found.setdefault(key, []).append(quality(one, tail, full))
-            print(source, length, *key, found[key][-1], file=sys.stderr, flush=True)
+            results.setdefault(key, []).append(quality(one, tail, full))
+            print(source, length, *key, results[key][-1], file=sys.stderr, flush=True)
     base = _mean(first)
     yield f"| {source} | {length:,} | everything | 100 % | {base.perplexity:.2f} | | | |"
-    for (name, share), some in found.items():
+    for (name, share), some in results.items():
         mean = _mean(some)
         change = f"{100 * (mean.perplexity / base.perplexity - 1):+.1f} %"
         numbers = f"{mean.perplexity:.2f} | {change} | {mean.kl:.4f} | {mean.top:.0%}"
@@ -232,18 +234,18 @@ def tails(
     recorder = Recorder(plain)
     base.read(0, prompt)
     base.fork(0, 1)
-    found = {("everything", 1.0): base.run(1, tail, len(tail))}
+    results = {("everything", 1.0): base.run(1, tail, len(tail))}
     base.release(1)
     for name in methods:
         for share in shares:
             method = METHODS[name](round(share * len(prompt)))
             if isinstance(method, SnapKV | Reread):
-                found[name, share] = recorder.packed(base, method, tail)
+                results[name, share] = recorder.packed(base, method, tail)
             else:
                 alone = Sequences(runner(len(prompt) + len(tail), eviction=method))
                 alone.read(0, prompt)
-                found[name, share] = alone.run(0, tail, len(tail))
-    return found
+                results[name, share] = alone.run(0, tail, len(tail))
+    return results
 
 
 class Recorder:
@@ -252,8 +254,8 @@ class Recorder:
     def __init__(self, plain: Modules) -> None:
         self.runner = plain
         rotary = Rotary(plain.model, plain.pool.geometry.layers)
-        self.tail = TailWatch(SnapKV(capacity=10**9, window=32))
-        self.again = RereadWatch(Reread(capacity=10**9), rotary)
+        self.tail = LastQueries(SnapKV(capacity=10**9, window=32))
+        self.again = StridedQueries(Reread(capacity=10**9), rotary)
         plain._watch = self
 
     def see(self, *seen: Any) -> None:
@@ -296,15 +298,15 @@ def formats(args: argparse.Namespace) -> Iterator[str]:
 
 def _formatted(source: str, length: int, args: argparse.Namespace) -> Iterator[str]:
     """The rows of one kind of text and length: means over its texts."""
-    found: dict[str, list[Quality]] = {name: [] for name in ("float32", *args.formats)}
+    results: dict[str, list[Quality]] = {name: [] for name in ("float32", *args.formats)}
     for text in passages(source, length, args.count, args.data):
         prompt, tail = text[: length - args.tail], text[length - args.tail :]
         full = _behind(prompt, tail, "float32").log_softmax(-1)
-        for name, some in found.items():
+        for name, some in results.items():
             some.append(quality(full if name == "float32" else _behind(prompt, tail, name), tail, full))
             print(source, length, name, some[-1], file=sys.stderr, flush=True)
-    base = _mean(found["float32"])
-    for name, some in found.items():
+    base = _mean(results["float32"])
+    for name, some in results.items():
         mean = _mean(some)
         bits, total = stored(name, length)
         change = f"{100 * (mean.perplexity / base.perplexity - 1):+.2f} %"

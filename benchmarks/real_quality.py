@@ -114,7 +114,7 @@ def gguf_options(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def quality(rest: list[str]) -> str:
-    """Integers in groups, beside auto-round, GPTQModel and llm-compressor."""
+    """Integers in groups, against auto-round, GPTQModel and llm-compressor."""
     args = options(rest)
     asked = quality_options(args)
     work = args.work / "cells"
@@ -123,7 +123,7 @@ def quality(rest: list[str]) -> str:
 
 
 def gguf(rest: list[str]) -> str:
-    """llama.cpp's types, beside llama.cpp with and without an importance matrix."""
+    """llama.cpp's types, against llama.cpp with and without an importance matrix."""
     args = options(rest)
     asked = gguf_options(args)
     work = args.work / "gguf"
@@ -141,7 +141,7 @@ def types(model: Path, names: list[str]) -> str:
     measured = sizes(view.config, family)
     lines = ["| mix | bits a weight in the blocks | types, share of the blocks' weights |", "|---|---:|---|"]
     for name in names:
-        found = mix(
+        mixture = mix(
             name,
             shapes,
             layers=measured.layers,
@@ -150,7 +150,7 @@ def types(model: Path, names: list[str]) -> str:
             architecture=family.written,
             imatrix=True,
         )
-        inner = {one: kind for one, kind in found.kinds.items() if one.startswith("blk.") and kind != "F32"}
+        inner = {one: kind for one, kind in mixture.kinds.items() if one.startswith("blk.") and kind != "F32"}
         counts: Counter[str] = Counter()
         for one, kind in inner.items():
             counts[kind] += math.prod(shapes[one])

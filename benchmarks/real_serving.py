@@ -7,7 +7,7 @@ with drafts.
     python benchmarks/real.py --parts speculation --methods ngram self
 
 llama.cpp reads the same GGUF file in each. Files of other types than the package's are exported by attar and
-kept in a folder, by default beside the peers' environments. Text is WikiText-2's test file, prompts are
+kept in a folder, by default next to the peers' environments. Text is WikiText-2's test file, prompts are
 Spec-Bench's.
 """
 
@@ -37,8 +37,8 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.speculate.profile.profile import profile
-from attar.runtime.speculate.profile.prompts import Question, read_questions
-from attar.runtime.speculate.profile.rows import Row
+from attar.runtime.speculate.profile.prompts import SpecBenchQuestion, read_questions
+from attar.runtime.speculate.profile.rows import ProfileRow
 from attar.runtime.speculate.profile.run import make_methods
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
@@ -78,16 +78,16 @@ def _raced(file: Path, kind: str, args: argparse.Namespace) -> Iterator[str]:
         "attar": Attar(runner),
         "llama.cpp": LlamaCpp(file=str(file), threads=args.threads, repack=not args.no_repack),
     }
-    found: dict[tuple[str, str], list[float]] = {(name, task): [] for name in both for task in args.tasks}
+    speeds: dict[tuple[str, str], list[float]] = {(name, task): [] for name in both for task in args.tasks}
     for number in range(args.rounds + 1):
         for task in args.tasks:
             for name in list(both)[:: 1 if number % 2 else -1]:
                 rate, _ = rates(both[name], task, args.tokens)
-                found[name, task] += [rate] if number else []
-    for each in both.values():
-        each.close()
+                speeds[name, task] += [rate] if number else []
+    for engine in both.values():
+        engine.close()
     for task in args.tasks:
-        ours, theirs = found["attar", task], found["llama.cpp", task]
+        ours, theirs = speeds["attar", task], speeds["llama.cpp", task]
         yield f"| {kind} | {task} | {_middle(ours):,.0f} | {_middle(theirs):,.0f} | {_ratio(ours, theirs)} |"
 
 
@@ -162,14 +162,14 @@ def speculation(rest: list[str]) -> str:
     questions = read_questions(args.data / "spec-bench" / "question.jsonl")
     texts = categories(questions, args.prompts, args.categories)
     sets = {name: [_chat(llm, text) for text in turns] for name, turns in texts.items()}
-    found = profile(llm.engine, llm.name, methods, sets, tokens=args.tokens, rounds=args.rounds)
+    measured = profile(llm.engine, llm.name, methods, sets, tokens=args.tokens, rounds=args.rounds)
     lines = [
         f"SmolLM2-135M-Instruct Q4_1, greedy, {args.prompts} prompts of each category, {args.tokens} tokens, "
         f"{args.rounds} rounds in turn\n",
         "| Spec-Bench | method | tokens/s | speedup (95 %) | accepted | tokens a pass | same text |",
         "|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *map(_speculated, found.rows), _load()])
+    return "\n".join([*lines, *map(_speculated, measured.rows), _load()])
 
 
 def _chat(llm: LLM, text: str) -> list[int]:
@@ -177,20 +177,22 @@ def _chat(llm: LLM, text: str) -> list[int]:
     return llm.encode_chat([{"role": "user", "content": text}])[-6000:]
 
 
-def categories(questions: Iterable[Question], count: int, only: Sequence[str] | None) -> dict[str, list[str]]:
+def categories(
+    questions: Iterable[SpecBenchQuestion], count: int, only: Sequence[str] | None
+) -> dict[str, list[str]]:
     """First turns by Spec-Bench's six categories: MT-Bench's eight are one, their questions in turn."""
-    found: dict[str, list[Question]] = {}
+    groups: dict[str, list[SpecBenchQuestion]] = {}
     for question in questions:
         name = "mt-bench" if question.category in MT_BENCH else question.category
-        found.setdefault(name, []).append(question)
+        groups.setdefault(name, []).append(question)
     return {
         name: [question.turns[0] for question in some[:: max(len(some) // count, 1)][:count]]
-        for name, some in found.items()
+        for name, some in groups.items()
         if only is None or name in only
     }
 
 
-def _speculated(row: Row) -> str:
+def _speculated(row: ProfileRow) -> str:
     gain = "-" if row.speedup is None else f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
     accepted = "-" if row.acceptance is None else f"{row.acceptance:.0%}"
     passes = "-" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}"

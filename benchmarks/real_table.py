@@ -83,19 +83,19 @@ def served(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings = EvaluateSettings(
         data=args.test, tokens=512, sample="", runner="auto", tasks=questions, tasks_limit=args.questions
     )
-    found = evaluate(model, settings)
+    measured = evaluate(model, settings)
     scores = {}
-    for name, task in zip(SETS, found.tasks, strict=True):
+    for name, task in zip(SETS, measured.tasks, strict=True):
         kind = "acc_norm" if name in NORMED else "acc"
         scores[name] = [getattr(task, kind), getattr(task, f"{kind}_stderr")]
-    return {"tasks": scores, "bytes": found.bytes, "decode": found.decode_tokens_per_s}
+    return {"tasks": scores, "bytes": measured.bytes, "decode": measured.decode_tokens_per_s}
 
 
 def exact(model: Path, args: argparse.Namespace, reference: Reference | None) -> dict[str, Any]:
     """Perplexity, KL and quality kept in float32 on decoded weights."""
     settings = exact_settings(args)
-    found = measure_quality(load_subject(open_checkpoint(model)), settings, reference)
-    return {"kl": found.kl_mean, "perplexity": found.perplexity, "kept": found.quality_kept}
+    quality = measure_quality(load_subject(open_checkpoint(model)), settings, reference)
+    return {"kl": quality.kl_mean, "perplexity": quality.perplexity, "kept": quality.quality_kept}
 
 
 def exact_settings(args: argparse.Namespace) -> EvaluateSettings:
@@ -107,7 +107,7 @@ def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, d
     """The measurements of each result by name, from the cache or, with ``fill``, made now."""
     cache = args.work / "tasks.jsonl"
     kept = {row["key"]: row["found"] for row in packed.read_rows(cache)}
-    reference, found = None, {}
+    reference, results = None, {}
     for result in RESULTS:
         if wanted and result.name not in wanted:
             continue
@@ -120,17 +120,17 @@ def rows(args: argparse.Namespace, wanted: list[str], fill: bool) -> dict[str, d
             kept[key] = {**served(model, args), **exact(model, args, reference)}
             packed.append_row(cache, {"key": key, "result": result.name, "found": kept[key]})
         if key in kept:
-            found[result.name] = kept[key]
-    return found
+            results[result.name] = kept[key]
+    return results
 
 
 def tasks(rest: list[str]) -> str:
-    """The questions, as attar serves each result, beside what is published for the original."""
+    """The questions, as attar serves each result, with the published figures of the original."""
     args, wanted = asked(rest)
     lines = [f"| result | {' | '.join(SETS)} |", "|---|" + "---:|" * len(SETS)]
     lines.append(f"| published, bf16 | {' | '.join(f'{PUBLISHED[name]:.1f}' for name in SETS)} |")
-    for name, found in rows(args, wanted, fill=True).items():
-        scores = (found["tasks"][one] for one in SETS)
+    for name, row in rows(args, wanted, fill=True).items():
+        scores = (row["tasks"][one] for one in SETS)
         lines.append(f"| {name} | {' | '.join(f'{100 * s:.1f} ± {100 * e:.1f}' for s, e in scores)} |")
     return "\n".join(lines)
 
@@ -146,13 +146,13 @@ def table(rest: list[str]) -> str:
         "|---|" + "---:|" * 7,
     ]
     cells = {result.name: result.cell for result in RESULTS}
-    for name, found in rows(args, wanted, fill=False).items():
+    for name, row in rows(args, wanted, fill=False).items():
         theirs = best.get(cells[name])
         lines.append(
-            f"| {name} | {found['bytes'] / 1e6:.1f} | {whole / found['bytes']:.1f}x "
-            f"| {found['perplexity']:.2f} | {100 * found['kept']:.1f} % | {found['kl']:.3f} "
+            f"| {name} | {row['bytes'] / 1e6:.1f} | {whole / row['bytes']:.1f}x "
+            f"| {row['perplexity']:.2f} | {100 * row['kept']:.1f} % | {row['kl']:.3f} "
             f"| {'–' if theirs is None else f'{theirs[1]:.3f} ({theirs[0]})'} "
-            f"| {100 * found['tasks']['ARC-Easy'][0]:.1f} |"
+            f"| {100 * row['tasks']['ARC-Easy'][0]:.1f} |"
         )
     return "\n".join([*lines, "<!-- end -->"])
 
@@ -168,24 +168,24 @@ def asked(rest: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def best_packed(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
     """(tool and method, KL) of the best peer by scheme."""
     best: dict[str, tuple[str, float]] = {}
-    for text, found in packed.read_cache(quality_options(args).cache).items():
+    for text, cell in packed.read_cache(quality_options(args).cache).items():
         key = json.loads(text)
-        if "failed" in found or key["tool"] == packed.OURS:
+        if "failed" in cell or key["tool"] == packed.OURS:
             continue
         if any(key[name] != getattr(args, name) for name in ("samples", "length", "tokens")):
             continue
-        if key["scheme"] not in best or found["kl"] < best[key["scheme"]][1]:
-            best[key["scheme"]] = (f"{key['tool']} {key['method']}", found["kl"])
+        if key["scheme"] not in best or cell["kl"] < best[key["scheme"]][1]:
+            best[key["scheme"]] = (f"{key['tool']} {key['method']}", cell["kl"])
     return best
 
 
 def best_gguf(args: argparse.Namespace) -> dict[str, tuple[str, float]]:
     """The same by type: llama.cpp's."""
     best: dict[str, tuple[str, float]] = {}
-    for text, found in gguf_files.read_cache(gguf_options(args).cache).items():
+    for text, cell in gguf_files.read_cache(gguf_options(args).cache).items():
         _, kind, tool, method, *measured = json.loads(text)
         if tool != gguf_files.PEER or measured[:3] != [args.samples, args.length, args.tokens]:
             continue
-        if kind not in best or found["kl"] < best[kind][1]:
-            best[kind] = (f"llama.cpp {method}", found["kl"])
+        if kind not in best or cell["kl"] < best[kind][1]:
+            best[kind] = (f"llama.cpp {method}", cell["kl"])
     return best

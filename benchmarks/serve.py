@@ -1,4 +1,4 @@
-"""Serving: attar's server beside llama.cpp's, the same file, the same load, by turns.
+"""Serving: attar's server against llama.cpp's, the same file, the same load, by turns.
 
     python benchmarks/serve.py [--model S] [--type Q4_0] [--rate 2] [--requests 32] [--rounds 3] [--slots 16]
 
@@ -54,8 +54,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    with tempfile.TemporaryDirectory() as room:
-        file, vocabulary = make_file(Path(room), arguments.model, arguments.type)
+    with tempfile.TemporaryDirectory() as workdir:
+        file, vocabulary = make_file(Path(workdir), arguments.model, arguments.type)
         with servers(arguments, file) as both:
             for number in range(arguments.rounds + 1):  # the first does not count
                 count = arguments.requests if number else 8
@@ -63,7 +63,7 @@ def main() -> None:
                 asks = make_load(number, count, *load)
                 for server in both if number % 2 else both[::-1]:
                     seen, seconds = asyncio.run(watched(server, asks))
-                    failed = [each.failed for each in seen if each.failed]
+                    failed = [client.failed for client in seen if client.failed]
                     assert not failed, f"{server.name}: {len(failed)} of {count} failed: {failed[0]}"
                     if number:
                         note(server, seen, seconds)
@@ -94,8 +94,8 @@ async def look(server: Server) -> None:
         text = (await reader.read()).decode()
         writer.close()
         names = ("kv_cache_usage_perc", "num_requests_waiting")
-        found = [re.search(rf"^attar:{name}\S* (\S+)$", text, re.M) for name in names]
-        usage, waiting = (float(each[1]) if each else 0.0 for each in found)
+        matches = [re.search(rf"^attar:{name}\S* (\S+)$", text, re.M) for name in names]
+        usage, waiting = (float(match[1]) if match else 0.0 for match in matches)
         server.usage.append((usage, waiting))
         await asyncio.sleep(0.1)
 
@@ -103,12 +103,12 @@ async def look(server: Server) -> None:
 def note(server: Server, seen: list[Seen], seconds: float) -> None:
     """The numbers of a round."""
     for name, values in {
-        "first": [each.chunks[0] for each in seen],
-        "token": [1000 * each.between for each in seen],
-        "silence": [1000 * each.silence for each in seen],
+        "first": [client.chunks[0] for client in seen],
+        "token": [1000 * client.between for client in seen],
+        "silence": [1000 * client.silence for client in seen],
     }.items():
         server.add(**{f"{name}_50": quantile(values, 0.5), f"{name}_99": quantile(values, 0.99)})
-    tokens, pieces = (sum(each.tokens for each in seen), sum(len(each.chunks) for each in seen))
+    tokens, pieces = (sum(client.tokens for client in seen), sum(len(client.chunks) for client in seen))
     server.add(rate=tokens / seconds, pieces=tokens / pieces)
 
 

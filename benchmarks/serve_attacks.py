@@ -44,10 +44,10 @@ def chat(content: object, **more: object) -> bytes:
 
 
 def schema(levels: int) -> dict[str, object]:
-    made: dict[str, object] = {"type": "string"}
+    schema: dict[str, object] = {"type": "string"}
     for _ in range(levels):
-        made = {"type": "array", "items": made}
-    return {"type": "json_schema", "json_schema": {"name": "deep", "schema": made}}
+        schema = {"type": "array", "items": schema}
+    return {"type": "json_schema", "json_schema": {"name": "deep", "schema": schema}}
 
 
 BODIES: dict[str, list[tuple[str, Callable[[], bytes]]]] = {
@@ -116,12 +116,12 @@ def _hold(url: str, seconds: float, sent: bytes, count: int) -> Counter[int]:
         if len(opened) > count:
             opened.pop(0).close()
     statuses = Counter[int]({0: failed}) if failed else Counter[int]()
-    for each in opened:
-        each.setblocking(False)
+    for client in opened:
+        client.setblocking(False)
         with suppress(OSError):
-            if found := re.match(rb"HTTP/1.1 (\d+)", each.recv(100)):
-                statuses[int(found[1])] += 1
-        each.close()
+            if status := re.match(rb"HTTP/1.1 (\d+)", client.recv(100)):
+                statuses[int(status[1])] += 1
+        client.close()
     return statuses
 
 
@@ -135,8 +135,8 @@ def header_flood(url: str, seconds: float) -> Counter[int]:
                 while time.monotonic() < end:
                     client.sendall(b"".join(b"X-%d: %b\r\n" % (number, b"a" * 90) for number in range(1000)))
             with suppress(OSError):
-                found = re.match(rb"HTTP/1.1 (\d+)", client.recv(100))
-                statuses[int(found[1]) if found else 0] += 1
+                status = re.match(rb"HTTP/1.1 (\d+)", client.recv(100))
+                statuses[int(status[1]) if status else 0] += 1
     return statuses
 
 
@@ -147,13 +147,13 @@ def vanishing(url: str, seconds: float) -> Counter[int]:
     sent = HALF + b"Content-Length: %d\r\n\r\n" % len(asked) + asked
     while time.monotonic() < end:
         clients = [socket.create_connection(address(url), timeout=5) for _ in range(200)]
-        for each in clients:
-            each.sendall(sent)
-        for each in clients:
+        for client in clients:
+            client.sendall(sent)
+        for client in clients:
             with suppress(OSError):
-                found = re.match(rb"HTTP/1.1 (\d+)", each.recv(300))
-                statuses[int(found[1]) if found else 0] += 1
-            each.close()
+                status = re.match(rb"HTTP/1.1 (\d+)", client.recv(300))
+                statuses[int(status[1]) if status else 0] += 1
+            client.close()
     return statuses
 
 

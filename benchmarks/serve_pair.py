@@ -48,7 +48,7 @@ class Server:
             self.numbers.setdefault(name, []).append(value)
 
 
-def make_file(room: Path, model: str, kind: str) -> tuple[Path, int]:
+def make_file(workdir: Path, model: str, kind: str) -> tuple[Path, int]:
     """The GGUF file, and how many tokens it knows.
 
     Args:
@@ -59,10 +59,10 @@ def make_file(room: Path, model: str, kind: str) -> tuple[Path, int]:
     from attar.deployment.settings import ExportSettings
     from attar.deployment.stage import export
 
-    source = room / "model" if model in SHAPES else model
+    source = workdir / "model" if model in SHAPES else model
     if model in SHAPES:
-        _random_model(room / "model", SHAPES[model])
-    file = room / "model.gguf"
+        _random_model(workdir / "model", SHAPES[model])
+    file = workdir / "model.gguf"
     export(source, file, ExportSettings(format="gguf", type=kind, imatrix="none"))
     return file, int(open_checkpoint(str(source)).config["vocab_size"])
 
@@ -93,7 +93,7 @@ def _random_model(folder: Path, shape: dict[str, int]) -> None:
 @contextmanager
 def servers(arguments: argparse.Namespace, file: Path) -> Iterator[list[Server]]:
     """Both, ready."""
-    made, processes = [], []
+    servers, processes = [], []
     environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
     with tempfile.TemporaryDirectory() as logs:
         try:
@@ -103,8 +103,8 @@ def servers(arguments: argparse.Namespace, file: Path) -> Iterator[list[Server]]
                 with Path(logs, name).open("w") as log:
                     processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
                 wait(port, processes[-1], Path(log.name))
-                made.append(Server(name, port))
-            yield made
+                servers.append(Server(name, port))
+            yield servers
         finally:
             for process in processes:
                 process.send_signal(signal.SIGTERM)
@@ -128,9 +128,9 @@ def theirs(arguments: argparse.Namespace, file: Path, port: int) -> list[Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return int(made.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -12,39 +12,45 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 
-from attar.data.stdlib import texts
+from attar.data.python_text import texts
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.self import load_self
+from attar.runtime.speculate.draft import LEVELS
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.self import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 
 MODES = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 0.8}, "exact": {"temperature": 0.8}}
 START = 300  # characters of a text that are the prompt
 
 
-class Chains(Chooser):
-    """K drafts always, on such a device."""
+class FixedChain(DraftPolicy):
+    """Chains of K drafts always, and the siblings that pay on such a device."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(Cost({1: {1: 1.0, 32: 1.05}}, {1: 0.1}), most=count)
+        super().__init__(Latency({1: 1.0, 32: 1.05}, {1: 0.1}), most=32)
+        self.count = count
 
-    def choose(self, sequences, most, beside=0):
-        return [min(limit, self.most) for limit in most]
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+        chosen = super().choose(sequences, limits, prompt_tokens, branches, room)
+        return [
+            {kind for kind in kinds if kind % LEVELS <= self.count} | set(range(1, self.count + 1))
+            for kinds in chosen
+        ]
 
-    def note(self, news, target, draft=0.0, beside=0):
-        for each in news:
-            self._learn(each)
+    def note(self, news, seconds, drafting=0.0, prompt_tokens=0):
+        for one in news:
+            self._learn(one)
 
 
 def brought(asked: list[str], mode: str, branches: int, options: argparse.Namespace) -> tuple[float, float]:
     """Tokens and drafts of a pass."""
     target = load(options.model, kv_tokens=16384)
-    draft = load_self(options.model, target, way="layers", share=options.share, branches=branches)
+    draft = load_self_draft(options.model, target, way="layers", share=options.share, branches=branches)
     drafter = Speculator(
-        draft, Chains(options.drafts), most=32, verification="exact" if mode == "exact" else "coupled"
+        draft, FixedChain(options.drafts), most=32, verification="exact" if mode == "exact" else "coupled"
     )
     llm = LLM.of(target, speculator=drafter)
     params = [

@@ -3,9 +3,9 @@
     python benchmarks/specialists.py [--work DIR] [--steps 200] [--train] [--budget 40] [--only NAME ...]
 
 A specialist is attar:tiny trained on one part of Python's standard library. Files belong to the split that
-their path's hash says (``attar.data.stdlib``), the same that attar:tiny was made with: specialists learn from
+their path's hash says (attar.data.splits), the same that attar:tiny was made with: specialists learn from
 the training files of their part, greedy soup and the search of coefficients look at its calibration files,
-the table is measured on its evaluation files, which nobody has seen. ``--train`` stops before the table.
+the table is measured on its evaluation files, held out from training. ``--train`` stops before the table.
 Checkpoints stay under ``--work``; what is there already is used.
 """
 
@@ -28,7 +28,7 @@ import attar
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.output import produce
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import end_token, pack_stream, tokenize
 from attar.models.load import load_model, load_tokenizer, save_model
 from attar.progress import Progress, Terminal
@@ -72,11 +72,11 @@ JUDGED_ROWS = 8  # of a part: what greedy soup and search look at
 
 def texts(part: str, split: str) -> list[str]:
     """The files of a part in one split, in the order of their paths."""
-    return [text for name, text in stdlib.texts(split) if name.startswith(PARTS[part])]
+    return [text for name, text in python_text.texts(split) if name.startswith(PARTS[part])]
 
 
 def rows_of(part: str, split: str, tokenizer: Any, limit: int | None = None) -> Tensor:
-    """Rows of tokens, int64 (N, 512); with a limit so many, spread evenly over all of them."""
+    """Rows of tokens, int64 (N, 512); with a limit that many, spread evenly over all of them."""
     rows = pack_stream(tokenize(texts(part, split), tokenizer), LENGTH, end_token(tokenizer))
     if limit is None or len(rows) <= limit:
         return rows
@@ -86,8 +86,8 @@ def rows_of(part: str, split: str, tokenizer: Any, limit: int | None = None) -> 
 def mean_loss(model: nn.Module, rows: Tensor) -> float:
     """Cross-entropy in nats a token."""
     with torch.no_grad():
-        found = [float(next_token(model, row[None])) for row in rows]
-    return sum(found) / len(found)
+        losses = [float(next_token(model, row[None])) for row in rows]
+    return sum(losses) / len(losses)
 
 
 def settings_of(steps: int) -> TrainSettings:
@@ -115,7 +115,7 @@ def specialist(part: str, out: Path, steps: int, progress: Progress) -> Checkpoi
             rows,
             settings,
             work=output.work / "train",
-            held_out=lambda each: mean_loss(each, shown),
+            held_out=lambda model: mean_loss(model, shown),
             progress=progress,
             what=part,
         )
@@ -126,22 +126,22 @@ def specialist(part: str, out: Path, steps: int, progress: Progress) -> Checkpoi
 
 
 def weighted(method: str, parts: tuple[str, ...] = tuple(PARTS), **config: Any) -> dict[str, Any]:
-    """A merge's configuration: every model with the parameters in ``each``, beside the rest of the keys."""
-    each = config.pop("each", {})
-    models = [{"model": part, **({"parameters": each} if each else {})} for part in parts]
+    """A merge's configuration: every model with the parameters in ``each``, with the rest of the keys."""
+    changes = config.pop("each", {})
+    models = [{"model": part, **({"parameters": changes} if changes else {})} for part in parts]
     return {"merge_method": method, "dtype": "float32", "models": models, **config}
 
 
 def merges(budget: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Every merge by its name: configuration, and settings of the stage."""
     base = {"base_model": "base"}
-    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    configs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "linear (uniform soup)": (weighted("linear", each={"weight": 1.0}), {}),
     }
     for one, other in itertools.combinations(PARTS, 2):
         config = weighted("slerp", (one, other), base_model=one, parameters={"t": 0.5})
-        found[f"slerp {one}, {other}"] = (config, {})
-    found |= {
+        configs[f"slerp {one}, {other}"] = (config, {})
+    configs |= {
         "karcher": (weighted("karcher"), {}),
         "task arithmetic 0.5": (weighted("task_arithmetic", each={"weight": 0.5}, **base), {}),
         "task arithmetic 0.7": (weighted("task_arithmetic", each={"weight": 0.7}, **base), {}),
@@ -156,10 +156,10 @@ def merges(budget: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     }
     if budget:
         config = weighted("task_arithmetic", each={"weight": 0.5}, **base)
-        found[f"task arithmetic, search of {budget}"] = (config, {"search": budget})
+        configs[f"task arithmetic, search of {budget}"] = (config, {"search": budget})
         config = weighted("ties", each={"weight": 1.0, "density": 0.5}, **base)
-        found[f"TIES, search of {budget}"] = (config, {"search": budget})
-    return found
+        configs[f"TIES, search of {budget}"] = (config, {"search": budget})
+    return configs
 
 
 def write_judged(file: Path, tokenizer: Any) -> int:
@@ -188,21 +188,21 @@ def merged(name: str, config: dict[str, Any], settings: dict[str, Any], work: Pa
 def measured(model: Checkpoint, rows: dict[str, Tensor]) -> dict[str, float]:
     """Loss on each part, and their mean."""
     loaded = load_model(model, dtype=torch.float32)
-    found = {part: mean_loss(loaded, each) for part, each in rows.items()}
-    return {**found, "mean": sum(found.values()) / len(found)}
+    losses = {part: mean_loss(loaded, tokens) for part, tokens in rows.items()}
+    return {**losses, "mean": sum(losses.values()) / len(losses)}
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
     """Markdown: nats a token, with the perplexity of the mean loss; the smallest of a column is bold."""
     columns = [*PARTS, "mean"]
-    best = {column: min(found[column] for found in rows.values()) for column in columns}
+    best = {column: min(losses[column] for losses in rows.values()) for column in columns}
     lines = [f"| model | {' | '.join(columns)} | perplexity |", "|---" * (len(columns) + 2) + "|"]
-    for name, found in rows.items():
+    for name, losses in rows.items():
         cells = [
-            f"**{found[column]:.4f}**" if found[column] == best[column] else f"{found[column]:.4f}"
+            f"**{losses[column]:.4f}**" if losses[column] == best[column] else f"{losses[column]:.4f}"
             for column in columns
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} | {math.exp(found['mean']):.3f} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {math.exp(losses['mean']):.3f} |")
     return "\n".join(lines)
 
 
@@ -231,15 +231,15 @@ def main() -> None:
         raise SystemExit(f"no merge {unknown[0]!r}; there are {', '.join(wanted)}")
     base = open_checkpoint(BASE)
     rows = {part: rows_of(part, "evaluation", load_tokenizer(base), HELD_OUT_ROWS) for part in PARTS}
-    found = {"base": measured(base, rows)}
-    found |= {f"specialist: {part}": measured(parent, rows) for part, parent in parents.items()}
+    results = {"base": measured(base, rows)}
+    results |= {f"specialist: {part}": measured(parent, rows) for part, parent in parents.items()}
     for name, (config, settings) in wanted.items():
         if args.only and name not in args.only:
             continue
-        found[name] = measured(merged(name, config, settings, args.work), rows)
-        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
-    tokens = ", ".join(f"{part} {each.numel():,}" for part, each in rows.items())
-    print(f"Nats a token on held-out files; tokens: {tokens}.\n\n{table(found)}")
+        results[name] = measured(merged(name, config, settings, args.work), rows)
+        print(f"{name}: {results[name]}", file=sys.stderr, flush=True)
+    tokens = ", ".join(f"{part} {row.numel():,}" for part, row in rows.items())
+    print(f"Nats a token on held-out files; tokens: {tokens}.\n\n{table(results)}")
 
 
 if __name__ == "__main__":

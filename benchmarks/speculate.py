@@ -8,7 +8,7 @@
 
 ``oracle``: Llamas of random weights. The target (shape M) writes its greedy text once; then drafts are
 right with chance a for each token, K of them in every pass, free or, with ``--draft-shape S``, at the time of
-a draft model that is really run; and as many as the chooser likes. ``predicted`` is
+a draft model that is really run; and as many as the policy chooses. ``predicted`` is
 
     theory t(1) / (t(K+1) + K d),    theory = (1 - a^(K+1)) / (1 - a) of the a that was met
 
@@ -36,15 +36,14 @@ from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import model_weights
 from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import SETTLE
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.latency import Latency, by_tokens, measure
+from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.times import Times, measure
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ def ngram(arguments: argparse.Namespace) -> None:
 
 
 def tiny(arguments: argparse.Namespace) -> None:
-    """With K fixed, then as the chooser likes."""
+    """With K fixed, then as the policy chooses."""
     methods: dict[str, Any] = {"speculate": ("ngram", "lookahead")}
     if arguments.draft:
         methods["draft"] = (arguments.draft,)
@@ -98,12 +97,12 @@ def noise(arguments: argparse.Namespace) -> None:
     for loaded in (load("attar:tiny"), Loaded(shaped)):
         llm, prompts, texts = _written(loaded, arguments)
         wrong = Oracle(texts, 0.0, vocabulary=llm.engine.vocabulary)
-        made = Speculator(wrong, _chooser(measure(llm.engine.runner), {}), most=16)
+        made = Speculator(wrong, _policy(by_tokens(measure(llm.engine.runner)), {}), most=16)
         print(profile_text(_raced(llm.engine, {"always wrong": made}, prompts, arguments)))
 
 
 def oracle(arguments: argparse.Namespace) -> None:
-    """Speedup by K and a, and with K as the chooser likes."""
+    """Speedup by K and a, and with K as the policy chooses."""
     runner, step = _random(arguments.shape, arguments.weights, arguments.threads), None
     counts = sorted({1, *(most + 1 for most in arguments.drafts)})
     times = measure(runner, {1: tuple(counts)}, budget=10)[1]
@@ -121,12 +120,12 @@ def oracle(arguments: argparse.Namespace) -> None:
         for most in arguments.drafts:
             name = f"a {chance}, K {most}"
             proposer = Oracle(texts, chance, step, runner.vocabulary, seed=most)
-            methods[name] = Speculator(proposer, Fixed(most), most=most)
+            methods[name] = Speculator(proposer, FixedPolicy(most), most=most)
             took[name] = (times[most + 1] + most * price) / times[1]
         name, most = f"a {chance}, chosen", max(arguments.drafts)
         drafting = {1: price} if price else {}
         methods[name] = Speculator(
-            Oracle(texts, chance, step, runner.vocabulary), _chooser({1: times}, drafting), most=most
+            Oracle(texts, chance, step, runner.vocabulary), _policy(times, drafting), most=most
         )
     print(f"{'':16}{'speedup':>9}{'95 %':>16}{'predicted':>11}{'tok/pass':>10}{'theory':>8}{'same':>6}")
     for row in _raced(llm.engine, methods, prompts, arguments).rows:
@@ -138,9 +137,9 @@ def oracle(arguments: argparse.Namespace) -> None:
             print(f"{row.theory:8.2f}{f'{row.same}/{row.texts}':>6}")
 
 
-def _chooser(times: Times, drafting: dict[int, float]) -> Chooser:
+def _policy(times: dict[int, float], drafting: dict[int, float]) -> DraftPolicy:
     """As a speculator has it."""
-    return Chooser(Cost(times, drafting, settle=SETTLE))
+    return DraftPolicy(Latency(times, drafting, SETTLE))
 
 
 def _profiled(arguments: argparse.Namespace, chosen: ProfileSettings) -> Any:
@@ -175,7 +174,7 @@ def _stepper(runner: Compiled) -> Callable[[int], None]:
     table = tuple(range(64))
 
     def step(place: int) -> None:
-        runner.run(Step([place % 1000], (Span(0, place, place + 1, table, 1),))).argmax(1)
+        runner.run(StepInput([place % 1000], (TokenSpan(0, place, place + 1, table, 1),))).argmax(1)
 
     return step
 

@@ -40,28 +40,28 @@ def main() -> None:
     parser.add_argument("--machine", nargs="+", choices=MACHINES, default=None)
     parser.add_argument("--levels", nargs="+", help="only these (default: all of the machine)")
     parser.add_argument("--sdist", action="store_true", help="the sdist too")
-    taken = parser.parse_args()
-    taken.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as room:
-        plain = plain_wheel(Path(room))
-        for machine in taken.machine or [each for each in MACHINES if compiler(each)]:
-            wanted = [x for x in LEVELS if x.machine == machine and x.name in (taken.levels or [x.name])]
-            print(wheel(plain, machine, wanted, taken.out))
-        if taken.sdist:
-            sdist(Path(room), taken.out)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as workdir:
+        plain = plain_wheel(Path(workdir))
+        for machine in options.machine or [name for name in MACHINES if compiler(name)]:
+            wanted = [x for x in LEVELS if x.machine == machine and x.name in (options.levels or [x.name])]
+            print(wheel(plain, machine, wanted, options.out))
+        if options.sdist:
+            sdist(Path(workdir), options.out)
 
 
-def plain_wheel(room: Path) -> Path:
+def plain_wheel(workdir: Path) -> Path:
     """The wheel without libraries."""
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(room), str(ROOT)]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", str(workdir), str(ROOT)]
     subprocess.run(command, check=True)
-    return next(room.glob("attar-*.whl"))
+    return next(workdir.glob("attar-*.whl"))
 
 
-def sdist(room: Path, out: Path) -> None:
+def sdist(workdir: Path, out: Path) -> None:
     """Made by hatchling in an environment of its own."""
-    subprocess.run([sys.executable, "-m", "venv", str(room / "hatch")], check=True)
-    python = room / "hatch" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(workdir / "hatch")], check=True)
+    python = workdir / "hatch" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "hatchling"], check=True)
     subprocess.run(
         [python, "-m", "hatchling", "build", "-t", "sdist", "-d", str(out.resolve())], cwd=ROOT, check=True
@@ -88,7 +88,7 @@ def wheel(plain: Path, machine: str, levels: list[Level], out: Path) -> Path:
         print(f"{machine}: {len(libraries)} libraries, glibc {needed[0]}.{needed[1]}")
         tag = f"py3-none-manylinux_{needed[0]}_{needed[1]}_{machine}"
         path = out / plain.name.replace("py3-none-any", tag)
-        repacked(plain, {f"{INSIDE}/{each.name}": each.read_bytes() for each in libraries}, tag, path)
+        repacked(plain, {f"{INSIDE}/{x.name}": x.read_bytes() for x in libraries}, tag, path)
     return path
 
 
@@ -101,8 +101,8 @@ def compiled(command: str, source: Path, level: Level, folder: Path) -> Path:
 def glibc(library: Path, command: str) -> tuple[int, int]:
     """The newest version of glibc's symbols that a library asks for."""
     objdump = command.replace("g++", "objdump")
-    told = subprocess.run([objdump, "-T", str(library)], capture_output=True, text=True, check=True).stdout
-    return max((int(a), int(b)) for a, b in re.findall(r"GLIBC_(\d+)\.(\d+)", told))
+    symbols = subprocess.run([objdump, "-T", str(library)], capture_output=True, text=True, check=True).stdout
+    return max((int(a), int(b)) for a, b in re.findall(r"GLIBC_(\d+)\.(\d+)", symbols))
 
 
 def repacked(plain: Path, more: dict[str, bytes], tag: str, path: Path) -> None:

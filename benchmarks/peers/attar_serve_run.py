@@ -28,7 +28,7 @@ def main() -> None:
         job["model"], kv_tokens=job["kv_tokens"], limits=limits, weights=job["weights"], runner=job["runner"]
     )
     settings = ServerSettings(port=job["port"], name="model", max_queue=100_000)
-    app = create_app(EngineBackend(llm.streams()), settings, words=ServerTokenizer(llm.tokenizer))
+    app = create_app(EngineBackend(llm.streams()), settings, tokenizer=ServerTokenizer(llm.tokenizer))
     print(type(llm.engine.runner).__name__, file=sys.stderr)
     run(app, settings, lambda line: None)
 

@@ -55,8 +55,8 @@ def main() -> None:
                 device_map="cpu",
                 low_cpu_mem_usage=False,
             )
-            made, _ = tool.quantize()
-        state = dict(made.state_dict())
+            quantized, _ = tool.quantize()
+        state = dict(quantized.state_dict())
         if job.save:
             tool.save_quantized(f"{job.out}-packed", format="auto_round")
             watch.stop()

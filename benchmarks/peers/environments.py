@@ -29,7 +29,7 @@ class Peer:
 
     Attributes:
         name: of its environment, and of its distribution on the package index.
-        runner: the script beside this file that runs in it.
+        runner: the script next to this file that runs in it.
         more: distributions it needs besides its own dependencies.
         distribution: its name on the package index, where that is another.
         source: build it from its source distribution; it needs no torch.
@@ -80,9 +80,11 @@ def server() -> Path:
     Raises:
         SystemExit: it cannot be built; says where the log is.
     """
-    made = folder() / SERVER / SERVER
+    executable = folder() / SERVER / SERVER
     interpreter = python("llama-cpp")
-    return made if made.exists() else build_server(made.parent, interpreter, version("llama-cpp") or "")
+    if executable.exists():
+        return executable
+    return build_server(executable.parent, interpreter, version("llama-cpp") or "")
 
 
 def version(name: str) -> str | None:
@@ -92,23 +94,23 @@ def version(name: str) -> str | None:
         return None
     script = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
     wanted = PEERS[name].distribution or name
-    found = subprocess.run([interpreter, "-c", script, wanted], capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else None
+    process = subprocess.run([interpreter, "-c", script, wanted], capture_output=True, text=True)
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def build(peer: Peer) -> None:
-    """Make an environment; its log stands beside it."""
-    place = folder() / peer.name
-    place.parent.mkdir(parents=True, exist_ok=True)
-    print(f"building {place}", file=sys.stderr)
-    pip = [place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    """Make an environment, with its log next to it."""
+    home = folder() / peer.name
+    home.parent.mkdir(parents=True, exist_ok=True)
+    print(f"building {home}", file=sys.stderr)
+    pip = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     wanted = peer.distribution or peer.name
     if peer.source:
         installs = [[*pip, "--no-binary", wanted, wanted, *peer.more]]
     else:
         installs = [[*pip, TORCH], [*pip, TORCH, wanted, *peer.more]]
-    with place.with_name(f"{peer.name}.log").open("w") as log:
-        for command in ([sys.executable, "-m", "venv", place], *installs):
+    with home.with_name(f"{peer.name}.log").open("w") as log:
+        for command in ([sys.executable, "-m", "venv", home], *installs):
             if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
                 raise SystemExit(f"{peer.name}: {' '.join(map(str, command))} failed; see {log.name}")
 

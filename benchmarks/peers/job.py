@@ -76,7 +76,7 @@ def parse(text: str) -> Job:
         SystemExit: an unknown key, or a missing one.
     """
     given = json.loads(text)
-    if unknown := sorted(set(given) - {each.name for each in fields(Job)}):
+    if unknown := sorted(set(given) - {f.name for f in fields(Job)}):
         raise SystemExit(f"a job has no {', '.join(unknown)}")
     try:
         return Job(**given)
@@ -99,9 +99,9 @@ def read() -> Job:
 
 def peak_mb() -> float:
     """Largest resident set of this process so far, in 10^6 bytes."""
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
+    match = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024 / 1e6
 
 
 class Watch:
@@ -189,8 +189,8 @@ def write_dense(job: Job, state: Mapping[str, Any], activations: Mapping[str, An
     config.pop("quantization_config", None)
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for file in source.glob("*"):
-        beside = file.suffix in (".json", ".txt", ".model") and not file.name.endswith(".index.json")
-        if beside and file.name not in ("config.json", "attar.json"):
+        companion = file.suffix in (".json", ".txt", ".model") and not file.name.endswith(".index.json")
+        if companion and file.name not in ("config.json", "attar.json"):
             shutil.copy(file, out / file.name)
     if activations:
         (out / ACTIVATIONS).write_text(json.dumps(activations, indent=1) + "\n")

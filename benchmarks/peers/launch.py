@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from attar.checkpoint import open_checkpoint
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.models.load import load_tokenizer
 from peers import environments
 from peers.job import Job
@@ -101,12 +100,12 @@ def launch(tool: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
     else:
         command = [environments.python(tool), HERE / environments.PEERS[tool].runner]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory() as place:  # some tools write where they stand
+    with tempfile.TemporaryDirectory() as folder:  # some tools write where they stand
         text = replace(job, started=time.time()).text()
         try:
             ended = subprocess.run(
                 [*map(str, command), text],
-                cwd=place,
+                cwd=folder,
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -116,7 +115,7 @@ def launch(tool: str, job: Job, timeout: float | None = None) -> dict[str, Any]:
             raise RunnerError(f"{tool}: longer than {timeout:.0f} s") from None
     lines = ended.stdout.splitlines()
     if ended.returncode or not lines:
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise RunnerError(f"{tool}: {said[-1] if said else f'exit code {ended.returncode}'}")
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise RunnerError(f"{tool}: {lines[-1] if lines else f'exit code {ended.returncode}'}")
     answer: dict[str, Any] = json.loads(lines[-1])
     return answer

@@ -26,7 +26,7 @@ _FLAGS = (
 _INCLUDED = ("", "include", "common", "ggml/include", "tools/mtmd", "vendor", "tools/server")
 
 
-def build(place: Path, python: Path, version: str) -> Path:
+def build(folder: Path, python: Path, version: str) -> Path:
     """Compile the server.
 
     Args:
@@ -40,45 +40,45 @@ def build(place: Path, python: Path, version: str) -> Path:
     Raises:
         SystemExit: pip or the compiler failed; says where the log is.
     """
-    place.mkdir(parents=True, exist_ok=True)
-    print(f"building {place}", file=sys.stderr)
-    with place.with_name(f"{place.name}.log").open("w") as log:
-        source = _sources(place, python, version, log)
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"building {folder}", file=sys.stderr)
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
+        source = _sources(folder, python, version, log)
         libraries = next(python.parent.parent.glob("lib/python*/site-packages/lib"))
-        _page(source, place)
+        _page(source, folder)
         parts = []
-        for file in _files(source, place):
-            parts.append(str(place / f"{file.stem}.o"))
+        for file in _files(source, folder):
+            parts.append(str(folder / f"{file.stem}.o"))
             included = (f"-I{source / name}" for name in _INCLUDED)
-            _run(["g++", *_FLAGS, f"-I{place}", *included, "-c", file, "-o", parts[-1]], log)
+            _run(["g++", *_FLAGS, f"-I{folder}", *included, "-c", file, "-o", parts[-1]], log)
         linked = [f"-L{libraries}", *(f"-l{name}" for name in _LIBRARIES), "-lpthread"]
-        made = place / "llama-server"
-        _run(["g++", "-o", f"{made}.part", *parts, *linked, f"-Wl,-rpath,{libraries}"], log)
-    Path(f"{made}.part").replace(made)
-    return made
+        executable = folder / "llama-server"
+        _run(["g++", "-o", f"{executable}.part", *parts, *linked, f"-Wl,-rpath,{libraries}"], log)
+    Path(f"{executable}.part").replace(executable)
+    return executable
 
 
-def _sources(place: Path, python: Path, version: str, log: object) -> Path:
+def _sources(folder: Path, python: Path, version: str, log: object) -> Path:
     """The unpacked folder of llama.cpp."""
     name = "llama-cpp-python"
-    wanted = ["--no-deps", "--no-binary", name, f"{name}=={version}", "-d", place]
+    wanted = ["--no-deps", "--no-binary", name, f"{name}=={version}", "-d", folder]
     _run([python, "-m", "pip", "download", "--quiet", *wanted], log)
-    with tarfile.open(next(place.glob("llama_cpp_python-*.tar.gz"))) as archive:
-        archive.extractall(place, filter="data")
-    return next(place.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
 
 
-def _page(source: Path, place: Path) -> None:
+def _page(source: Path, folder: Path) -> None:
     """The two files that would hold the page, with none in it."""
     for name in ("ui.h", "ui.cpp"):
         text = (source / "tools/ui" / f"{name}.in").read_text().replace("@USE_GZIP@", "false")
         text = re.sub(r"#cmakedefine.*|@ASSET_\w+@", "", text.replace("@N_ASSETS@", "0"))
-        (place / name).write_text(text)
+        (folder / name).write_text(text)
 
 
-def _files(source: Path, place: Path) -> list[Path]:
+def _files(source: Path, folder: Path) -> list[Path]:
     server = sorted((source / "tools/server").glob("*.cpp"))
-    return [place / "ui.cpp", source / "vendor/cpp-httplib/httplib.cpp", *server]
+    return [folder / "ui.cpp", source / "vendor/cpp-httplib/httplib.cpp", *server]
 
 
 def _run(command: list[object], log: object) -> None:

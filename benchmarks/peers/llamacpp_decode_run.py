@@ -6,11 +6,11 @@
 The model is a GGUF file, or a Llama of random weights, every matrix of one type, written to a temporary file
 that is gone once it is loaded. Every line of the standard input is a request, answered by a line {"seconds"}:
 
-    {"count", "start", "tokens"}    so many steps of one token for each of `count` sequences, from position
+    {"count", "start", "tokens"}    steps of one token for each of `count` sequences, from position
                                     `start` on, behind a prompt that is not timed
-    {"prompt"}                      a prompt of so many tokens
+    {"prompt"}                      a prompt of this many tokens
     {"score", "to"}                 logits float32 of these tokens, to a file of numpy
-    {"greedy", "tokens", "end"}     at most so many likeliest tokens behind these; answered by {"ids"}
+    {"greedy", "tokens", "end"}     at most this many greedy tokens after these; answered by {"ids"}
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
     ones = np.ones(hidden, dtype=np.float32)
 
     def put(name: str, rows: int, columns: int) -> None:
-        data, found = matrix(rows, columns)
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=found)
+        data, type_ = matrix(rows, columns)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=type_)
 
     put("token_embd", vocabulary, hidden)
     put("output", vocabulary, hidden)
@@ -83,14 +83,14 @@ def write_model(shape: dict[str, int], kind: str, context: int, file: Path) -> N
 
 def matrices(kind: str) -> Any:
     """A function (rows, columns) -> (data, type) of N(0, 0.02^2) in a type, each shape made once."""
-    made: dict[tuple[int, int], tuple[Any, Any]] = {}
-    found = gguf.GGMLQuantizationType[kind]
+    matrices: dict[tuple[int, int], tuple[Any, Any]] = {}
+    type_ = gguf.GGMLQuantizationType[kind]
 
     def matrix(rows: int, columns: int) -> tuple[Any, Any]:
-        if (rows, columns) not in made:
+        if (rows, columns) not in matrices:
             numbers = np.random.default_rng(0).standard_normal((rows, columns), dtype=np.float32) * 0.02
-            made[rows, columns] = gguf.quants.quantize(numbers, found), found
-        return made[rows, columns]
+            matrices[rows, columns] = gguf.quants.quantize(numbers, type_), type_
+        return matrices[rows, columns]
 
     return matrix
 
@@ -98,9 +98,9 @@ def matrices(kind: str) -> Any:
 class Sequences:
     """A context of `count` sequences, filled up to a position once and cut back to it before every timing."""
 
-    def __init__(self, model: Any, count: int, room: int, threads: int) -> None:
+    def __init__(self, model: Any, count: int, context: int, threads: int) -> None:
         params = api.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = count * room, count
+        params.n_ctx, params.n_seq_max = count * context, count
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = threads
         self.count, self.filled = count, 0
@@ -127,7 +127,7 @@ class Sequences:
 
     def read(self, ids: list[int], start: int) -> Any:
         """Logits (len(ids), vocabulary) of tokens from a position on."""
-        found = []
+        speeds = []
         for first in range(0, len(ids), BATCH):
             some = ids[first : first + BATCH]
             self.batch.n_tokens = len(some)
@@ -138,17 +138,17 @@ class Sequences:
             if api.llama_decode(self.context, self.batch):
                 raise SystemExit("llama_decode failed")
             rows = np.ctypeslib.as_array(api.llama_get_logits(self.context), (len(some), self.vocabulary))
-            found.append(rows.copy())
-        return np.concatenate(found)
+            speeds.append(rows.copy())
+        return np.concatenate(speeds)
 
     def greedy(self, ids: list[int], tokens: int, end: int) -> list[int]:
         """The likeliest tokens, up to the end token."""
         self.cut(0)
-        rows, made = self.read(ids, 0), []
-        while len(made) < tokens and (token := int(rows[-1].argmax())) != end:
-            made.append(token)
-            rows = self.read([token], len(ids) + len(made) - 1)
-        return made
+        rows, generated = self.read(ids, 0), []
+        while len(generated) < tokens and (token := int(rows[-1].argmax())) != end:
+            generated.append(token)
+            rows = self.read([token], len(ids) + len(generated) - 1)
+        return generated
 
     def cut(self, length: int) -> None:
         """Forgets what is behind, or fills what is missing."""
@@ -160,7 +160,7 @@ class Sequences:
         self.filled = length
 
     def steps(self, start: int, tokens: int) -> float:
-        """Seconds of so many steps."""
+        """Seconds of that many steps."""
         self.cut(start)
         began = time.perf_counter()
         for at in range(start, start + tokens):
@@ -205,10 +205,10 @@ def main() -> None:
         request = json.loads(line)
         count, start = request.get("count", 1), request.get("start", 0)
         given = request.get("score") or request.get("greedy") or []
-        room = -(-(start + len(given) + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
-        if (count, room) not in contexts:
-            contexts[count, room] = Sequences(model, count, room, job["threads"])
-        os.write(answer, (json.dumps(answered(contexts[count, room], request)) + "\n").encode())
+        context = -(-(start + len(given) + request.get("tokens", request.get("prompt", 0)) + 1) // 256) * 256
+        if (count, context) not in contexts:
+            contexts[count, context] = Sequences(model, count, context, job["threads"])
+        os.write(answer, (json.dumps(answered(contexts[count, context], request)) + "\n").encode())
 
 
 def answered(sequences: Sequences, request: dict[str, Any]) -> dict[str, Any]:

@@ -31,12 +31,12 @@ def importance(file: str) -> Any:
     names = [name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2")]
     array = (entry * (len(names) + 1))()
     array.kept = []  # what the pointers point to
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         mean = tensors[f"{name}.in_sum2"].ravel() / max(float(tensors[f"{name}.counts"].ravel()[0]), 1.0)
         values = np.ascontiguousarray(mean, dtype=np.float32)
         array.kept.append(values)
         pointer = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        array[place] = entry(name.encode(), pointer, values.size)
+        array[index] = entry(name.encode(), pointer, values.size)
     return array
 
 

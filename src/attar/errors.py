@@ -19,7 +19,7 @@ Anything else that escapes is a bug of attar.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class AttarError(Exception):
@@ -116,3 +116,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word closest to a misspelt one, or None when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """``; did you mean 'x'?``, or the list of known names when none is close."""
+    close = nearest(name, known)
+    return f"; did you mean {close!r}?" if close else f"; known: {', '.join(known) or 'none'}"

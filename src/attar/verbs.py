@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attar.progress import SILENT, Progress
-from attar.recipe.origin import PythonOrigin
-from attar.recipe.settings import parse
+from attar.recipe.settings import PythonOrigin, parse
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def extract(
         model: the fine-tuned model.
         base: the model it came from.
         out: the adapter's folder.
-        settings: see :class:`attar.merging.extraction_settings.ExtractSettings`.
+        settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
     checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
     return run_extract(model, base, out, checked, force=force, progress=progress)
@@ -315,7 +314,7 @@ def run_extract(
 ) -> Path:
     """Call the extraction with settings that are checked already."""
     check_models(model, base)
-    function = load("attar.merging.extraction:extract")
+    function = load("attar.merging.adapters.extract:extract")
     made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
     return made
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from attar.checkpoint import ShardWriter, write_checkpoint_tensors
-from attar.checkpoint.headers import read_header
 from attar.checkpoint.shards import tensor_spec
+from attar.checkpoint.tensors import read_header
 from attar.errors import OutputError
 from tests.checkpoint.checkpoint_files import llama_tensors
 

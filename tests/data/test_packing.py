@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from attar.data.batches import Batches
-from attar.data.calibration import calibration_batches
-from attar.data.chat import render
 from attar.data.packing import (
     PADDING,
+    Batches,
+    calibration_batches,
     evaluation_batches,
     front_tokens,
     pack,
     pack_separate,
     pack_stream,
+    render,
 )
 from attar.errors import DataError
 from tests import tiny_models

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from attar.data import stdlib
+from attar.data import python_text, splits
 from attar.data.sources import documents, fingerprint
 from attar.errors import DataError, SettingsError
 
 
 def test_stdlib_splits_are_disjoint_and_whole_files():
-    names = {split: {name for name, _ in stdlib.files(split)} for split in stdlib.SPLITS}
+    names = {split: {name for name, _ in python_text.files(split)} for split in splits.SPLITS}
     assert not names["train"] & names["evaluation"] and not names["train"] & names["calibration"]
     total = sum(len(group) for group in names.values())
     assert 0.85 < len(names["train"]) / total < 0.95
@@ -19,10 +19,10 @@ def test_stdlib_splits_are_disjoint_and_whole_files():
 
 
 def test_stdlib_split_depends_on_the_path_alone():
-    assert stdlib.split_of("json/decoder.py") == stdlib.split_of("json/decoder.py")
+    assert splits.split_of("json/decoder.py") == splits.split_of("json/decoder.py")
     # pinned: another hash or another rule would move files between the splits of shipped models
     pinned = {"abc.py": "train", "asyncio/tasks.py": "calibration", "collections/__init__.py": "evaluation"}
-    assert {name: stdlib.split_of(name) for name in pinned} == pinned
+    assert {name: splits.split_of(name) for name in pinned} == pinned
 
 
 def test_order_is_the_seeds():
@@ -43,7 +43,7 @@ def test_files_folders_and_jsonl(tmp_path):
 def test_large_sources_are_split_by_content(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(400)))
-    parts = {split: list(documents(str(file), split)) for split in stdlib.SPLITS}
+    parts = {split: list(documents(str(file), split)) for split in splits.SPLITS}
     assert sum(map(len, parts.values())) == 400 and not set(parts["train"]) & set(parts["evaluation"])
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(reversed(lines)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.data import stdlib
+from attar.data import python_text
 from attar.data.packing import pack_split
 from attar.data.sources import documents, read_split
 from attar.data.splits import SHARES, by_position, content, take
@@ -126,6 +126,6 @@ def test_the_library_is_listed_without_looking_into_environments(tmp_path, monke
         (tmp_path / name).write_text("x = 1\n")
     looked, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looked.append(str(path)) or scandir(path))
-    monkeypatch.setattr(stdlib.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert stdlib.all_files() == [(name, tmp_path / name) for name in kept]
+    monkeypatch.setattr(python_text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert python_text.all_files() == [(name, tmp_path / name) for name in kept]
     assert looked and not any("torch" in path for path in looked)

@@ -94,7 +94,7 @@ def test_rounding_with_data_beats_nearest_at_the_same_bytes(wide, tmp_path):
 
 def _inputs(folder):
     """Inputs of the first gate projection on text of the calibration split."""
-    from attar.data.calibration import calibration_batches
+    from attar.data.packing import calibration_batches
     from attar.models.load import load_tokenizer
 
     model, seen = load_model(folder, dtype=torch.float32), []
@@ -206,9 +206,9 @@ def test_files_are_not_overwritten_unasked(wide, tmp_path):
 
 def test_a_damaged_write_is_noticed(wide, tmp_path, monkeypatch):
     """A byte that changes between memory and disk is an error, and nothing is left behind."""
-    from attar.formats.gguf.writer import Writer
+    from attar.formats.gguf.writer import GGUFWriter
 
-    finish = Writer.finish
+    finish = GGUFWriter.finish
 
     def broken(self):
         made = finish(self)
@@ -217,7 +217,7 @@ def test_a_damaged_write_is_noticed(wide, tmp_path, monkeypatch):
         made[0].write_bytes(bytes(data))
         return made
 
-    monkeypatch.setattr(Writer, "finish", broken)
+    monkeypatch.setattr(GGUFWriter, "finish", broken)
     with pytest.raises(NumericsError, match="reads back differently"):
         export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
     assert not (tmp_path / "a.gguf").exists()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
-from attar.deployment.mixture import NARROW, WIDE, gguf_mixture
+from attar.deployment.gguf_mixture import NARROW, WIDE, gguf_mixture
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
 from attar.formats.gguf.architectures import placements
-from attar.formats.gguf.container import Slot, Writer
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter
 from attar.formats.gguf.mixes import bits, tensor_bytes
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
@@ -139,9 +139,9 @@ def test_the_size_is_that_of_the_written_file(tmp_path):
     smallest = None
     for size in (400_000, 300_000):
         found = case.mix(size=size, metadata=metadata)
-        slots = [Slot(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
+        slots = [GGUFTensorInfo(name, kind, case.shapes[name]) for name, kind in found.kinds.items()]
         whole = metadata | {"general.file_type": found.file_type, "general.quantization_version": 2}
-        with Writer(tmp_path / "model.gguf", whole, slots) as writer:
+        with GGUFWriter(tmp_path / "model.gguf", whole, slots) as writer:
             for name, kind in found.kinds.items():
                 nbytes = tensor_bytes(kind, case.shapes[name])
                 raw = torch.zeros(nbytes, dtype=torch.uint8)

@@ -10,7 +10,7 @@ from attar.deployment.imatrix import compute, head_sums
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
-from attar.walks.sweep import Nothing, sweep
+from attar.walks.sweep import sweep
 from tests import tiny_models
 
 
@@ -100,7 +100,7 @@ def test_hidden_states_may_wait_on_disk(tmp_path, monkeypatch):
 
 
 def test_an_input_that_is_not_finite_is_named():
-    watch, linear = imatrix._Watch(), nn.Linear(4, 2)
+    watch, linear = imatrix._SquaredInputs(), nn.Linear(4, 2)
     watch.on("model.layers.0.mlp.down_proj", linear)
     with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.down_proj is not finite"):
         linear(torch.tensor([[1.0, torch.inf, 0.0, 0.0]]))
@@ -115,11 +115,10 @@ def test_the_heads_importance_comes_from_the_sweep_that_rounds(family, tmp_path)
     sweep(
         checkpoint,
         batches,
-        Nothing(),
+        None,
         work=tmp_path / "sweep",
-        select=lambda name: False,
         precision="fp32",
-        behind=lambda *behind: seen.update(head_sums(*behind)),
+        after_blocks=lambda *arguments: seen.update(head_sums(*arguments)),
     )
     [(name, (sums, count))] = seen.items()
     assert count == whole[name][1]

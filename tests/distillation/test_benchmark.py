@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attar.distillation import draft
+from attar.distillation import rollouts
 from tests import tiny_models
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
@@ -21,8 +21,8 @@ FLAGS = shlex.split("--steps 4 --samples 4 --sequence-length 24 --batch-size 2 -
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(draft, "HELD_OUT_TOKENS", 64)
-    monkeypatch.setattr(draft.Writer, "prompt", 4)
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
+    monkeypatch.setattr(rollouts.RolloutWriter, "prompt", 4)
     monkeypatch.setattr(drafting.torch, "set_num_threads", lambda count: None)  # other tests want theirs
     teacher = str(tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher"))
     data = str(Path(json.__file__).parent)

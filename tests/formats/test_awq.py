@@ -8,7 +8,7 @@ from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.awq import (
     ORDER,
     PLACE,
-    Reader,
+    AWQReader,
     coded,
     decode,
     dequantize_state,
@@ -140,20 +140,20 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
 
 def test_zero_points_of_8_are_none(tmp_path):
     made = rule(4, 16)
-    found = Reader(folder(tmp_path, stored(made), SAID)).codes(f"{MODULE}.qweight")
+    found = AWQReader(folder(tmp_path, stored(made), SAID)).codes(f"{MODULE}.qweight")
     assert found[1] == made and equal(found[0], random_coded(made))
 
 
 @pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])
 def test_other_layouts_are_refused_by_name(tmp_path, changes):
     with pytest.raises(ModelError, match="gemm with 4 bits"):
-        Reader(folder(tmp_path, stored(), {**SAID, **changes}))
+        AWQReader(folder(tmp_path, stored(), {**SAID, **changes}))
 
 
 @pytest.mark.parametrize("size", [None, 0, "16"])
 def test_group_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(CheckpointError, match="in groups of"):
-        Reader(folder(tmp_path, stored(), {**SAID, "group_size": size})).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).dense(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
     tensors = stored()
     tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
     with pytest.raises(CheckpointError, match=error):
-        Reader(folder(tmp_path, tensors, SAID)).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, SAID)).dense(f"{MODULE}.qweight")
 
 
 def test_scales_of_zero_are_named(tmp_path):
     tensors = stored()
     tensors[f"{MODULE}.scales"][0, 0] = 0
     with pytest.raises(NumericsError, match=r"down_proj\.scales"):
-        Reader(folder(tmp_path, tensors, SAID)).check(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, SAID)).check(f"{MODULE}.qweight")

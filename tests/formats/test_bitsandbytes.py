@@ -11,7 +11,7 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import bitsandbytes_int8 as int8
-from attar.formats.bitsandbytes import STATE, Reader, decode, encode, layout, read_state
+from attar.formats.bitsandbytes import STATE, BitsAndBytesReader, decode, encode, layout, read_state
 from attar.formats.coded import Coded
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
@@ -111,10 +111,10 @@ def test_damage_is_named(tmp_path):
 )
 def test_degenerate_layers(leaf, value, match, tmp_path):
     _, good = pack(save(tmp_path / "dense"), tmp_path / "out", scheme="NF4")
-    Reader(good).check(NAME)
+    BitsAndBytesReader(good).check(NAME)
     bad = change(good.path, lambda tensors: tensors[NAME + leaf].fill_(value))
     with pytest.raises(NumericsError, match=match):
-        Reader(bad).check(NAME)
+        BitsAndBytesReader(bad).check(NAME)
 
 
 def test_other_layouts_are_refused(tmp_path):
@@ -181,7 +181,7 @@ def save_int8(folder, family="llama3"):
     """An INT8 checkpoint with the head left dense."""
     checkpoint = open_checkpoint(save(folder, family))
     linears = [name for name in checkpoint.tensors if "proj.weight" in name]
-    tensors = checkpoint.load_many(checkpoint.tensors)
+    tensors = {name: checkpoint.load(name) for name in checkpoint.tensors}
     dense = {}
     for name in linears:
         weight = tensors.pop(name)
@@ -221,7 +221,7 @@ def test_damaged_int8_is_named(tmp_path):
         lambda tensors: tensors.update({form: torch.tensor(1, dtype=torch.uint8)}),
     ):
         with pytest.raises(CheckpointError, match=f"{NAME} do not fit together"):
-            Reader(change(folder, alter)).dense(NAME)
+            BitsAndBytesReader(change(folder, alter)).dense(NAME)
         save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
     for name, value, match in (
         (scale, float("inf"), "infinite scales"),
@@ -230,5 +230,5 @@ def test_damaged_int8_is_named(tmp_path):
     ):
         bad = change(folder, lambda tensors, name=name, value=value: tensors[name].fill_(value))
         with pytest.raises(NumericsError, match=match):
-            Reader(bad).check(NAME)
+            BitsAndBytesReader(bad).check(NAME)
         save_file(before, folder / "model.safetensors", metadata={"format": "pt"})

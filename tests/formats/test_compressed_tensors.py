@@ -13,9 +13,9 @@ from attar.formats.coded import Coded
 from attar.formats.compressed_tensors import (
     EMBEDDING,
     TRANSPOSED,
-    Group,
-    Reader,
-    Scheme,
+    CompressedTensorsConfig,
+    CompressedTensorsReader,
+    ConfigGroup,
     dequantize_state,
     quantization_config,
 )
@@ -52,12 +52,12 @@ def packed(folder, groups, weights, *, aside=None, **config):
 
 
 def test_one_layout_names_itself_and_several_are_mixed():
-    one = quantization_config([Group(("Linear",), W4)], ignore=["lm_head"])
+    one = quantization_config([ConfigGroup(("Linear",), W4)], ignore=["lm_head"])
     assert one["format"] == PACK and one["ignore"] == ["lm_head"] and "kv_cache_scheme" not in one
-    same = quantization_config([Group(("Linear",), W4), Group(("a.b",), W8)], ignore=[])
+    same = quantization_config([ConfigGroup(("Linear",), W4), ConfigGroup(("a.b",), W8)], ignore=[])
     assert same["format"] == PACK
     mixed = quantization_config(
-        [Group(("Linear",), W4), Group(("a.b",), FP8, STATIC, FLOAT)], ignore=[], kv_cache=STATIC
+        [ConfigGroup(("Linear",), W4), ConfigGroup(("a.b",), FP8, STATIC, FLOAT)], ignore=[], kv_cache=STATIC
     )
     assert mixed["format"] == "mixed-precision"
     assert [group["format"] for group in mixed["config_groups"].values()] == [PACK, FLOAT]
@@ -65,21 +65,21 @@ def test_one_layout_names_itself_and_several_are_mixed():
 
 
 def test_transposed_checkpoints_are_refused_by_name_but_for_the_embedding():
-    groups = [Group(("Linear",), W4), Group(("transformer.wte",), EMBEDDING, None, NAIVE)]
+    groups = [ConfigGroup(("Linear",), W4), ConfigGroup(("transformer.wte",), EMBEDDING, None, NAIVE)]
     config = quantization_config(groups, ignore=[], transposed=True)
     assert config["format"] == TRANSPOSED
     assert [group["format"] for group in config["config_groups"].values()] == [TRANSPOSED, NAIVE]
-    read = Scheme(config)
+    read = CompressedTensorsConfig(config)
     assert read.transposed and [group.form for group in read.groups] == [PACK, NAIVE]
 
 
 def test_the_more_exact_name_decides():
     groups = [
-        Group(("Linear",), W4),
-        Group(("re:.*down_proj$",), W8, TOKEN, INT),
-        Group(("model.layers.1.mlp.down_proj",), FP8, STATIC, FLOAT),
+        ConfigGroup(("Linear",), W4),
+        ConfigGroup(("re:.*down_proj$",), W8, TOKEN, INT),
+        ConfigGroup(("model.layers.1.mlp.down_proj",), FP8, STATIC, FLOAT),
     ]
-    scheme = Scheme(quantization_config(groups, ignore=["lm_head", "re:.*gate$"]))
+    scheme = CompressedTensorsConfig(quantization_config(groups, ignore=["lm_head", "re:.*gate$"]))
     assert scheme.group("model.layers.0.mlp.up_proj", "Linear") == groups[0]
     assert scheme.group("model.layers.0.mlp.down_proj", "Linear") == groups[1]
     assert scheme.group("model.layers.1.mlp.down_proj", "Linear") == groups[2]
@@ -91,15 +91,19 @@ def test_the_more_exact_name_decides():
 
 
 def test_groups_that_leave_out_their_format():
-    said = quantization_config([Group(("Linear",), FP8, STATIC, FLOAT)], ignore=[])
+    said = quantization_config([ConfigGroup(("Linear",), FP8, STATIC, FLOAT)], ignore=[])
     del said["config_groups"]["group_0"]["format"]
-    assert Scheme(said).groups[0].form == FLOAT
+    assert CompressedTensorsConfig(said).groups[0].form == FLOAT
     said["format"] = "mixed-precision"
-    assert Scheme(said).groups[0].form == FLOAT
+    assert CompressedTensorsConfig(said).groups[0].form == FLOAT
 
 
 def test_reading_each_layout_beside_the_others(tmp_path):
-    groups = [Group(("Linear",), W4), Group(("b.x",), W8, TOKEN, INT), Group(("c.x",), FP8, STATIC, FLOAT)]
+    groups = [
+        ConfigGroup(("Linear",), W4),
+        ConfigGroup(("b.x",), W8, TOKEN, INT),
+        ConfigGroup(("c.x",), FP8, STATIC, FLOAT),
+    ]
     weights = {"a.x": (W4, PACK), "b.x": (W8, INT), "c.x": (FP8, FLOAT)}
     aside = {"c.x.input_scale": torch.ones(1), "c.k_scale": torch.ones(1), "norm.weight": torch.ones(8)}
     checkpoint = packed(tmp_path / "a", groups, weights, aside=aside)
@@ -108,7 +112,7 @@ def test_reading_each_layout_beside_the_others(tmp_path):
     assert all(state[f"{name}.x.weight"].shape == (8, 32) for name in "abc")
     scale = checkpoint.load("c.x.weight_scale")
     assert torch.equal(state["c.x.weight"], checkpoint.load("c.x.weight").float() * scale)
-    reader = Reader(checkpoint)
+    reader = CompressedTensorsReader(checkpoint)
     slots = [reader.slot(info) for info in checkpoint.tensors.values()]
     assert {slot[0]: slot[1:] for slot in slots if slot} == {
         name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()
@@ -116,7 +120,7 @@ def test_reading_each_layout_beside_the_others(tmp_path):
 
 
 def test_class_names_are_told_apart_by_their_tensors(tmp_path):
-    groups = [Group(("Linear",), W4, TOKEN, INT), Group(("Embedding",), W8, None, NAIVE)]
+    groups = [ConfigGroup(("Linear",), W4, TOKEN, INT), ConfigGroup(("Embedding",), W8, None, NAIVE)]
     checkpoint = packed(tmp_path / "a", groups, {"embed": (W8, NAIVE), "a.x": (W4, INT)})
     codes, scale = checkpoint.load("embed.weight").float(), checkpoint.load("embed.weight_scale")
     assert torch.equal(dequantize_state(checkpoint)["embed.weight"], codes * scale)
@@ -125,7 +129,7 @@ def test_class_names_are_told_apart_by_their_tensors(tmp_path):
 
 @pytest.mark.parametrize("leaf", ["weight_scale", "weight_shape"])
 def test_a_missing_tensor_is_named(leaf, tmp_path):
-    checkpoint = packed(tmp_path / "a", [Group(("Linear",), W4)], {"a.x": (W4, PACK)})
+    checkpoint = packed(tmp_path / "a", [ConfigGroup(("Linear",), W4)], {"a.x": (W4, PACK)})
     del checkpoint.tensors[f"a.x.{leaf}"]
     with pytest.raises(CheckpointError, match=rf"a.x.{leaf} is missing"):
         dequantize_state(checkpoint)
@@ -133,52 +137,52 @@ def test_a_missing_tensor_is_named(leaf, tmp_path):
 
 @pytest.mark.parametrize("rule", [WeightRule("int", 8, "group", 16), WeightRule("int", 4, "group", 32)])
 def test_a_config_that_does_not_fit_its_tensors_is_refused(rule, tmp_path):
-    checkpoint = packed(tmp_path / "a", [Group(("Linear",), rule)], {"a.x": (W4, PACK)})
+    checkpoint = packed(tmp_path / "a", [ConfigGroup(("Linear",), rule)], {"a.x": (W4, PACK)})
     with pytest.raises(CheckpointError, match=r"tensors of a.x do not fit"):
         dequantize_state(checkpoint)
 
 
 def test_groups_without_weights_are_refused(tmp_path):
-    said = quantization_config([Group(("Linear",), W4)], ignore=[])
+    said = quantization_config([ConfigGroup(("Linear",), W4)], ignore=[])
     said["config_groups"]["group_0"]["weights"] = None
     with pytest.raises(CheckpointError, match="quantizes no weights"):
-        Reader(packed(tmp_path / "a", said, {"a.x": (W4, PACK)}))
+        CompressedTensorsReader(packed(tmp_path / "a", said, {"a.x": (W4, PACK)}))
 
 
 @pytest.mark.parametrize("leaf", ["weight_scale", "input_scale"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_cannot_be_right(leaf, value, tmp_path):
     aside = {"a.x.input_scale": torch.ones(1)}
-    groups = [Group(("Linear",), FP8, STATIC, FLOAT)]
+    groups = [ConfigGroup(("Linear",), FP8, STATIC, FLOAT)]
     checkpoint = packed(tmp_path / "a", groups, {"a.x": (FP8, FLOAT)}, aside=aside)
-    Reader(checkpoint).check("a.x.weight")
+    CompressedTensorsReader(checkpoint).check("a.x.weight")
     from safetensors.torch import load_file
 
     tensors = load_file(checkpoint.path / "model.safetensors")
     tensors[f"a.x.{leaf}"].fill_(value)
     save_file(tensors, checkpoint.path / "model.safetensors")
     with pytest.raises(NumericsError, match="zero, negative or infinite"):
-        Reader(open_checkpoint(checkpoint.path)).check("a.x.weight")
+        CompressedTensorsReader(open_checkpoint(checkpoint.path)).check("a.x.weight")
 
 
 @pytest.mark.parametrize(("value", "allowed"), [(-0.5, True), (0.0, False), (float("nan"), False)])
 def test_scales_of_packed_codes_may_be_negative(value, allowed, tmp_path):
-    checkpoint = packed(tmp_path / "a", [Group(("Linear",), W4, None, PACK)], {"a.x": (W4, PACK)})
+    checkpoint = packed(tmp_path / "a", [ConfigGroup(("Linear",), W4, None, PACK)], {"a.x": (W4, PACK)})
     from safetensors.torch import load_file
 
     tensors = load_file(checkpoint.path / "model.safetensors")
     tensors["a.x.weight_scale"].fill_(value)
     save_file(tensors, checkpoint.path / "model.safetensors")
     with nullcontext() if allowed else pytest.raises(NumericsError, match="zero, negative or infinite"):
-        Reader(open_checkpoint(checkpoint.path)).check("a.x.weight_packed")
+        CompressedTensorsReader(open_checkpoint(checkpoint.path)).check("a.x.weight_packed")
 
 
 @pytest.mark.parametrize(("rule", "form"), [(W4, PACK), (W8, INT), (FP8, FLOAT)])
 def test_constant_codes_are_refused(rule, form, tmp_path):
-    groups = [Group(("Linear",), rule, None, form)]
+    groups = [ConfigGroup(("Linear",), rule, None, form)]
     checkpoint = packed(tmp_path / "a", groups, {"a.x": (rule, form)})
     name = "a.x.weight_packed" if form == PACK else "a.x.weight"
-    Reader(checkpoint).check(name)
+    CompressedTensorsReader(checkpoint).check(name)
     from safetensors.torch import load_file
 
     tensors = load_file(checkpoint.path / "model.safetensors")
@@ -189,4 +193,4 @@ def test_constant_codes_are_refused(rule, form, tmp_path):
         tensors["a.x.weight_scale"] = tensors["a.x.weight_scale"].repeat(1, 4)
     save_file(tensors, checkpoint.path / "model.safetensors")
     with pytest.raises(NumericsError, match=r"a.x: nearly all codes are the same"):
-        Reader(open_checkpoint(checkpoint.path)).check(name)
+        CompressedTensorsReader(open_checkpoint(checkpoint.path)).check(name)

@@ -11,6 +11,7 @@ from attar.errors import NumericsError
 from attar.formats import awq, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
 from attar.formats.convert import WIDTHS, carried_rule, carry, fits
+from attar.formats.readers import READERS
 from attar.formats.rules import INT, PACK, WeightRule
 from tests.formats.integer_weights import equal, folder, random_coded, rule
 
@@ -21,14 +22,14 @@ SHAPE = (16, 64)
 def write(path, target, weight, made, form=PACK):
     """A checkpoint of one weight in a target, opened with its reader."""
     if target == "compressed-tensors":
-        group = compressed_tensors.Group((MODULE,), made, None, form)
+        group = compressed_tensors.ConfigGroup((MODULE,), made, None, form)
         tensors = layouts.encode(weight, made, form, torch.float16)
         said, module = compressed_tensors.quantization_config([group], ignore=[]), compressed_tensors
     else:
         module = {"gptq": gptq, "awq": awq}[target]
         tensors, said = module.encode(weight, made), module.quantization_config({MODULE: made})
     named = {f"{MODULE}.{leaf}": tensor for leaf, tensor in tensors.items()}
-    return module.Reader(folder(path, named, said))
+    return READERS[module.METHOD](folder(path, named, said))
 
 
 def read(reader):

@@ -153,7 +153,7 @@ def save_exl2(folder, family="llama3", **changes):
     """A float16 checkpoint with random codes; 40 neurons, and a vocabulary of 300 for the head."""
     sizes = {"intermediate_size": 64, "vocab_size": 300, "num_hidden_layers": 1, "pad_token_id": 1}
     checkpoint = open_checkpoint(save(folder, family, dtype=torch.float16, **{**sizes, **changes}))
-    tensors, weights, rows = checkpoint.load_many(checkpoint.tensors), {}, {}
+    tensors, weights, rows = {name: checkpoint.load(name) for name in checkpoint.tensors}, {}, {}
     for seed, name in enumerate([name for name in tensors if "proj" in name or "lm_head" in name]):
         if not name.endswith(".weight"):
             continue

@@ -13,7 +13,7 @@ from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.gptq import (
     V1,
     V2,
-    Reader,
+    GPTQReader,
     coded,
     decode,
     dequantize_state,
@@ -231,7 +231,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
     checkpoint = folder(tmp_path, tensors, quantization_config({MODULE: made}))
     assert method(checkpoint) == "gptq"
     read = reader(checkpoint)
-    assert isinstance(read, Reader) and read.version == V2
+    assert isinstance(read, GPTQReader) and read.version == V2
     slots = [read.slot(info) for info in checkpoint.tensors.values()]
     assert sorted(slot for slot in slots if slot) == [
         (f"{MODULE}.bias", "F16", (8,)),
@@ -273,7 +273,7 @@ OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_metho
 def test_labels_old_and_new(tmp_path, said, version, symmetric):
     made = rule(4, 16, symmetric=symmetric)
     checkpoint = folder(tmp_path, stored(made, version=version), {**OLD, "sym": symmetric, **said})
-    found = Reader(checkpoint).codes(f"{MODULE}.qweight")
+    found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
     assert equal(found[0], random_coded(made)) and found[1] == made
 
 
@@ -289,15 +289,15 @@ def test_a_config_beside_the_config(tmp_path):
 def test_a_symmetric_file_with_the_wrong_label(tmp_path):
     """Kernels for symmetric weights do not look at zero points; neither does its meaning depend on them."""
     checkpoint = folder(tmp_path, stored(version=V2), OLD)
-    assert equal(Reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
+    assert equal(GPTQReader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
     asymmetric = folder(tmp_path, stored(version=V2), {**OLD, "sym": False})
-    assert (Reader(asymmetric).codes(f"{MODULE}.qweight")[0].zero == 1).all()
+    assert (GPTQReader(asymmetric).codes(f"{MODULE}.qweight")[0].zero == 1).all()
 
 
 def test_a_file_that_says_symmetric_and_is_not(tmp_path):
     made = rule(4, 16, symmetric=False)
     checkpoint = folder(tmp_path, stored(made, version=V1), OLD)
-    found = Reader(checkpoint).codes(f"{MODULE}.qweight")
+    found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
     assert equal(found[0], random_coded(made)) and not found[1].symmetric
 
 
@@ -313,16 +313,16 @@ def test_overrides_and_skips(tmp_path):
         r"+:.*\.[12]\..*": {"bits": 3, "group_size": -1, "sym": False},
         r"-:lm_head": {},
     }
-    read = Reader(folder(tmp_path, tensors, {**said, "dynamic": dynamic}))
+    read = GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": dynamic}))
     for n, (name, made) in enumerate(zip(names, rules, strict=True)):
         weight, found = read.codes(f"{name}.qweight")
         assert found == made and equal(weight, random_coded(made, (32, 64), n))
     assert torch.equal(read.dense("lm_head.weight"), torch.ones(2, 2))
-    skipped = Reader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
+    skipped = GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
     with pytest.raises(CheckpointError, match=r"skips model\.layers\.1"):
         skipped.dense(f"{names[1]}.qweight")
     with pytest.raises(CheckpointError, match="regular expression"):
-        Reader(folder(tmp_path, tensors, {**said, "dynamic": {"+:(": {}}}))
+        GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {"+:(": {}}}))
 
 
 def test_what_we_write_is_read_back_with_its_overrides(tmp_path):
@@ -330,7 +330,7 @@ def test_what_we_write_is_read_back_with_its_overrides(tmp_path):
     tensors = {}
     for n, (name, made) in enumerate(rules.items()):
         tensors |= stored(made, seed=n, name=name)
-    read = Reader(folder(tmp_path, tensors, quantization_config(rules, ignore=["b.q_proj"])))
+    read = GPTQReader(folder(tmp_path, tensors, quantization_config(rules, ignore=["b.q_proj"])))
     assert {name: read.codes(f"{name}.qweight")[1] for name in rules} == rules
 
 
@@ -338,46 +338,46 @@ def test_files_without_g_idx_and_of_other_scale_types(tmp_path):
     tensors = stored()
     del tensors[f"{MODULE}.g_idx"]
     wanted = decode(encode(random_coded(rule()), rule()), rule())
-    assert torch.equal(Reader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.qweight"), wanted)
+    assert torch.equal(GPTQReader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.qweight"), wanted)
     tensors[f"{MODULE}.scales"] = tensors[f"{MODULE}.scales"].float()
-    read = Reader(folder(tmp_path, tensors, OLD))
+    read = GPTQReader(folder(tmp_path, tensors, OLD))
     assert torch.equal(read.dense(f"{MODULE}.qweight"), wanted)
     assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "F16"
     tensors[f"{MODULE}.scales"] = tensors[f"{MODULE}.scales"].bfloat16()
-    read = Reader(folder(tmp_path, tensors, OLD))
+    read = GPTQReader(folder(tmp_path, tensors, OLD))
     assert read.dense(f"{MODULE}.qweight").dtype == torch.bfloat16
     assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "BF16"
 
 
 def test_biases_of_zeros_that_old_writers_added(tmp_path):
     tensors = {**stored(), f"{MODULE}.bias": torch.zeros(8).half(), "other.bias": torch.zeros(8).half()}
-    read = Reader(folder(tmp_path, tensors, OLD))
+    read = GPTQReader(folder(tmp_path, tensors, OLD))
     assert (
         read.slot(read.checkpoint.tensors[f"{MODULE}.bias"]) is None and read.dense(f"{MODULE}.bias") is None
     )
     assert read.dense("other.bias") is not None
-    named = Reader(folder(tmp_path, tensors, {**OLD, "checkpoint_format": "gptq"}))
+    named = GPTQReader(folder(tmp_path, tensors, {**OLD, "checkpoint_format": "gptq"}))
     assert named.dense(f"{MODULE}.bias") is not None
     tensors[f"{MODULE}.bias"][3] = 1
-    assert Reader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.bias") is not None
+    assert GPTQReader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.bias") is not None
 
 
 def test_act_order_comes_back_and_neighbours_are_no_order(tmp_path):
     made = rule(4, 16, ordered=True)
     checkpoint = folder(tmp_path, stored(made), quantization_config({MODULE: made}))
-    weight, found = Reader(checkpoint).codes(f"{MODULE}.qweight")
+    weight, found = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
     assert found == made and equal(weight, random_coded(made))
     said = {**OLD, "desc_act": True}
-    assert Reader(folder(tmp_path, stored(), said)).codes(f"{MODULE}.qweight")[1] == rule()
+    assert GPTQReader(folder(tmp_path, stored(), said)).codes(f"{MODULE}.qweight")[1] == rule()
 
 
 def test_conv1d_weights_are_turned(tmp_path):
-    read = Reader(folder(tmp_path, stored(), OLD, family="gpt2"))
+    read = GPTQReader(folder(tmp_path, stored(), OLD, family="gpt2"))
     assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[2] == (64, 8)
     wanted = decode(encode(random_coded(rule()), rule()), rule())
     assert torch.equal(read.dense(f"{MODULE}.qweight"), wanted.T)
     assert read.codes(f"{MODULE}.qweight")[0].codes.shape == (8, 64)
-    head = Reader(folder(tmp_path, stored(name="lm_head"), OLD, family="gpt2"))
+    head = GPTQReader(folder(tmp_path, stored(name="lm_head"), OLD, family="gpt2"))
     assert torch.equal(head.dense("lm_head.qweight"), wanted)
 
 
@@ -391,13 +391,13 @@ def test_conv1d_weights_are_turned(tmp_path):
 )
 def test_other_formats_are_refused_by_name(tmp_path, changes, error):
     with pytest.raises(ModelError, match=error):
-        Reader(folder(tmp_path, stored(), {**OLD, **changes}))
+        GPTQReader(folder(tmp_path, stored(), {**OLD, **changes}))
 
 
 @pytest.mark.parametrize("changes", [{"bits": 5}, {"bits": None}, {"group_size": 0}, {"group_size": "all"}])
 def test_configs_that_make_no_sense(tmp_path, changes):
     with pytest.raises(CheckpointError, match="GPTQ with bits"):
-        Reader(folder(tmp_path, stored(), {**OLD, **changes})).dense(f"{MODULE}.qweight")
+        GPTQReader(folder(tmp_path, stored(), {**OLD, **changes})).dense(f"{MODULE}.qweight")
 
 
 def damaged(leaf, change):
@@ -421,7 +421,7 @@ def damaged(leaf, change):
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said, error):
-    read = Reader(folder(tmp_path, tensors, said))
+    read = GPTQReader(folder(tmp_path, tensors, said))
     with pytest.raises(CheckpointError, match=error) as raised:
         read.dense(f"{MODULE}.qweight")
     assert MODULE in str(raised.value)
@@ -431,7 +431,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said, error):
 def test_missing_tensors_are_named(tmp_path, leaf):
     tensors = stored()
     del tensors[f"{MODULE}.{leaf}"]
-    read = Reader(folder(tmp_path, tensors, OLD))
+    read = GPTQReader(folder(tmp_path, tensors, OLD))
     with pytest.raises(CheckpointError, match=rf"down_proj\.{leaf} is missing"):
         read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])
 
@@ -441,16 +441,16 @@ def test_scales_that_cannot_be_right(tmp_path, bad):
     tensors = stored()
     tensors[f"{MODULE}.scales"][1, 2] = bad
     with pytest.raises(NumericsError, match="scales"):
-        Reader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
+        GPTQReader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
 
 
 def test_scales_may_be_negative_and_constant_codes_may_not(tmp_path):
     tensors = stored(shape=(32, 64))
     tensors[f"{MODULE}.scales"] = -tensors[f"{MODULE}.scales"]
-    Reader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
+    GPTQReader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
     tensors[f"{MODULE}.qweight"].fill_(-2004318072)
     with pytest.raises(NumericsError, match="nearly all codes"):
-        Reader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
+        GPTQReader(folder(tmp_path, tensors, OLD)).check(f"{MODULE}.qweight")
 
 
 def test_an_unknown_rule_is_not_written():

@@ -33,6 +33,8 @@ def test_what_is_too_long_or_no_pattern_is_refused(pattern):
 
 def test_the_schemes_of_compressed_tensors_are_guarded():
     group = {"targets": ["re:(a|aa)+$"], "weights": {"num_bits": 4, "group_size": 32, "strategy": "group"}}
-    scheme = compressed_tensors.Scheme({"format": "pack-quantized", "config_groups": {"group_0": group}})
+    scheme = compressed_tensors.CompressedTensorsConfig(
+        {"format": "pack-quantized", "config_groups": {"group_0": group}}
+    )
     with pytest.raises(CheckpointError, match="takes more than"):
         scheme.group("a" * 60 + "b", "Linear")

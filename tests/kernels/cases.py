@@ -8,10 +8,10 @@ from itertools import product
 import torch
 
 from attar.kernels import decode, ggml_search, structures
-from attar.kernels.packed import GROUPS, Packed, pack, pack_codes
+from attar.kernels.packed import GROUPS, PackedWeight, pack, pack_codes
 from attar.quantization.grids import GGML
 from attar.runtime.runner.compiled import compiled
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.kernels.replay import Recording
 
@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def packed_weights(kind: str) -> Iterator[Packed]:
+def packed_weights(kind: str) -> Iterator[PackedWeight]:
     """Every group, with and without zero points; 70 rows, which do not fill their panels."""
     if kind == "bf16":
         yield pack(normal(70, 256) * 0.05, "bf16", bias=normal(70))
@@ -37,9 +37,13 @@ def packed_weights(kind: str) -> Iterator[Packed]:
 def products(kind: str, bits: int = 8) -> Recording:
     """One to forty tokens of every packed weight: blocks of eight and sixteen, and what is left."""
     recording = Recording()
-    team = recording.call("attar_team", 2, checked=False)
+    team = recording.call("attar_thread_pool", 2, checked=False)
     for packed, tokens in product(packed_weights(kind), (1, 2, 5, 8, 15, 40)):
-        x, y, weight = normal(tokens, 256, seed=tokens), torch.zeros(tokens, 70), structures.linear(packed)
+        x, y, weight = (
+            normal(tokens, 256, seed=tokens),
+            torch.zeros(tokens, 70),
+            structures.linear_struct(packed),
+        )
         recording.keep([packed, x, y, weight])
         recording.call("attar_multiply", team, weight, x, tokens, bits, y)
         recording.want(y)
@@ -54,8 +58,8 @@ def steps(family: str, **settings) -> Recording:
     recording.keep([program.weights, program.pool, program._layers, program._model])
     handle = recording.call("attar_runner", program._model, 2, checked=False)
     ids = torch.randint(2, tiny_models.VOCABULARY, (60,), generator=torch.Generator().manual_seed(1)).tolist()
-    first = Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),))
-    more = Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7), Span(1, 0, 20, (3, 5), 20)))
+    first = StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),))
+    more = StepInput(ids[33:], (TokenSpan(0, 33, 40, (2, 0, 1), 7), TokenSpan(1, 0, 20, (3, 5), 20)))
     runner._program = Batches(recording, handle, program.weights.vocabulary)
     for step in (first, more):
         runner.run(step)
@@ -70,7 +74,7 @@ class Batches:
 
     def run(self, tokens) -> torch.Tensor:
         logits = torch.zeros(len(tokens.rows), self.vocabulary)
-        batch, kept = decode.structure(tokens, logits)
+        batch, kept = decode.batch_struct(tokens, logits)
         self.recording.keep([batch, kept, logits])
         self.recording.call("attar_run", self.handle, batch)
         self.recording.want(logits)

@@ -76,7 +76,7 @@ def test_the_key_holds_all_that_a_library_depends_on(what, room, monkeypatch):
 
 def test_the_environment_turns_kernels_off(room, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS", "off")
-    assert build.load("small") is None and build.missing("small") == "ATTAR_KERNELS is off"
+    assert build.load("small") is None and build.why_missing("small") == "ATTAR_KERNELS is off"
     assert not (room / "cache").exists()
 
 
@@ -89,7 +89,7 @@ def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     else:
         (room / "cache").write_text("in the way")
     assert build.load("small") is None
-    said = build.missing("small")
+    said = build.why_missing("small")
     words = {"no compiler": "no compiler: none of c++", "an error in the source": "error"}
     assert words.get(trouble, "cache") in said and "\n" not in said
     if trouble == "an error in the source":
@@ -119,14 +119,14 @@ def test_the_best_prebuilt_library_stands_in_for_the_compiler(trouble, prebuilt,
         monkeypatch.setenv("PATH", str(room))
     else:
         (room / "cache").write_text("in the way")
-    assert build.load("small").answer() == 1 and build.missing("small") == ""
+    assert build.load("small").answer() == 1 and build.why_missing("small") == ""
 
 
 def test_a_prebuilt_library_that_does_not_load_leaves_it_to_the_next(prebuilt, room, monkeypatch):
     monkeypatch.setenv("PATH", str(room))
     spoil(prebuilt / f"small-{levels.LEVELS[0].name}.so")
     assert build.load("small").answer() == 2
-    assert build.load("another") is None and "no compiler" in build.missing("another")
+    assert build.load("another") is None and "no compiler" in build.why_missing("another")
 
 
 def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch):
@@ -164,14 +164,14 @@ def test_the_best_level_of_a_processor(machine, told, best, room, monkeypatch):
 
 
 def test_nothing_is_missing_where_there_is_a_library():
-    assert build.load("small") is not None and build.missing("small") == ""
+    assert build.load("small") is not None and build.why_missing("small") == ""
 
 
 def test_slower_code_is_a_warning_once_in_a_process(caplog):
-    build.slower.cache_clear()
+    build.warn_slower.cache_clear()
     for _ in range(3):
-        build.slower("this runs in torch")
-    build.slower("that runs in torch")
+        build.warn_slower("this runs in torch")
+    build.warn_slower("that runs in torch")
     assert [record.getMessage() for record in caplog.records] == ["this runs in torch", "that runs in torch"]
     assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
@@ -246,7 +246,7 @@ def spoil(path):
 
 def test_another_users_folder_is_not_used(room, monkeypatch, caplog):
     """Whoever may write there could put code into this process."""
-    build.slower.cache_clear()
+    build.warn_slower.cache_clear()
     build.load("small")
     build._load.cache_clear()
     (name,) = files(room)

@@ -14,7 +14,7 @@ import torch
 
 from attar.kernels import build
 from attar.kernels.levels import LEVELS, levels
-from attar.kernels.product import Team
+from attar.kernels.product import ThreadPool
 from attar.quantization.grids import GGML
 from tests.kernels import cases, replay
 
@@ -120,6 +120,6 @@ def same(found, expected, kind="", level=None):
 def test_what_is_replayed_is_what_python_calls(made, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS_TARGET", "x86-64-v3")
     packed, recording = next(cases.packed_weights("int4")), cases.products("int4")
-    with Team(2) as team:
+    with ThreadPool(2) as team:
         ours = team.multiply(cases.normal(1, 256, seed=1), packed, bits=8)
     assert torch.equal(ours, base(recording, "decode", made, tmp_path)[0])

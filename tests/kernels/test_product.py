@@ -13,8 +13,8 @@ from attar.kernels.build import load
 from attar.kernels.levels import features
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, PANEL, pack, pack_bf16, pack_codes, quantize, unpack
-from attar.kernels.product import ACTIVATION_BITS, Team, reference
-from attar.kernels.structures import ZEROS, linear, raise_for
+from attar.kernels.product import ACTIVATION_BITS, ThreadPool, reference
+from attar.kernels.structures import ZEROS, linear_struct, raise_for
 
 compiled = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
 
@@ -25,7 +25,7 @@ TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 @pytest.fixture(params=[1, 3], scope="module")
 def team(request):
-    with Team(request.param) as found:
+    with ThreadPool(request.param) as found:
         yield found
 
 
@@ -228,7 +228,7 @@ def test_rows_of_zeros_give_zeros(team):
 def test_without_a_compiler_torch_does_it(monkeypatch):
     monkeypatch.setenv("ATTAR_KERNELS", "off")
     packed, x = pack(weight(40, 128), "int8"), torch.randn(3, 128)
-    with Team(1) as team:
+    with ThreadPool(1) as team:
         assert torch.equal(team.multiply(x, packed), reference(x, packed))
 
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_packed_is_refused():
 
 def test_an_arena_hands_out_lines_of_its_own():
     arena = Arena(1 << 12)
-    first, second, third = arena.take(100), arena.take(5000), arena.take(1 << 22)
+    first, second, third = arena.allocate(100), arena.allocate(5000), arena.allocate(1 << 22)
     assert [len(first), len(second), len(third)] == [100, 5000, 1 << 22]
     assert all(part.data_ptr() % 64 == 0 and not part.any() for part in (first, second, third))
     first.fill_(1)
@@ -264,7 +264,7 @@ def test_an_arena_hands_out_lines_of_its_own():
 def test_more_threads_than_processors():
     """Nobody is waited for who has nothing in hand: ends soon, and with the same numbers."""
     packed, x = pack(weight(97, 384), "int8"), torch.randn(3, 384)
-    with Team(1) as one, Team(9) as many:
+    with ThreadPool(1) as one, ThreadPool(9) as many:
         expected = one.multiply(x, packed)
         assert all(torch.equal(many.multiply(x, packed), expected) for _ in range(200))
 
@@ -284,8 +284,8 @@ def test_more_panels_than_are_held(kind, team):
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
     """In one part, in every part, between two phases: all threads come out, and can be used again."""
-    with Team(threads) as team:
-        fails = team._library.attar_team_fails
+    with ThreadPool(threads) as team:
+        fails = team._library.attar_thread_pool_fails
         for _ in range(50):
             for part in (0, 17, 63, -1):
                 assert fails(team._handle, 1 << 62, part, 0) == 1
@@ -298,7 +298,7 @@ def test_a_thread_without_memory_ends_the_call_and_not_the_process(threads):
 @compiled
 def test_a_product_that_cannot_be_allocated_is_an_error(team):
     packed = pack_bf16(weight(32, 128))
-    code = team._library.attar_multiply(team._handle, ctypes.byref(linear(packed)), 0, 1 << 54, 8, 0)
+    code = team._library.attar_multiply(team._handle, ctypes.byref(linear_struct(packed)), 0, 1 << 54, 8, 0)
     assert code == 1
     with pytest.raises(MemoryError, match="a product: there is not enough memory"):
         raise_for(code, "a product")
@@ -326,7 +326,7 @@ room = ctypes.create_string_buffer(4096)
 if small:
     assert not ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(room), 0, 4096)), None)
 library = ctypes.CDLL(path)
-library.attar_team.restype = ctypes.c_void_p
+library.attar_thread_pool.restype = ctypes.c_void_p
 library.attar_multiply.argtypes = [
     *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 ]
@@ -336,7 +336,7 @@ held = ctypes.create_string_buffer(data)
 linear = Linear(ctypes.addressof(held), None, 32, 64, 8, 32, 0, 1.0)
 x = (ctypes.c_float * (20 * 64))(*(random.gauss(0, 1) for _ in range(20 * 64)))
 y = (ctypes.c_float * (20 * 32))()
-assert library.attar_multiply(library.attar_team(2), ctypes.byref(linear), x, 20, 16, y) == 0
+assert library.attar_multiply(library.attar_thread_pool(2), ctypes.byref(linear), x, 20, 16, y) == 0
 print(library.attar_tiles(), bytes(y).hex())
 """
 

@@ -9,9 +9,9 @@ import torch
 
 from attar.kernels.build import load
 from attar.kernels.packed import pack, pack_codes
-from attar.kernels.product import Team, reference
+from attar.kernels.product import ThreadPool, reference
 from attar.runtime.runner.compiled import compiled
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.kernels.test_product import case, rounded
 
@@ -44,7 +44,7 @@ def target(request, monkeypatch):
 def test_products_and_a_step(target):
     torch.manual_seed(0)
     w, x = torch.randn(70, 256) * 0.05, torch.randn(11, 256)
-    with Team(2) as team:
+    with ThreadPool(2) as team:
         for kind, bits in itertools.product(("int4", "int8"), (8, 16)):
             packed = pack(w, kind, group=64)
             torch.testing.assert_close(
@@ -85,7 +85,7 @@ def same_steps():
         ({"kv_dtype": "int8", "bits": 8}, 0.05),
     ):
         runner = compiled(model.config, model.state_dict(), **settings, **more)
-        rows = [runner.run(Step(ids[:33], (Span(0, 0, 33, (2, 0, 1), 33),)))]
-        rows.append(runner.run(Step(ids[33:], (Span(0, 33, 40, (2, 0, 1), 7),))))
+        rows = [runner.run(StepInput(ids[:33], (TokenSpan(0, 0, 33, (2, 0, 1), 33),)))]
+        rows.append(runner.run(StepInput(ids[33:], (TokenSpan(0, 33, 40, (2, 0, 1), 7),))))
         torch.testing.assert_close(torch.cat(rows), expected, rtol=0, atol=atol)
         runner.close()

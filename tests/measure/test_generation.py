@@ -1,9 +1,11 @@
-"""The sample: transformers' own greedy text or that of attar.LLM, and what ends it."""
+"""The sample, of transformers' generate or of attar.LLM, what ends it, and its speed."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +16,21 @@ from attar.measure.generation import (
     SAMPLE_PROMPTS,
     decode_tokens,
     encode_prompt,
-    end_tokens,
     generate_greedily,
+    measure_speed,
     sample_prompt,
 )
 from attar.measure.subject import Subject, load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from tests import tiny_models
-from tests.measure.measure_models import llama
-from tests.measure.measure_models import words as tokenizer
+from tests.measure.measure_models import llama, words
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    return tiny_models.save(tiny_models.build("llama3"), tmp_path_factory.mktemp("speed") / "model")
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma2", "gpt2", "opt", "gpt_neox"])
@@ -57,8 +64,9 @@ def test_end_of_text_stops(subject: Subject) -> None:
 
 def test_end_tokens_may_be_several() -> None:
     model = llama(0, eos_token_id=[3, 5])
-    assert end_tokens(Subject(model, tokenizer())) == (3, 5)
-    assert end_tokens(Subject(llama(0), tokenizer())) == ()
+    assert end_tokens(model.generation_config, model.config, words()) == (3, 5)
+    model = llama(0)
+    assert end_tokens(model.generation_config, model.config, words()) == ()
 
 
 def test_context_bounds_the_answer(subject: Subject) -> None:
@@ -96,7 +104,7 @@ def test_what_is_served_speaks(tmp_path: Path, runner: str) -> None:
 def test_padded_rows_are_never_chosen() -> None:
     model = llama(2, vocabulary=80)
     model.lm_head.weight.data[64:] *= 100.0  # rows that no token has would win
-    assert max(generate_greedily(Subject(model, tokenizer(size=64)), [1], 8)) < 64
+    assert max(generate_greedily(Subject(model, words(size=64)), [1], 8)) < 64
 
 
 def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
@@ -114,3 +122,36 @@ def test_a_sample_s_prompt_fits_the_model(tmp_path: Path) -> None:
     text, ids = sample_prompt(chat, "auto")
     assert text.strip() in SAMPLE_PROMPTS.values() and text.endswith("\n")
     assert chat.tokenizer.decode(ids) == f"<user>{text.strip()}"
+
+
+@pytest.mark.parametrize("runner", ["auto", "transformers"])
+def test_speed_counts_tokens_and_rounds(folder: Path, runner: str) -> None:
+    subject = load_subject(folder, runner=runner)
+    start = time.perf_counter()
+    speed = measure_speed(subject, prompt_tokens=16, decode_tokens=4, rounds=3, budget=60.0)
+    seconds = time.perf_counter() - start
+    assert (speed.prompt_tokens, speed.decode_tokens, speed.rounds) == (16, 4, 3)
+    assert speed.prefill_tokens_per_s > 16 / seconds
+    assert speed.decode_tokens_per_s > 4 / seconds
+    assert speed.prefill_spread is not None and speed.decode_spread is not None
+
+
+def test_speed_of_a_known_delay(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose every pass takes 2 ms decodes at most 500 tokens/s, and one round has no spread."""
+    model = llama(0)
+    forward = model.forward
+
+    def slow(*inputs: Any, **options: Any) -> Any:
+        time.sleep(0.002)
+        return forward(*inputs, **options)
+
+    monkeypatch.setattr(model, "forward", slow)
+    speed = measure_speed(Subject(model, words()), prompt_tokens=10, decode_tokens=5, budget=0.0)
+    assert 0 < speed.decode_tokens_per_s <= 500
+    assert 0 < speed.prefill_tokens_per_s <= 5000
+    assert (speed.rounds, speed.prefill_spread, speed.decode_spread) == (1, None, None)
+
+
+def test_speed_fits_the_context(tiny_model: Any) -> None:
+    speed = measure_speed(Subject(tiny_model, words()), prompt_tokens=500, decode_tokens=500, rounds=1)
+    assert (speed.prompt_tokens, speed.decode_tokens) == (31, 32)

@@ -1,4 +1,4 @@
-"""KL, agreement and percentile against float64 formulas written another way."""
+"""Perplexity, KL, agreement and percentile against float64 formulas written another way."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attar.measure import metrics as divergence
-from attar.measure.metrics import agreement, chunks, kl, likeliest, percentile
+from attar.measure import metrics
+from attar.measure.metrics import agreement, chunks, kl, likeliest, percentile, perplexity, token_losses
 
 
 def logits(seed: int, tokens: int = 7, vocabulary: int = 33, scale: float = 3.0) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_far_logits_do_not_overflow() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = logits(9, tokens=20), logits(10, tokens=20)
     whole = kl(p, q), agreement(p, q)
-    monkeypatch.setattr(divergence, "CHUNK_ELEMENTS", 70)  # two tokens of 33
+    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", 70)  # two tokens of 33
     assert [part.stop - part.start for part in chunks(5, 33)] == [2, 2, 1]
     assert torch.equal(kl(p, q), whole[0])
     assert torch.equal(agreement(p, q), whole[1])
@@ -134,3 +134,30 @@ def test_percentile_is_the_usual_one() -> None:
     values = torch.arange(101.0)
     assert percentile(values, 99) == pytest.approx(99.0)
     assert percentile(torch.tensor([0.0, 1.0]), 99) == pytest.approx(0.99)
+
+
+def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
+    losses = token_losses(torch.zeros(4, 50), torch.tensor([0, 7, 49, 3]))
+    assert losses.tolist() == pytest.approx([math.log(50)] * 4)
+    assert perplexity(float(losses.mean())) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agrees_with_float64_cross_entropy(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "CHUNK_ELEMENTS", 200)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(17, 61, generator=generator) * 5).to(dtype)
+    labels = torch.randint(61, (17,), generator=generator)
+    expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+    losses = token_losses(logits, labels)
+    assert losses.dtype == torch.float64
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_beyond_a_float_is_infinite() -> None:
+    assert perplexity(1000.0) == math.inf
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_losses_of_no_tokens() -> None:
+    assert token_losses(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)).shape == (0,)

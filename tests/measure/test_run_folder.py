@@ -48,8 +48,8 @@ def test_numbers_are_numbers() -> None:
     ("content", "said"),
     [
         (None, "does not exist"),
-        ("{", "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
+        ("{", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
         ("[]", "is not a run"),
         ("{}", "'stages' must be"),
         ('{"stages": []}', "'stages' must be"),

@@ -110,7 +110,7 @@ def test_what_the_runtime_does_not_run_runs_in_transformers(tmp_path: Path) -> N
     folder = tiny_models.save(model, tmp_path / "mamba")
     subject = load_subject(folder, runner="auto")
     assert serving_formats(subject).runner == "transformers"
-    assert subject.why
+    assert subject.fallback_reason
     assert measure_quality(subject, SETTINGS, batches=text()).loss > 0
     with pytest.raises(ModelError):
         load_subject(folder, runner="modules")

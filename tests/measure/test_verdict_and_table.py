@@ -9,7 +9,7 @@ import pytest
 
 from attar.measure import numbers
 from attar.measure.run_folder import RunRecord, run_from_dict
-from attar.measure.table import engine_note, plain_table, print_table
+from attar.measure.table import engine_note, plain_table, print_table, table_rows
 from attar.measure.verdict import findings, verdict
 from tests.measure.fake_run import fake_run
 
@@ -81,9 +81,9 @@ def test_table_of_unmeasured_stages() -> None:
 def test_what_computed_the_figures() -> None:
     mixed = changed(original={"activations": "bfloat16"}, distill={"activations": "bfloat16"})
     assert engine_note(mixed) == (
-        "Measured: original, distill in runner compiled, activations bfloat16, keys and values bfloat16; "
-        "heads, neurons, recover, rtn, quantize in runner compiled, activations int8, keys and values "
-        "bfloat16."
+        "Measured: original, distill in attar's runtime, compiled runner (activations bfloat16, KV cache "
+        "bfloat16); heads, neurons, recover, rtn, quantize in attar's runtime, compiled runner (activations "
+        "int8, KV cache bfloat16)."
     )
     old = fake_run()
     for entry in old["stages"]:
@@ -106,12 +106,19 @@ def test_pipe_gets_plain_text_and_a_terminal_gets_colours(
     monkeypatch.setenv("TERM", "xterm")
     print_table(run, pipe)
     print_table(run, terminal)
-    formats = "Measured in runner compiled, activations int8, keys and values bfloat16."
+    formats = "Measured in attar's runtime, compiled runner (activations int8, KV cache bfloat16)."
     assert pipe.getvalue() == f"{plain_table(run)}\n\n{formats}\n"
     assert "\x1b[" in terminal.getvalue()
     for stage in run.stages:
         assert stage.name in terminal.getvalue()
     assert "…" not in terminal.getvalue(), "80 columns hold the table"
+
+
+def test_transformers_has_columns_where_it_was_timed(run: RunRecord) -> None:
+    assert not any("transformers" in title for title in table_rows(run)[0])
+    timed = changed(original={"transformers_decode_tokens_per_s": 123.4})
+    head, first, second, *_ = table_rows(timed)
+    assert head[-1] == "decode tok/s (transformers)" and (first[-1], second[-1]) == ("123", "–")
 
 
 def test_names_are_no_markup_in_a_terminal() -> None:

@@ -6,7 +6,7 @@ import transformers
 
 from attar.models.folding import Fold, foldable, rescaled, rescales
 from attar.models.load import empty_model
-from attar.models.probe import Probe, alike
+from attar.models.probe import BlockProbe, alike
 from tests import tiny_models as tiny
 
 # Kinds of the folds of one block, consumers of each, for every family of tiny_models.
@@ -71,7 +71,7 @@ def test_finds_the_folds_of_each_family(family):
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_linear_is_folded_or_has_a_reason(family):
-    probe, found = Probe(tiny.config(family)), foldable(tiny.build(family))
+    probe, found = BlockProbe(tiny.config(family)), foldable(tiny.build(family))
     linears = {name for block in probe.anatomy.blocks for name in block.linears}
     consumers = [name for fold in found.folds for name in fold.consumers]
     assert len(set(consumers)) == len(consumers)
@@ -142,7 +142,7 @@ def test_fold_of_one_producer_row_each_is_left_alone_by_share():
 
 
 def test_the_probe_is_the_same_each_time_and_sees_changes():
-    probe = Probe(tiny.config("opt"))
+    probe = BlockProbe(tiny.config("opt"))
     block = probe.anatomy.blocks[1]
     base = probe.run(block)
     assert alike(probe.run(block).output, base.output)

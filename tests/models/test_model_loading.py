@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import AttarError, CheckpointError, ModelError, NumericsError, SettingsError
-from attar.models.library import quiet
+from attar.models.configs import quiet
 from attar.models.load import empty_model, load_model, load_tokenizer, save_model
 from tests import tiny_models
 

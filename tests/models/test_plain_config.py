@@ -8,7 +8,7 @@ import torch
 
 from attar.models.configs import load_config
 from attar.models.load import empty_model
-from attar.models.plain_config import FAMILIES, PlainConfig, plain_config, plain_shapes
+from attar.models.plain_config import FAMILIES, PlainConfig, end_tokens, plain_config, plain_shapes
 from attar.runtime.runner.compiled_weights import check_config
 from attar.runtime.runner.rotary_tables import rope, rotary_tables
 from tests.tiny_models import config
@@ -159,3 +159,10 @@ def test_every_family_is_one_of_the_compiled_step():
     from attar.runtime.runner.compiled_weights import FAMILIES as COMPILED
 
     assert set(FAMILIES) <= set(COMPILED)
+
+
+def test_end_tokens_are_those_of_the_first_source_that_has_any():
+    tokenizer = type("Tokenizer", (), {"eos_token_id": 9})()
+    assert end_tokens(None, {"eos_token_id": [5, 7]}, tokenizer) == (5, 7)
+    assert end_tokens({}, {"eos_token_id": None}, tokenizer) == (9,)
+    assert end_tokens(None, {}) == ()

@@ -67,7 +67,7 @@ def test_the_tokenizers_that_come_with_attar_are_read_so(model):
     ours = plain_tokenizer(checkpoint.path, checkpoint.config)
     assert isinstance(ours, PlainTokenizer)
     assert_same(ours, load_tokenizer(checkpoint))
-    assert SpecialTokenEscaper(copy.deepcopy(ours)).written_in([{"role": "user", "content": "<|endoftext|>"}])
+    assert SpecialTokenEscaper(copy.deepcopy(ours)).found_in([{"role": "user", "content": "<|endoftext|>"}])
 
 
 def test_several_templates_by_name(tmp_path):

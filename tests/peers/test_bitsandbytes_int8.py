@@ -72,7 +72,7 @@ def run(script, *arguments):
 def export(folder, family):
     """A float32 checkpoint whose Linears are INT8 but for the head."""
     checkpoint = open_checkpoint(save(folder, family, dtype=torch.float32))
-    turned, tensors = family == "gpt2", checkpoint.load_many(checkpoint.tensors)
+    turned, tensors = family == "gpt2", {name: checkpoint.load(name) for name in checkpoint.tensors}
     for name in [name for name in tensors if name.endswith("weight") and ("proj" in name or "c_" in name)]:
         weight = tensors.pop(name)
         found = rtn(weight.T if turned else weight, IntGrid(8, 0, storage=torch.float32))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from attar.formats.gguf.architectures import architecture, placements
-from attar.formats.gguf.container import Slot, Typed, Writer, read
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
 from attar.formats.gguf.hf_config import hf_config, sources
 from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.parts import SILU
@@ -54,7 +54,7 @@ def vocabulary(rows):
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": letters,
-        "tokenizer.ggml.token_type": Typed("[i32]", [1] * 94 + [5] * (rows - 94)),
+        "tokenizer.ggml.token_type": TypedValue("[i32]", [1] * 94 + [5] * (rows - 94)),
         "tokenizer.ggml.merges": ["! !"],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 0,
@@ -65,9 +65,9 @@ def write(model, path, kind="F32"):
     """A GGUF file of a model."""
     config, state = said(model), stored(model)
     placed = placements(config, state)
-    slots = [Slot(each.gguf, kind if each.matrix else "F32", each.shape) for each in placed]
+    slots = [GGUFTensorInfo(each.gguf, kind if each.matrix else "F32", each.shape) for each in placed]
     keys = metadata(config, "tiny") | vocabulary(config["vocab_size"])
-    writer = Writer(path, keys, slots)
+    writer = GGUFWriter(path, keys, slots)
     for each, slot in zip(placed, slots, strict=True):
         tensor = each.apply(state[each.stored].float()) if each.stored else each.value
         writer.add(each.gguf, tensor.half() if slot.kind == "F16" else tensor)

@@ -24,7 +24,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from attar.checkpoint import open_checkpoint
-from attar.formats.gguf.container import Writer
+from attar.formats.gguf.container import GGUFWriter
 from attar.formats.gguf.pretokenizer_table import TABLE
 from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
 from attar.formats.gguf.tokenizer_pipeline import PIPELINE
@@ -61,7 +61,7 @@ def ask(jobs):
 
 def write(path, metadata):
     path.unlink(missing_ok=True)
-    Writer(path, {"general.architecture": "llama", **metadata}, []).finish()
+    GGUFWriter(path, {"general.architecture": "llama", **metadata}, []).finish()
     return path
 
 

@@ -12,12 +12,13 @@ from attar.cli.main import call
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
+from attar.models import device
 from attar.models.load import load_model
 from attar.progress import Silent
 from attar.pruning import stage
-from attar.pruning.settings import PruneSettings
-from attar.pruning.stage import kept_units, nothing_removed, prune
-from attar.walks import precision
+from attar.pruning.settings import METHODS, PruneSettings
+from attar.pruning.stage import nothing_removed, prune
+from attar.pruning.structures import STRUCTURES
 from tests import tiny_models
 
 SMALL = {
@@ -30,6 +31,14 @@ SMALL = {
 
 def save(family, tmp_path):
     return tiny_models.save(tiny_models.build(family), tmp_path / family)
+
+
+def kept_units(total, settings):
+    return STRUCTURES[settings.method].count(total, settings)
+
+
+def test_the_table_has_the_methods_of_the_settings():
+    assert tuple(STRUCTURES) == METHODS
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "gemma2", "phi3", "gpt2", "opt"])
@@ -59,14 +68,13 @@ def test_the_least_important_go(tmp_path):
     """Removing what the criterion calls unimportant hurts less than removing what it calls important."""
     from attar.models.anatomy import discover
     from attar.models.surgery import keep_neurons
-    from attar.pruning.importance import gradient_importance, keep_most_important
-    from attar.pruning.stage import units
+    from attar.pruning.criteria.gradient import gradient_importance, keep_most_important
     from attar.walks.objectives import next_token_loss
 
     model = load_model(save("llama3", tmp_path))
     anatomy = discover(model)
     tokens = tiny_models.tokens(model, batch=8, length=16)
-    modules, owners = units(model, anatomy, "neurons")
+    modules, owners = STRUCTURES["neurons"].units(model, anatomy)
     scores = gradient_importance(
         model, modules, owners, lambda m, t: next_token_loss(m(input_ids=t).logits, t), [tokens]
     )
@@ -145,7 +153,7 @@ def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
 
 @pytest.mark.parametrize(("asked", "native"), [("auto", True), ("auto", False), ("bf16", False)])
 def test_gradients_follow_the_processor_and_the_card_says_which(tmp_path, monkeypatch, asked, native):
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: native)
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: native)
     seen = []
     plain = stage.next_token_loss
     monkeypatch.setattr(stage, "next_token_loss", lambda z, tokens: seen.append(z.dtype) or plain(z, tokens))

@@ -24,7 +24,7 @@ from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGML
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods.rtn import rtn
-from attar.walks.objectives import model_kl, token_kl
+from attar.walks.objectives import Distance, DistanceSum, token_kl
 from tests import tiny_models
 
 GRIDS = {
@@ -38,6 +38,18 @@ GRIDS = {
     "Q4_K": GGML["Q4_K"],
     "Q2_K": GGML["Q2_K"],
 }
+
+
+def model_kl(reference, model, batches) -> Distance:
+    """The distance of two models over batches padded with negative numbers."""
+    total = DistanceSum()
+    with torch.no_grad():
+        for batch in batches:
+            kept = batch.flatten() >= 0
+            total.add(
+                *(m(input_ids=batch.clamp(min=0)).logits.flatten(0, 1)[kept] for m in (reference, model))
+            )
+    return total.distance()
 
 
 def weight(rows=32, columns=512, seed=0):

@@ -18,11 +18,11 @@ from attar.errors import NumericsError, SettingsError
 from attar.formats.decoded import Decoded
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
+from attar.models import device
 from attar.models.load import load_model
 from attar.quantization.schemes import SCHEMES
 from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize_settings
 from attar.quantization.stage import quantize
-from attar.walks import precision
 from tests import tiny_models
 from tests.quantization.packing import settings_for
 
@@ -72,7 +72,7 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
     folder, tmp_path, monkeypatch, method, native
 ):
     """Products of the calibration and of the training: seen in the hidden states that the first MLP gets."""
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: native)
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: native)
     seen = []
 
     def spy(module, args, output):

@@ -10,10 +10,9 @@ from attar.checkpoint.open import open_checkpoint
 from attar.errors import RecipeError
 from attar.measure.settings import EvaluateSettings
 from attar.recipe import machine
-from attar.recipe.estimate import Work, estimate, evaluation_seconds, stage_work
+from attar.recipe.estimate import Shape, Work, after, estimate, evaluation_seconds, shape_of, stage_work
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
-from attar.recipe.shape import Shape, after, shape_of
 from tests.recipe.recipe_fakes import make_model
 
 SHAPE = Shape(attention=400e3, mlp=600e3, outside=200e3, layers=4, hidden=128, vocabulary=1000, bytes=2.4e6)

@@ -12,8 +12,18 @@ import pytest
 
 from attar.errors import RecipeError, SettingsError, UsageError
 from attar.quantization.settings import quantize_settings
-from attar.recipe.origin import CommandOrigin, Origin, PythonOrigin, RecipeOrigin
-from attar.recipe.settings import describe, document, parse, plain, settings_of, title
+from attar.recipe.settings import (
+    CommandOrigin,
+    PythonOrigin,
+    RecipeOrigin,
+    SettingsOrigin,
+    describe,
+    document,
+    parse,
+    plain,
+    settings_of,
+    title,
+)
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
 from attar.runtime.settings import EngineSettings, TextSettings
 from tests.recipe.recipe_fakes import AddSettings
@@ -28,7 +38,7 @@ EVERY = [
 ]
 
 
-def recipe_origin(given: Mapping[str, Any]) -> Origin:
+def recipe_origin(given: Mapping[str, Any]) -> SettingsOrigin:
     """Each key on a line of its own, from line 5."""
     places = {name: f"r.yaml:{line}" for line, name in enumerate(given, 5)}
     return RecipeOrigin("stage 'add'", "r.yaml:4", places, ("stage", "from"))

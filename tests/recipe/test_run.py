@@ -13,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from attar.errors import DataError, NumericsError, OutputError, RecipeError, SettingsError
-from attar.recipe.receipts import read_receipt
 from attar.recipe.run import run_recipe
+from attar.recipe.runfolder import read_receipt
 from attar.recipe.schema import load_recipe
 
 FOLDERS = ["01-prune", "02-prune-2", "03-recover", "04-side"]

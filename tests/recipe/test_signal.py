@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from attar.distillation.teacher import KeptTeacher
+from attar.distillation.signals.cached import CachedTeacher
 from attar.recipe.run import run_recipe
 from attar.recipe.schema import parse_recipe
 from tests import tiny_models
@@ -22,13 +22,13 @@ SETTINGS = "steps: 3, batch_size: 2, sequence_length: 16, rows: 4, teacher_top: 
 def test_the_second_stage_asks_the_teacher_nothing(tmp_path, monkeypatch):
     model = tiny_models.save(tiny_models.build("llama3"), tmp_path / "model")
     asked = []
-    predict = KeptTeacher._predict
+    predict = CachedTeacher._predict
 
     def spy(self, row, seed):
         asked.append((self.folder, len(list(self.folder.glob("*/*.safetensors")))))
         return predict(self, row, seed)
 
-    monkeypatch.setattr(KeptTeacher, "_predict", spy)
+    monkeypatch.setattr(CachedTeacher, "_predict", spy)
     text = TEXT.format(model=model, data=Path(json.__file__).parent, settings=SETTINGS)
     run = run_recipe(parse_recipe(text, "r.yaml", ()), tmp_path / "run")
     assert [count for _, count in asked] == list(range(len(asked)))  # every file is written once

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Driver:
     def span(self, sequence, stop, wants):
         while len(sequence.blocks) * self.runner.block_size < stop:
             sequence.blocks.append(self.free.pop())
-        return Span(sequence.number, sequence.computed, stop, tuple(sequence.blocks), wants)
+        return TokenSpan(sequence.number, sequence.computed, stop, tuple(sequence.blocks), wants)
 
     def run(self, *parts, copies=()):
         """Parts are (sequence, tokens to run, None: all that are left); the last logits of each, or None."""
@@ -64,7 +64,7 @@ class Driver:
             tokens += sequence.tokens[sequence.computed : stop]
             done.append(whole)
             sequence.computed = stop
-        step = Step(tokens, tuple(spans), tuple(copies))
+        step = StepInput(tokens, tuple(spans), tuple(copies))
         step.check(self.runner.block_size, self.runner.capacity)
         rows = iter(self.runner.run(step))
         return [next(rows) if whole else None for whole in done]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attar.runtime.step import Step
+from attar.runtime.step import StepInput
 
 VOCABULARY = 50
 EMPTY = -7
@@ -44,11 +44,11 @@ class FakeRunner:
         self.vocabulary = VOCABULARY
         self.pool = np.full(blocks * block_size, EMPTY)
         self.ran = 0  # tokens
-        self.steps: list[Step] = []
+        self.steps: list[StepInput] = []
         self.fails: Exception | None = None
         self.poison: set[int] = set()  # logits after these tokens are NaN
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         step.check(self.block_size, self.capacity)
         if self.fails is not None:
             raise self.fails

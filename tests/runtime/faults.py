@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from attar.runtime import drawing
+from attar.runtime import engine as engine_module
+from attar.runtime.completion import Completion
 from attar.runtime.engine import Engine
+from attar.runtime.sampling import sampled_tokens
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.text import Text
 
 TEXT = ("sample", "logprobs", "detokenize", "stop", "grammar", "row")
 RUNNER = ("run", "move", "fork", "pack")
@@ -128,17 +129,17 @@ class Faults:
         return [one for one in manager.sequences if block in manager.table(one).blocks]
 
     def _wrap_texts(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        add, sample, logprob = engine.add, drawing.sample, drawing.token_logprob
+        add, sample, logprob = engine.add, engine_module.sample, engine_module.token_logprob
 
         def added(prompt: Sequence[int], params: SamplingParams, **options: Any) -> str:
             name = add(prompt, params, **options)
             fault = self.choose(name, params)
             if fault is not None:
                 self.guilty[name] = fault
-            job = engine._jobs[name]
-            job.params = self._tagged(params, name)
-            for text in job.texts:
-                self._wrap_text(text, job.params, name)
+            state = engine._requests[name]
+            state.params = self._tagged(params, name)
+            for text in state.completions:
+                self._wrap_text(text, state.params, name)
             return name
 
         def sampled(logits: Any, rows: Any, keys: Any) -> list[int]:
@@ -153,8 +154,9 @@ class Faults:
             return logprob(logits, token, count)
 
         monkeypatch.setattr(engine, "add", added)
-        monkeypatch.setattr(drawing, "sample", sampled)
-        monkeypatch.setattr(drawing, "token_logprob", scored)
+        monkeypatch.setattr(engine_module, "sample", sampled)
+        monkeypatch.setattr(engine_module, "token_logprob", scored)
+        monkeypatch.setattr(sampled_tokens, "token_logprob", scored)
 
     def _tagged(self, params: SamplingParams, name: str) -> SamplingParams:
         """The same parameters, known by their identity and by their counts."""
@@ -167,15 +169,15 @@ class Faults:
         self._named[id(made)] = (made, name)
         return made
 
-    def _wrap_text(self, text: Text, params: SamplingParams, name: str) -> None:
+    def _wrap_text(self, text: Completion, params: SamplingParams, name: str) -> None:
         text.params = params
         parts = [
             (text, "row", "row"),
-            (text, "take", "texts"),
-            (text._words, "add", "detokenize"),
-            (text._words, "rest", "detokenize"),
+            (text, "append", "texts"),
+            (text._detokenizer, "add", "detokenize"),
+            (text._detokenizer, "flush", "detokenize"),
             (text._stops, "add", "stop"),
-            (text._matcher, "take", "grammar"),
+            (text._matcher, "consume", "grammar"),
             (text._matcher, "allowed", "grammar"),
         ]
         for owner, method, place in parts:

@@ -66,3 +66,10 @@ class Runner:
 
     def forget(self, sequence):
         self.kept.pop(sequence, None)
+
+
+def preempt_all(scheduler, step):
+    """A step failed: what it would have written is not there, so its sequences begin again."""
+    for span in step.spans:
+        if span.sequence in scheduler._live:
+            scheduler._preempt(scheduler._live[span.sequence])

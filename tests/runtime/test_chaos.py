@@ -15,7 +15,7 @@ from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.results import Event, Result
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.ngram import Ngram
+from attar.runtime.speculate.ngram import NgramProposer
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner
 from tests.runtime.faults import HARMLESS, PLACES, Fault, FaultError, Faults
 from tests.runtime.speculate.proposing import Drawer, Oracle, speculator
@@ -50,7 +50,7 @@ def made(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ignore[a
     """An engine whose pool is too small for all that runs, so that sequences are preempted."""
     proposer = {
         "plain": lambda: None,
-        "ngram": Ngram,
+        "ngram": NgramProposer,
         "oracle": lambda: Oracle([[*p, *alone(p, q)] for p, q in asked[:40] if q.guide is None], right=0.8),
         "drawer": lambda: Drawer([], size=4),
     }[kind]()
@@ -114,7 +114,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
             assert got[number].samples == expected.samples, (number, asked[number])
             assert got[number].prompt_logprobs == expected.prompt_logprobs
     assert all(isinstance(e.failure, FaultError) for _, mine in found.values() for e in mine if e.error)
-    assert running.idle and not running._jobs
+    assert running.idle and not running._requests
     running.check()
     manager = running.scheduler.manager
     assert manager.free + manager.cached == manager.capacity

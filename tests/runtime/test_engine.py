@@ -14,13 +14,13 @@ import torch
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
 from attar.runtime.engine import Engine
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import REFUSED
-from attar.runtime.kv.manager import Manager
 from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key, sample
-from attar.runtime.sampling.warp import Row
+from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.scheduler import Scheduler
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 
@@ -34,7 +34,7 @@ def letters(ids: Sequence[int], skip_special: bool) -> str:
 
 def engine(runner: FakeRunner | None = None, *, limits: Limits | None = None, **options: object) -> Engine:
     runner = runner or FakeRunner()
-    manager = Manager(runner.capacity, runner.block_size)
+    manager = BlockManager(runner.capacity, runner.block_size)
     scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)
     return Engine(runner, scheduler, ends=(END,), decode=letters, **options)  # type: ignore[arg-type]
 
@@ -62,7 +62,9 @@ def alone(prompt: list[int], params: SamplingParams, sample_index: int = 0) -> l
     tokens: list[int] = []
     assert params.seed is not None and params.max_tokens is not None
     while len(tokens) < params.max_tokens:
-        row = Row(params, History(prompt, tokens), (END,) if len(tokens) < params.min_tokens else ())
+        row = SamplingRow(
+            params, TokenHistory(prompt, tokens), (END,) if len(tokens) < params.min_tokens else ()
+        )
         key = noise_key(params.seed, sample_index, len(prompt) + len(tokens))
         tokens += sample(logits_after(prompt + tokens)[None], [row], [key])
         if tokens[-1] == END and not params.ignore_eos:
@@ -124,7 +126,7 @@ def test_every_text_is_the_one_it_would_be_alone(seed: int, blocks: int) -> None
             )
     if blocks == 14:
         assert running.scheduler.preemptions > 0
-    assert running.scheduler.manager.counts.hit > 0
+    assert running.scheduler.manager.stats.hit > 0
 
 
 def test_events_join_to_the_result_and_end_once() -> None:
@@ -288,7 +290,7 @@ def test_what_can_never_run_is_refused_by_name() -> None:
     running = engine(limits=Limits(waiting=1))
     with pytest.raises(DataError, match="empty"):
         running.add([])
-    with pytest.raises(DataError, match="token 50 at place 1"):
+    with pytest.raises(DataError, match="token 50 at position 1"):
         running.add([1, 50])
     with pytest.raises(SettingsError, match="context"):
         running.add([1] * 200)
@@ -355,22 +357,22 @@ def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pyt
 
     def work() -> None:
         running.add([1], SamplingParams(max_tokens=2))
-        assert running.rest() is None  # it is not idle
+        assert running.check_idle() is None  # it is not idle
         finish(running)
 
-    assert running.rest() is None and looked == []
+    assert running.check_idle() is None and looked == []
     work()
     assert looked == []  # not in the step
-    assert running.rest() is None and looked == [0.0]
-    assert running.rest() is None and looked == [0.0]  # nothing ran since
+    assert running.check_idle() is None and looked == [0.0]
+    assert running.check_idle() is None and looked == [0.0]  # nothing ran since
     now[0] = 4.0
     work()
-    assert running.rest() == 6.0 and looked == [0.0]
+    assert running.check_idle() == 6.0 and looked == [0.0]
     now[0] = 10.0
-    assert running.rest() is None and looked == [0.0, 10.0]
+    assert running.check_idle() is None and looked == [0.0, 10.0]
     running.add([1])
     running.scheduler.manager.admit(99, [1, 2])
     running.scheduler.manager.reserve(99, 2)
     finish(running)
     with pytest.raises(AssertionError, match="1 blocks leaked"):
-        running.rest()
+        running.check_idle()

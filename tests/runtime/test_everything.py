@@ -5,12 +5,13 @@ import random
 import pytest
 
 from attar.runtime.admission import BusyError, Limits
+from attar.runtime.execution import pack_due
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import H2O, SnapKV
-from attar.runtime.kv.manager import Manager
-from attar.runtime.packing import pack_due
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Request, State
-from attar.runtime.step import HOLE
+from attar.runtime.step import FREED
+from tests.runtime.model import preempt_all
 
 B, CAPACITY, CHUNK = 4, 22, 7
 
@@ -58,7 +59,7 @@ class Runner:
     def verify(self, blocks, held):
         for place, number in enumerate(held):
             block = blocks[place // B]
-            assert block == HOLE or self.pool[block * B + place % B] == number, f"place {place} is mixed up"
+            assert block == FREED or self.pool[block * B + place % B] == number, f"place {place} is mixed up"
 
     def pack(self, packing):
         prompt, held = self.sequences[packing.sequence].prompt, self.held[packing.sequence]
@@ -87,7 +88,7 @@ class World:
         self.runner = Runner(self.chain, self.draw)
         self.runner.least = eviction.budget if isinstance(eviction, SnapKV) else 0
         most = None if eviction is None else eviction.most(CHUNK, B)
-        self.manager = Manager(CAPACITY, B, most=most, **options)
+        self.manager = BlockManager(CAPACITY, B, most=most, **options)
         limits = Limits(step_tokens=12, chunk=CHUNK, sequences=7, waiting=9, prefix_first=seed % 2 == 1)
         self.scheduler = Scheduler(self.manager, limits, memory=self.runner)
         self.runner.sequences = self.scheduler._live
@@ -119,7 +120,7 @@ class World:
         if step is not None:
             choice = self.draw.random()
             if choice < 0.02:
-                self.scheduler.abandon(step)
+                preempt_all(self.scheduler, step)
             else:
                 self.run(step, fails=choice < 0.05)
 
@@ -201,7 +202,7 @@ def lived(kind, turns, seed):
     least = turns // 400
     assert min(world.finished, world.forks, world.scheduler.preemptions) > least, "the world was too quiet"
     assert world.eviction is None or world.packed > least
-    assert not world.manager.reuse or world.manager.counts.hit > turns // 4
+    assert not world.manager.reuse or world.manager.stats.hit > turns // 4
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,7 +36,7 @@ def prefix_of(llm: LLM, params: SamplingParams, tokens: Sequence[int]) -> None:
     assert matcher is not None
     for token in tokens:
         assert bool(matcher.allowed()[token])
-        matcher.take(token)
+        matcher.consume(token)
 
 
 def obeys(llm: LLM, params: SamplingParams, text: Sample) -> None:

@@ -17,20 +17,20 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load as build
-from attar.kernels.build import slower
-from attar.kernels.product import default_threads, usual_bits
+from attar.kernels.build import warn_slower
+from attar.kernels.product import default_activation_bits, default_threads
 from attar.kernels.structures import library
 from attar.models.load import load_model
 from attar.quantization.grids.ggml import GGML
 from attar.runtime.kv.evict import H2O, Streaming
 from attar.runtime.llm import LLM
-from attar.runtime.loading import Loaded, end_tokens, load
+from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.packed_model import packed_model
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
@@ -47,7 +47,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 def logits(runner, ids):
     blocks = tuple(range(-(-len(ids) // runner.block_size)))
-    return runner.run(Step(ids, (Span(0, 0, len(ids), blocks, len(ids)),)))
+    return runner.run(StepInput(ids, (TokenSpan(0, 0, len(ids), blocks, len(ids)),)))
 
 
 def dense(checkpoint):
@@ -266,9 +266,9 @@ def test_weights_rounded_while_loading(folder, llama):
 @pytest.fixture
 def warned(caplog):
     """What was warned of, message by message."""
-    slower.cache_clear()
+    warn_slower.cache_clear()
     yield lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    slower.cache_clear()
+    warn_slower.cache_clear()
 
 
 def test_a_fall_back_is_a_warning(monkeypatch, folder, llama, warned):
@@ -332,7 +332,7 @@ def test_a_description_has_the_facts(folder, llama):
     fine = LLM("attar:tiny", kv_tokens=256, activations=16).describe()
     assert (fine.activations, fine.kv_dtype) == ("float32", "float16") and fine.kv_bytes == told.kv_bytes
     assert LLM("attar:tiny", kv_tokens=256).describe() == (
-        fine if usual_bits() == 16 else replace(told, speculation="")
+        fine if default_activation_bits() == 16 else replace(told, speculation="")
     )
     four = LLM(packed(folder, llama, "W4A16"), kv_tokens=64, kv_dtype="int8", activations=8).describe()
     assert (four.weights, four.activations, four.kv_dtype) == ("int4", "int8 and bfloat16", "int8")
@@ -359,10 +359,10 @@ def test_the_log_says_why(caplog):
 
 def test_end_tokens(llama, tmp_path):
     """generation_config.json goes before config.json."""
-    assert end_tokens(open_checkpoint(llama), None) == (0,)
+    assert load(llama, kv_tokens=16).ends == (0,)
     copied = save(tmp_path / "copy")
     (copied / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
-    assert end_tokens(open_checkpoint(copied), None) == (5, 7)
+    assert load(copied, kv_tokens=16).ends == (5, 7)
 
 
 @compiled_only

@@ -39,7 +39,7 @@ class Even:
     def allowed(self, ends: Sequence[int] = ()) -> torch.Tensor:
         return torch.arange(VOCABULARY) % 2 == 0
 
-    def take(self, token: int) -> None:
+    def consume(self, token: int) -> None:
         assert token % 2 == 0
 
 
@@ -165,7 +165,7 @@ def test_a_panic_of_the_tokenizer_is_an_error_of_its_request() -> None:
 
 def test_a_request_whose_texts_cannot_be_made_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     running = engine()
-    monkeypatch.setattr("attar.runtime.engine.make_texts", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("attar.runtime.engine.RequestState.of", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         running.add([1], PLAIN)
     monkeypatch.undo()

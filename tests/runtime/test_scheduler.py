@@ -6,11 +6,10 @@ import pytest
 
 from attar.errors import DataError, SettingsError
 from attar.runtime.admission import BusyError, Limits
-from attar.runtime.batch import divide
-from attar.runtime.kv.manager import Manager
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.scheduler import Scheduler, divide
 from attar.runtime.sequence import Request, Sequence, State
-from tests.runtime.model import Runner, drawn, text
+from tests.runtime.model import Runner, drawn, preempt_all, text
 
 B = 4
 
@@ -20,7 +19,7 @@ class Engine:
 
     def __init__(self, capacity=64, *, drafts=None, context=None, manager=None, **limits):
         self.runner = Runner(capacity, B)
-        self.manager = manager or Manager(capacity, B)
+        self.manager = manager or BlockManager(capacity, B)
         limits = {"step_tokens": 16, "sequences": 8, **limits}
         self.scheduler = Scheduler(self.manager, Limits(**limits), context=context, memory=self.runner)
         self.texts, self.prompts, self.drafts, self.now = {}, {}, drafts, 0.0
@@ -238,20 +237,20 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
     assert (first.drafts, first.parents) == ([7, 8], [0, 0])
     assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
     assert step.parents == ((-1, 0, 0), (-1, 0, 0, 0, 0))
-    engine.scheduler.abandon(step)
+    preempt_all(engine.scheduler, step)
     engine.finish()
 
 
 def test_where_nothing_runs_any_more_the_next_one_starts_in_the_same_step():
     """The second is preempted for the first, which has no room all the same: then the second goes on."""
-    engine = Engine(capacity=5, manager=Manager(5, B, most=8), step_tokens=32)
+    engine = Engine(capacity=5, manager=BlockManager(5, B, most=8), step_tokens=32)
     first, second = engine.add(range(5), 30), engine.add([20, 21], 3)
     engine.step()
     first.drafts = [0] * 20
     step = engine.scheduler.schedule()
     assert (first.reason, engine.scheduler.preemptions) == ("capacity", 1)
     assert [span.sequence for span in step.spans] == [second.id]
-    engine.scheduler.abandon(step)
+    preempt_all(engine.scheduler, step)
     engine.finish()
 
 
@@ -445,7 +444,7 @@ def test_a_failed_step_begins_again():
     engine.step()
     for _ in range(2):
         step = engine.scheduler.schedule()
-        engine.scheduler.abandon(step)
+        preempt_all(engine.scheduler, step)
         engine.runner.states = [None] * len(engine.runner.states)
         engine.manager.clear()
         engine.scheduler.check()
@@ -454,7 +453,7 @@ def test_a_failed_step_begins_again():
 
 
 def test_a_pool_that_is_smaller_than_it_said_ends_the_text_and_not_the_engine():
-    engine = Engine(capacity=4, manager=Manager(4, B, most=8))
+    engine = Engine(capacity=4, manager=BlockManager(4, B, most=8))
     sequence = engine.add(range(5), 30)
     while not engine.scheduler.idle:
         engine.step()
@@ -478,7 +477,7 @@ def test_check_finds_a_sequence_that_lost_its_place():
     sequence = engine.add(range(6))
     engine.step()
     sequence.computed -= 1
-    with pytest.raises(AssertionError, match="table of 0: 6 places"):
+    with pytest.raises(AssertionError, match="table of 0: 6 entries"):
         engine.scheduler.check()
 
 
@@ -508,7 +507,7 @@ def test_texts_stay_right_whatever_happens(capacity, prefix_first):
         elif choice < 0.35 and engine.prompts:
             engine.scheduler.cancel(draw.choice(list(engine.prompts)))
         elif choice < 0.36 and (step := engine.scheduler.schedule(engine.now)):
-            engine.scheduler.abandon(step)
+            preempt_all(engine.scheduler, step)
         else:
             engine.step()
     engine.finish()

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from attar.errors import ModelError
-from attar.quantization.hessian import Hessian
-from attar.walks.kronecker import collect, token_importance
+from attar.walks.kronecker import collect
 from tests import tiny_models
 
 VOCABULARY, LENGTH = 4, 3
@@ -96,7 +95,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
     weight = model.get_submodule(name).weight
     drawn = []
     pick = lambda logits, _: drawn.append(logits.argmin(-1)) or drawn[-1]  # noqa: E731
-    monkeypatch.setattr("attar.walks.kronecker._drawn", pick)
+    monkeypatch.setattr("attar.walks.kronecker._sampled_labels", pick)
     found = collect(model, list(rows.split(2)), [name], rounds=1, span=0)[name]
     labels = torch.cat(drawn).reshape(3, 6)
     wanted_O = wanted_I = 0.0
@@ -115,7 +114,7 @@ def test_one_draw_is_autograds_sequence_gradient(family, monkeypatch):
 def test_a_span_is_its_tokens_gradient(span, monkeypatch):
     """By hand: the products g_t x_t^T summed over each span, the last one shorter."""
     model, rows = Toy(), tokens()
-    monkeypatch.setattr("attar.walks.kronecker._drawn", lambda logits, _: logits.argmin(-1))
+    monkeypatch.setattr("attar.walks.kronecker._sampled_labels", lambda logits, _: logits.argmin(-1))
     found = collect(model, [rows], ["first"], rounds=1, span=span)["first"]
     x = model.embedding(rows).detach()
     hidden = model.first(x)
@@ -129,19 +128,6 @@ def test_a_span_is_its_tokens_gradient(span, monkeypatch):
     H_O, H_I = sum(G @ G.T for G in gradients), sum(G.T @ G for G in gradients)
     assert torch.allclose(found.output, H_O * (3 / H_O.trace()), atol=1e-5)
     assert torch.allclose(found.input, H_I / (3 * rows.numel()), atol=1e-6)
-
-
-def test_token_importance_weights_a_hessian_into_the_factor_of_a_span_of_one():
-    model, rows = Toy(), tokens(batch=5)
-    found = collect(model, list(rows.split(2)), ["first"], rounds=1, seed=3)["first"]
-    weights = token_importance(model, list(rows.split(2)), ["first"], seed=3)["first"]
-    assert [len(weight) for weight in weights] == [6, 6, 3]
-    assert float(torch.cat(weights).mean()) == pytest.approx(1.0)
-    H = Hessian(5)
-    for batch, weight in zip(rows.split(2), weights, strict=True):
-        H.add(model.embedding(batch).detach(), weight)
-    wanted = H.value()
-    assert torch.allclose(found.input / found.input.trace(), wanted / wanted.trace(), atol=2e-3)
 
 
 def test_several_modules_at_once_are_as_one_at_a_time():

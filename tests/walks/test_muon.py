@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.walks.muon import Muon, orthogonal
+from attar.walks.optimizers import Muon, orthogonal
 
 
 def matrices(count=3, seed=0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attar.checkpoint.shards import tensor_spec
-from attar.walks.stream import Step, stream_steps
+from attar.walks.stream import WriteStep, stream_steps
 
 
 def steps(count=12, watch=None, nbytes=4):
@@ -16,7 +16,7 @@ def steps(count=12, watch=None, nbytes=4):
         return {f"t{number}": torch.full((16,), float(number))}
 
     return [
-        Step([tensor_spec(f"t{number}", torch.empty(16))], lambda number=number: make(number), nbytes)
+        WriteStep([tensor_spec(f"t{number}", torch.empty(16))], lambda number=number: make(number), nbytes)
         for number in range(count)
     ]
 

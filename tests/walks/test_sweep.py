@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from attar.checkpoint import open_checkpoint
+from attar.models import device
 from attar.models.load import load_model
+from attar.models.parts import weight_of
 from attar.quantization.hessian import Hessian
-from attar.walks import precision
-from attar.walks.sweep import Solution, sweep, weight_of
+from attar.walks.sweep import Solution, sweep
 from benchmarks import memory
 from tests import tiny_models
 
@@ -109,7 +110,7 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
     """In the precision it began with, whatever the machine then has."""
     checkpoint = open_checkpoint(save_family("llama3", tmp_path / "model"))
     tokens = batches(250)
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began == "bf16")
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: began == "bf16")
     whole = sweep(checkpoint, tokens, Recorder(0.1), work=tmp_path / "whole")
     assert whole.precision == began
 
@@ -121,7 +122,7 @@ def test_a_killed_sweep_goes_on_at_its_block(tmp_path, monkeypatch, died_in, beg
 
     with pytest.raises(KeyboardInterrupt):
         sweep(checkpoint, tokens, Dying(0.1), work=tmp_path / "cut")
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began != "bf16")
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: began != "bf16")
     again = Recorder(0.1)
     resumed = sweep(checkpoint, tokens, again, work=tmp_path / "cut")
     assert not any(f"layers.{number}." in name for name in again.seen for number in range(died_in))

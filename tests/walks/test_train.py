@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from attar.data.batches import Batches
+from attar.data.packing import Batches
 from attar.errors import NumericsError
-from attar.walks import optimizers, precision
+from attar.models import device
+from attar.walks import optimizers
 from attar.walks.settings import TrainSettings
 from attar.walks.train import train
 
@@ -171,13 +172,13 @@ def test_bf16_arithmetic_keeps_float32_weights():
 def test_a_run_goes_on_in_the_precision_it_began_with(tmp_path, monkeypatch, began, optimizer):
     """Begun on one machine and resumed on another: the bytes of the first, and the history names them."""
     settings = replace(SETTINGS, precision="auto", optimizer=optimizer, evaluate_every=0)
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began == "bf16")
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: began == "bf16")
     whole = Toy()
     history = train(whole, loss, ROWS, settings, work=tmp_path / "whole")
     assert history.precision == began
     with pytest.raises(Killed):
         train(Toy(), dying(6), ROWS, settings, work=tmp_path / "cut")
-    monkeypatch.setattr(precision, "has_bfloat16", lambda device: began != "bf16")
+    monkeypatch.setattr(device, "has_bfloat16", lambda device: began != "bf16")
     resumed = Toy()
     assert train(resumed, loss, ROWS, settings, work=tmp_path / "cut") == history
     assert all(torch.equal(value, state(whole)[name]) for name, value in state(resumed).items())

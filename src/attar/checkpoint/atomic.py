@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST_NAME = 240  # file systems allow 255 bytes, and .NAME.partial must fit
+_LONGEST_NAME = 240  # file systems allow 255 bytes for .NAME.partial
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
-# torch and the Rust libraries wrap the system's error into their own; the text is all that is left of it.
+# torch and the Rust libraries wrap the system's error into their own and keep only its text
 _FULL_TEXTS = ("No space left on device", "os error 28", "PytorchStreamWriter failed", "unexpected pos")
 _REFUSED_TEXTS = ("Read-only file system", "os error 30", "os error 13")
 
@@ -84,11 +84,11 @@ def save_tensors(
 def folder(final: Path, force: bool = False) -> Iterator[Path]:
     """A temporary sibling folder that takes the name ``final`` when the block ends well.
 
-    An exception removes the temporary folder and leaves whatever stood at ``final`` untouched. With ``force``
-    an existing checkpoint is replaced: renamed aside, and deleted only after the new one has its name.
+    An exception removes the temporary folder and leaves ``final`` untouched. With ``force`` an existing
+    checkpoint is renamed to ``.NAME.old`` and deleted after the new one has its name.
 
     Yields:
-        the folder to write into, empty.
+        the empty folder to write into.
 
     Raises:
         OutputError: ``final`` exists (without ``force``), is not a checkpoint, or cannot be written.
@@ -133,13 +133,13 @@ def hidden(final: Path, suffix: str) -> Path:
 
 
 def check_target(final: Path, force: bool) -> None:
-    """Refuse a place that may not be written: it exists and ``force`` is false, or it is not a checkpoint.
+    """Refuse an output folder that exists without ``force``, or that is not a checkpoint.
 
-    An existing folder is replaced only when it is empty or looks like a model, so that a slip such as
-    ``-o ~ --force`` deletes nothing.
+    An existing folder is replaced only if it is empty or looks like a model, so that ``-o ~ --force`` deletes
+    nothing.
 
     Raises:
-        OutputError: says which.
+        OutputError: the folder must not be replaced.
     """
     if not final.exists() and not final.is_symlink():
         return
@@ -159,11 +159,7 @@ def check_target(final: Path, force: bool) -> None:
 
 
 def check_file(final: Path, force: bool) -> None:
-    """Refuse a file that may not be written: it exists and ``force`` is false, or it is a folder.
-
-    Raises:
-        OutputError: says which.
-    """
+    """Refuse an output file that exists without ``force``, or that is a folder. Raises OutputError."""
     if final.is_dir():
         raise OutputError(f"{final}: is a folder", hint="choose another name")
     if final.exists() and not force:
@@ -172,11 +168,11 @@ def check_file(final: Path, force: bool) -> None:
 
 @contextmanager
 def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turn a full disk, a missing permission or a read-only file system into an OutputError about ``path``.
+    """Raise a full disk, a missing permission or a read-only file system as an OutputError about ``path``.
 
     Args:
-        path: what was being written.
-        needed: bytes it takes, where known.
+        path: the file or folder being written.
+        needed: its size in bytes, where known.
     """
     try:
         yield
@@ -198,23 +194,19 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def check_space(path: Path, needed: int) -> None:
-    """Refuse early when the file system of ``path`` has fewer than ``needed`` bytes free.
-
-    Raises:
-        OutputError: names both numbers.
-    """
+    """Refuse a file system of ``path`` with fewer than ``needed`` bytes free. Raises OutputError."""
     free = _free(path)
     if free is not None and free < needed:
         raise _full(path, needed)
 
 
 def fsync(path: Path) -> None:
-    """Have the system put a file's bytes, or a folder's names, on the disk."""
+    """Flush a file's bytes, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems (FUSE, a few network ones) cannot sync a folder; a full disk must still be heard.
+        # some file systems (FUSE, a few network ones) cannot sync a folder; other errors count
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -230,35 +222,35 @@ def fsync_tree(root: Path) -> None:
 
 
 def recover(final: Path) -> None:
-    """Mend what a kill between the two renames of :func:`_swap` left behind."""
-    aside = hidden(final, "old")
-    if not aside.exists():
+    """Undo or finish a :func:`_swap` that was killed between its renames."""
+    old = hidden(final, "old")
+    if not old.exists():
         return
     if final.exists():
-        shutil.rmtree(aside)
+        shutil.rmtree(old)
     else:
-        aside.rename(final)
+        old.rename(final)
 
 
 def _swap(partial: Path, final: Path) -> None:
     """Give ``partial`` the name ``final``; an old ``final`` is deleted afterwards."""
-    aside = hidden(final, "old")
+    old = hidden(final, "old")
     replaced = final.exists() and any(final.iterdir())
     if replaced:
-        final.rename(aside)
+        final.rename(old)
     try:
         partial.rename(final)
     except BaseException:
         if replaced:
-            aside.rename(final)
+            old.rename(final)
         raise
     fsync(final.parent)
     if replaced:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _free(path: Path) -> int | None:
-    """Bytes free where ``path`` is or will be, or None when the system does not say."""
+    """Free bytes of the file system of ``path``; None if unknown."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:
@@ -277,5 +269,5 @@ def _full(path: Path, needed: int | None) -> OutputError:
     )
 
 
-def _refused(path: Path, why: str) -> OutputError:
-    return OutputError(f"{path}: {why[:1].lower()}{why[1:]}", hint="choose a folder you may write to")
+def _refused(path: Path, reason: str) -> OutputError:
+    return OutputError(f"{path}: {reason[:1].lower()}{reason[1:]}", hint="choose a folder you may write to")

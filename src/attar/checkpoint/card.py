@@ -1,7 +1,7 @@
 """The card ``attar.json``: where a checkpoint comes from, how it was made, how good it is, its duties.
 
-The whole lineage travels inside the card as nested :class:`Parent` records, so that it can be told without
-the parents' folders. A card holds no time and no absolute date: the same work writes the same card.
+The card holds the whole lineage as nested :class:`Parent` records, so that it can be read without the
+parents' folders. A card holds no time and no date: the same work writes the same card.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Parent:
     """One ancestor of a checkpoint, with its own ancestors.
 
     Attributes:
-        role: ``weights``: the child's weights were made from it; ``signal``: the child learned from its
+        role: ``weights``: the child's weights were made of it; ``signal``: the child learned from its
             outputs.
         name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
         stage: the verb that made it; ``original`` for a model that attar did not make.
         settings: the settings of that stage.
         seed: its seed.
         fingerprint: hash of its config, weights and tokenizer.
-        licence: what is known of a root's licence: ``ids`` and ``evidence``; empty for what attar made.
-        parents: what it was made from.
+        licence: of a root: ``ids`` and ``evidence``; empty for a checkpoint that attar made.
+        parents: its own parents.
     """
 
     role: str
@@ -63,10 +63,10 @@ class Card:
         key: identity of the work: hash of stage, code version, settings and inputs.
         parents: the lineage.
         versions: of attar, python, torch and transformers.
-        files: file name to SHA-256, the card itself excepted.
-        measurements: what ``attar evaluate`` found.
-        details: what the stage has to tell: ``layers``, ``curve`` and the like.
-        licence: duties computed from the lineage; for a root, ``ids`` of its own licences.
+        files: file name to SHA-256, without the card itself.
+        measurements: results of ``attar evaluate``.
+        details: results of the stage, such as ``layers`` and ``curve``.
+        licence: duties that follow from the lineage; for a root, ``ids`` of its own licences.
         command: a command line that makes the checkpoint again.
     """
 
@@ -140,7 +140,7 @@ def versions() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: tuples as lists, paths as text, tensors as numbers, NaN as None."""
+    """A value as JSON: tuples become lists, paths texts, tensors numbers, NaN None."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -172,8 +172,7 @@ def _parent(content: Any, path: Path) -> Parent:
 
 
 def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The fields of a record that this version knows, each of its kind; the two without a default must be
-    there."""
+    """The checked fields of a record that this version knows; ``name`` and ``stage`` are required."""
     fields = {item.name: content[item.name] for item in dataclasses.fields(kind) if item.name in content}
     for name in ("name", "stage"):
         if name not in fields:
@@ -193,11 +192,11 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _is_texts(value: Any) -> bool:
+def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -206,7 +205,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_licence(value: Any) -> bool:
-    """What is known of a root's licence, or the duties computed for a child: only this is read again."""
+    """The licence of a root, or the duties of a child; only ids and evidence are read again."""
     if not isinstance(value, dict) or not isinstance(value.get("id", ""), str):
         return False
     lists = [value.get(name, []) for name in ("ids", "evidence")]
@@ -216,12 +215,12 @@ def _is_licence(value: Any) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("name", "stage", "role", "key", "fingerprint", "command"), ("a text", _is_text)),
     **dict.fromkeys(("settings", "measurements", "details"), ("an object", _is_object)),
-    **dict.fromkeys(("versions", "files"), ("an object of texts", _is_texts)),
-    "seed": ("a whole number", _is_whole),
+    **dict.fromkeys(("versions", "files"), ("an object of texts", _is_text_map)),
+    "seed": ("a whole number", _is_int),
     "parents": ("a list", _is_list),
     "licence": ("an object whose ids and evidence are lists of texts", _is_licence),
 }
-"""What each field of a record must be, in words and as a check."""
+"""The allowed value of each field, in words and as a check."""
 
 
 def _shown(value: Any) -> str:

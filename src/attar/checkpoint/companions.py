@@ -1,4 +1,4 @@
-"""The small files that travel with the weights: tokenizer, generation settings, chat template, licence
+"""The small files that are copied with the weights: tokenizer, generation settings, chat template, licence
 texts."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOKENIZER = (
     "vocab.txt",
     "*.tiktoken",
 )
-"""What a tokenizer is made of. Its bytes count in a checkpoint's fingerprint."""
+"""A tokenizer's files; they are part of a checkpoint's fingerprint."""
 
 TEXTS = (
     "chat_template.jinja",
@@ -36,33 +36,24 @@ TEXTS = (
     "[Cc][Oo][Pp][Yy][Ii][Nn][Gg]*",
     "USE_POLICY*",
 )
-"""What else belongs to a model. A README is not among them: it describes the weights it came with."""
+"""Other files of a model. No README: it describes the original weights."""
 
 
 def tokenizer_files(folder: Path) -> list[str]:
     """Names of the tokenizer's files in a folder, sorted."""
-    return _found(folder, TOKENIZER)
-
-
-def companion_files(folder: Path) -> list[str]:
-    """Names, relative to the folder, of all files that travel with its weights, sorted."""
-    return _found(folder, TOKENIZER + TEXTS)
+    return _matches(folder, TOKENIZER)
 
 
 def copy_companions(source: Path, target: Path) -> list[str]:
-    """Copy tokenizer, generation settings, chat templates and licence texts, byte for byte.
-
-    Args:
-        source: a checkpoint folder.
-        target: the folder to copy to; a file of the same name there is replaced.
+    """Copy tokenizer, generation settings, chat templates and licence texts between checkpoint folders.
 
     Returns:
-        the names copied, sorted.
+        the names copied, relative to the folder, sorted; files of these names in ``target`` are replaced.
 
     Raises:
         OutputError: no space, or no permission.
     """
-    names = companion_files(source)
+    names = _matches(source, TOKENIZER + TEXTS)
     with explain_os_errors(target):
         for name in names:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +61,6 @@ def copy_companions(source: Path, target: Path) -> list[str]:
     return names
 
 
-def _found(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    return sorted(
-        {
-            path.relative_to(folder).as_posix()
-            for pattern in patterns
-            for path in folder.glob(pattern)
-            if path.is_file()
-        }
-    )
+def _matches(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path.relative_to(folder).as_posix() for path in paths)

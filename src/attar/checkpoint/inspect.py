@@ -1,5 +1,4 @@
-"""Look at a checkpoint without loading it: size, shape, quantization, lineage, licence duties,
-measurements."""
+"""Describe a checkpoint without loading it: size, geometry, quantization, lineage, duties, measurements."""
 
 from __future__ import annotations
 
@@ -20,36 +19,30 @@ from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
 
 DESCRIBERS = {".gguf": "attar.formats.gguf.inspect"}
-"""What tells of a file that holds a whole model, by its suffix: a module with ``describe``, and ``bare`` for
-what cannot be opened; by name, for they stand above this room."""
+"""Modules that describe single-file models, by suffix: ``describe``, and ``bare`` for an unknown family; by
+name, because formats/ is above this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What can be said about a checkpoint from its headers and small files.
+    """A checkpoint's description from its headers and small files.
 
     Attributes:
-        name: name of the checkpoint.
-        path: its folder, or the file that holds it.
+        path: its folder, or its single file.
         architecture: the class that loads it.
         model_type: its family.
         dtype: torch's name of the number type of its dense tensors.
-        parameters: all parameters, as before quantization; tied weights once.
-        parts: parameters and bytes by part.
-        bits_per_weight: stored bits for one parameter, everything included.
+        parameters: as before quantization; tied weights count once.
+        bits_per_weight: stored bits per parameter, scales and all other tensors included.
         tensor_bytes: bytes of all tensors.
-        disk_bytes: bytes of all files of the folder, or of the file with all its parts.
-        weight_files: how many files hold the weights.
+        disk_bytes: bytes of all files of the folder, or of all parts of the file.
+        weight_files: number of files with weights.
         tied: whether the head is the embedding.
-        geometry: layers, heads, context, KV bytes per token.
-        quantization: what is known about stored codes, or None.
-        container: of a file that holds a whole model what it says of itself, such as types and metadata;
-            None for a folder.
+        quantization: method, format and bits of the stored codes, or None.
+        container: types and metadata of a single-file model; None for a folder.
         stage: the verb that made it; ``original`` without a card.
         command: a command line that makes it again.
         lineage: the checkpoint itself as a record with all its ancestors.
-        licence: what it obliges to.
-        measurements: what was measured.
     """
 
     name: str
@@ -74,7 +67,7 @@ class Inspection:
     measurements: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON content; ``kv_bytes_per_token`` and ``context`` also stand at the top."""
+        """JSON content; ``kv_bytes_per_token`` and ``context`` are repeated at the top level."""
         parts = [{**asdict(part), "bits_per_weight": part.bits_per_weight} for part in self.parts]
         top = {"kv_bytes_per_token": self.geometry.kv_bytes_per_token, "context": self.geometry.context}
         content = plain({**asdict(self), "parts": parts, **top})
@@ -82,7 +75,7 @@ class Inspection:
         return content
 
     def render(self) -> str:
-        """The same for people: plain text, at most 100 columns."""
+        """Plain text of at most 100 columns."""
         from attar.checkpoint.render import render
 
         return render(self)
@@ -127,27 +120,27 @@ def inspect(model: str | Path | Checkpoint) -> Inspection:
 
 
 def _opened(model: str | Path | Checkpoint) -> Checkpoint:
-    """The checkpoint; one file whose family attar does not know is looked at all the same."""
+    """The checkpoint; a single file of an unknown family is described without its config."""
     try:
         return open_checkpoint(model)
     except ModelError:
-        assert not isinstance(model, Checkpoint), "what is open is known"
-        place = resolve(model)
-        if place.suffix.lower() not in DESCRIBERS:
+        assert not isinstance(model, Checkpoint), "an open checkpoint has a known family"
+        path = resolve(model)
+        if path.suffix.lower() not in DESCRIBERS:
             raise
-        opened: Checkpoint = import_module(DESCRIBERS[place.suffix.lower()]).bare(place)
+        opened: Checkpoint = import_module(DESCRIBERS[path.suffix.lower()]).bare(path)
         return opened
 
 
 def _files(checkpoint: Checkpoint) -> list[Path]:
-    """What the model takes of a disk."""
+    """The files of the model on disk."""
     if checkpoint.source.is_file():
         return checkpoint.weight_files
     return [path for path in checkpoint.path.rglob("*") if path.is_file()]
 
 
 def _container(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What a file that holds a whole model says of itself."""
+    """Types and metadata of a single-file model."""
     if not checkpoint.source.is_file():
         return None
     describer = import_module(DESCRIBERS[checkpoint.source.suffix.lower()])
@@ -156,8 +149,8 @@ def _container(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    """The number type that the config names, or that most stored bytes of numbers have. A GGUF file with
-    quantized blocks names none: bfloat16, in which it is decoded and its keys and values are kept."""
+    """The number type of the config, or of most stored bytes. A GGUF file with quantized blocks states none:
+    bfloat16, in which it is decoded and its keys and values are stored."""
     if any(info.block for info in checkpoint.tensors.values()):
         return "bfloat16"
     for key in ("dtype", "torch_dtype"):
@@ -172,9 +165,8 @@ def _dtype(checkpoint: Checkpoint) -> str:
 
 
 def _tied(config: dict[str, Any], counted: ParameterCount, shape: ModelGeometry) -> bool:
-    """Whether the head shares the embedding: the config says so, or a text generator stores no head."""
-    said = config.get("tie_word_embeddings")
-    if isinstance(said, bool) and said:
+    """Whether the head is the embedding: by the config, or because a text generator stores no head."""
+    if config.get("tie_word_embeddings") is True:
         return True
     return shape.causal and not any(part.name == "head" for part in counted.parts)
 
@@ -182,15 +174,15 @@ def _tied(config: dict[str, Any], counted: ParameterCount, shape: ModelGeometry)
 def _quantization(
     config: dict[str, Any], counted: ParameterCount, container: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Method, format and bits of the stored codes, from ``quantization_config`` and the counting."""
-    said = config.get("quantization_config")
-    if not isinstance(said, dict) or (container and not counted.quantized_tensors):
+    """Method, format and bits of the stored codes, from ``quantization_config`` and the counts."""
+    stated = config.get("quantization_config")
+    if not isinstance(stated, dict) or (container and not counted.quantized_tensors):
         return None
     return {
-        "method": said.get("quant_method", "unknown"),
-        "format": container["file_type"] if container else said.get("format"),
-        "schemes": [] if container else _schemes(said),
-        "ignore": said.get("ignore") or said.get("modules_to_not_convert") or [],
+        "method": stated.get("quant_method", "unknown"),
+        "format": container["file_type"] if container else stated.get("format"),
+        "schemes": [] if container else _schemes(stated),
+        "ignore": stated.get("ignore") or stated.get("modules_to_not_convert") or [],
         "tensors": counted.quantized_tensors,
         "parameters": counted.quantized.parameters,
         "bytes": counted.quantized.bytes,
@@ -198,12 +190,12 @@ def _quantization(
     }
 
 
-def _schemes(said: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry for each group of layers that are stored alike."""
-    groups = said.get("config_groups")
+def _schemes(stated: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each group of layers with the same format."""
+    groups = stated.get("config_groups")
     if not isinstance(groups, dict):
-        bits = 4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else code_bits(said)
-        group_size = said.get("group_size") or said.get("q_group_size")
+        bits = 4 if stated.get("load_in_4bit") else 8 if stated.get("load_in_8bit") else code_bits(stated)
+        group_size = stated.get("group_size") or stated.get("q_group_size")
         return [{"bits": bits, "type": "int", "group_size": group_size, "activation_bits": None}]
     schemes = []
     for name in sorted(groups):

@@ -1,4 +1,4 @@
-"""JSON that came from outside, read with errors that name file and line."""
+"""JSON from outside, read with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from attar.errors import CheckpointError
 
 DEEPEST = 256
-"""Levels of lists and objects; what is deeper overflows the stack of whoever walks over it."""
+"""Levels of lists and objects; recursion over deeper JSON would overflow the stack."""
 
 _DIGITS = 300
 _LONG = re.compile(rb"\d{%d}" % (_DIGITS + 1))
@@ -39,16 +39,15 @@ def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], 
     """JSON in UTF-8 without numbers of hundreds of digits and without halves of surrogate pairs.
 
     Args:
-        raw: the bytes.
-        where: what errors call it, such as the path of the file.
-        pairs: makes an object of its names and values; None: a dict.
+        where: the name of the JSON in errors, such as the path of the file.
+        pairs: ``object_pairs_hook`` of :func:`json.loads`.
 
     Raises:
         CheckpointError: names ``where``, and the line where there is one.
     """
     try:
-        whole = _whole if _LONG.search(raw) else None  # a function in Python for each number takes its time
-        content = json.loads(raw.decode(), object_pairs_hook=pairs, parse_int=whole)
+        parse_int = _int if _LONG.search(raw) else None  # slower, so only where a number may be too long
+        content = json.loads(raw.decode(), object_pairs_hook=pairs, parse_int=parse_int)
         if b"\\u" in raw:
             json.dumps(content, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -64,7 +63,7 @@ def parse_json(raw: bytes, where: str, pairs: Callable[[list[tuple[str, Any]]], 
     return content
 
 
-def _whole(digits: str) -> int:
+def _int(digits: str) -> int:
     if len(digits) > _DIGITS:
         raise ValueError(f"has a number of {len(digits)} digits")
     return int(digits)

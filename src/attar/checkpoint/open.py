@@ -1,13 +1,12 @@
 """A checkpoint: a model folder, opened by its headers, read one tensor at a time.
 
-Opening reads ``config.json`` and the headers of the weight files. A tensor's numbers are read when asked for,
-into memory of their own: no page of the file stays mapped, so a pass over a large model stays as small as its
-largest tensor.
+Opening reads ``config.json`` and the headers of the weight files. A tensor is read on demand, into memory of
+its own: no page of the file stays mapped, so a pass over a large model needs memory for one
+tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -17,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
-from attar.checkpoint.headers import read_header
 from attar.checkpoint.jsonfile import read_json
-from attar.checkpoint.tensors import TensorInfo, check_finite, read_tensor
+from attar.checkpoint.tensors import TensorInfo, check_finite, read_header, read_tensor
 from attar.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -29,8 +27,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 OPENERS = {".gguf": "attar.formats.gguf.open:open_gguf"}
-"""What opens a model that is not a folder of safetensors, by the suffix of its files: module and function, by
-name, for they stand above this room."""
+"""``module:function`` that opens models of another format, by file suffix; formats/ is above."""
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "TensorInfo", "check_finite", "open_checkpoint", "read_config"]
 
@@ -40,7 +37,7 @@ class Checkpoint:
     """An opened model folder. Make one with :func:`open_checkpoint`.
 
     Attributes:
-        path: the folder; for a file that holds a whole model, one in the cache with what a folder would have.
+        path: the folder; for a single-file model, a cached folder with its config and tokenizer.
         name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
         config: the content of ``config.json``.
         card: the content of ``attar.json``, or None for a model that attar did not make.
@@ -66,7 +63,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Path:
-        """What a person would give to open it again: the folder, or the first of files that are elsewhere."""
+        """The path that opens it again: the folder, or the first weight file where they are elsewhere."""
         elsewhere = [file for file in self.weight_files if file.parent != self.path]
         return elsewhere[0] if elsewhere else self.path
 
@@ -84,13 +81,9 @@ class Checkpoint:
             )
         return read_tensor(info)
 
-    def load_many(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """:meth:`load` several tensors, in the order given."""
-        return {name: self.load(name) for name in names}
-
     @property
     def spelling(self) -> str:
-        """How a person names this model: ``attar:...`` and hub models by name, folders and files by path."""
+        """The model on a command line: ``attar:...`` and hub ids by name, folders and files by path."""
         if self.name.startswith("attar:"):
             return self.name
         by_path = self.source != self.path or self.name == self.path.name
@@ -127,13 +120,13 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
     return Checkpoint(folder, paths.model_name(model, folder), config, Card.read(folder), tensors)
 
 
-def _opener(place: Path) -> str | None:
-    """What opens a file, or a folder that has such files and no config.json."""
-    if place.is_file():
-        return OPENERS[place.suffix.lower()]
-    if (place / "config.json").is_file():
+def _opener(path: Path) -> str | None:
+    """The opener of a file, or of a folder with such files and no config.json."""
+    if path.is_file():
+        return OPENERS[path.suffix.lower()]
+    if (path / "config.json").is_file():
         return None
-    return next((OPENERS[suffix] for suffix in OPENERS if any(place.glob(f"*{suffix}"))), None)
+    return next((OPENERS[suffix] for suffix in OPENERS if any(path.glob(f"*{suffix}"))), None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -161,7 +154,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Tensor name to file name, as the index says; None where there is a single file."""
+    """Tensor name to file name; None for a single file."""
     if (folder / SINGLE).is_file():
         return None
     if (folder / INDEX).is_file():
@@ -170,7 +163,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    """Say what is there in place of the weights."""
+    """The error for a folder without readable weights; names the files that are there instead."""
     if any(folder.glob("model-*-of-*.safetensors")):
         return CheckpointError(f"{folder}: shards without {INDEX}", hint="copy the index file as well")
     pickles = sorted(path.name for suffix in ("bin", "pt", "pth") for path in folder.glob(f"*.{suffix}"))
@@ -208,7 +201,7 @@ def _shards(weight_map: dict[str, Any]) -> list[Any]:
 
 
 def _scan(folder: Path, weight_map: dict[str, str] | None) -> dict[str, TensorInfo]:
-    """Every tensor of the files; no name twice, and all that the index promises."""
+    """Every tensor of the files; refuses a repeated name, and a tensor of the index that is missing."""
     tensors: dict[str, TensorInfo] = {}
     for file in [folder / name for name in ([SINGLE] if weight_map is None else _shards(weight_map))]:
         for entry in read_header(file):

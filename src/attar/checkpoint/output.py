@@ -1,13 +1,15 @@
-"""Where a stage writes: a checkpoint that appears whole or not at all, and a scratch folder that survives a
+"""The output of a stage: a checkpoint that appears whole or not at all, and a scratch folder that survives a
 kill.
 
-Beside the output ``NAME`` stand, while a stage works, ``.NAME.partial`` (the checkpoint being written) and
-``.NAME.work`` (what a resumed run can use again; ``key.json`` says for which work). Afterwards:
+While a stage works, two hidden folders stand next to the output ``NAME``: ``.NAME.partial``, the checkpoint
+being written, and ``.NAME.work``, what a resumed run can use again. ``key.json`` in ``.NAME.work`` identifies
+the work. Afterwards:
 
-    ended well                      NAME is there, both are gone
-    kill -9, power cut              both stay; the next run deletes .partial and takes up .work if the key is
-    the same Ctrl-C, a bug, out of memory    .partial is gone, .work stays if there is anything in it
-    an AttarError (bad input, ...)  everything is gone, created parent folders too
+    success                         NAME exists, both hidden folders are removed
+    kill -9, power cut              both stay; the next run deletes .partial, and resumes from .work if the
+                                    key is the same
+    Ctrl-C, a bug, out of memory    .partial is removed, .work stays if it is not empty
+    an AttarError (bad input, ...)  everything is removed, created parent folders too
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ class StageOutput:
     """The folders a stage writes into, and what it adds to the card.
 
     Attributes:
-        folder: the folder of the checkpoint to be; empty at first.
+        folder: the checkpoint's folder; empty at first.
         work: scratch folder that survives a kill; empty unless ``resumed``.
         key: identity of this work.
-        resumed: an earlier run of the same work left something in ``work``.
-        details: becomes the card's details, such as ``layers`` and ``curve``.
-        measurements: becomes the card's measurements.
+        resumed: an earlier run of the same work left files in ``work``.
         command: a command line that makes this checkpoint again.
-        texts: what text the stage read, as records of :mod:`attar.data.seen`.
+        texts: the text that the stage read, as records of :mod:`attar.data.seen`.
+        details: the card's details, such as ``layers`` and ``curve``.
+        measurements: the card's measurements.
     """
 
     folder: Path
@@ -74,7 +76,7 @@ def produce(
     force: bool = False,
     key: str | None = None,
 ) -> Iterator[StageOutput]:
-    """The frame of every stage: refuse, lock, resume; run the block; then write the card and rename.
+    """Run a stage: check the output folder, lock and resume; run the block; write the card and rename.
 
     A wrong output folder is refused before the block runs. When the block ends well, ``README.md`` and the
     card with the hashes of all files are written, everything is fsynced, and the folder gets its name.
@@ -125,7 +127,7 @@ def produce(
 
 @contextmanager
 def _named(folder: Path, final: Path) -> Iterator[None]:
-    """Errors speak of the output folder, not of the hidden one that becomes it."""
+    """Errors name the output folder, not its hidden partial folder."""
     try:
         yield
     except AttarError as error:
@@ -150,10 +152,8 @@ def stage_key(
 
 
 def finished(out: Path | str, key: str) -> bool:
-    """Whether ``out`` is the finished checkpoint of the work ``key``.
-
-    Cleans what a kill just after its end left behind.
-    """
+    """Whether ``out`` is the finished checkpoint of the work ``key``. Removes what a kill after its last
+    rename left."""
     final = atomic.target(Path(out))
     try:
         card = Card.read(final)
@@ -161,7 +161,7 @@ def finished(out: Path | str, key: str) -> bool:
         return False
     if card is None or card.key != key:
         return False
-    with suppress(OutputError), _work_folder(final):  # unless another process is replacing it just now
+    with suppress(OutputError), _work_folder(final):  # unless another process is replacing it
         for suffix in ("partial", "old"):
             shutil.rmtree(atomic.hidden(final, suffix), ignore_errors=True)
     return True
@@ -170,10 +170,10 @@ def finished(out: Path | str, key: str) -> bool:
 def command_line(
     stage: str, settings: dict[str, Any], parents: Sequence[tuple[Checkpoint, str]], out: Path
 ) -> str:
-    """The shell command that does this work: the verb, its first parent, and every setting as an option."""
+    """The shell command that repeats the stage: verb, first parent, and every setting as an option."""
     words = ["attar", stage, *(checkpoint.spelling for checkpoint, _ in parents[:1]), "-o", out.name]
     for checkpoint, role in parents[1:]:
-        if checkpoint is parents[0][0]:  # a student learns from what it was cut from: one name says both
+        if checkpoint is parents[0][0]:  # distill has one model for weights and signal
             continue
         words += ["--teacher" if role == "signal" else "--model", checkpoint.spelling]
     for name, value in settings.items():
@@ -211,7 +211,7 @@ def _card(
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file under a folder by relative name, the card excepted."""
+    """SHA-256 of every file under a folder by relative name, except the card."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths if path != folder / FILE]
     hashes = hashing.in_parallel(lambda name: hashing.sha256_file(folder / name), names)
@@ -229,7 +229,7 @@ def _check_apart(final: Path, parents: Sequence[tuple[Checkpoint, str]]) -> None
 
 @contextmanager
 def _parent_folder(final: Path) -> Iterator[None]:
-    """Create missing parent folders; when an error leaves them empty, remove those again."""
+    """Create missing parent folders; remove them again if an error leaves them empty."""
     missing = [parent for parent in final.parents if not parent.exists()]
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def _parent_folder(final: Path) -> Iterator[None]:
 
 @contextmanager
 def _work_folder(final: Path) -> Iterator[Path]:
-    """The scratch folder, held by this process alone; what becomes of it is told at the top of this file."""
+    """The locked scratch folder; the module's docstring says when it is removed."""
     work = atomic.hidden(final, "work")
     lock = _lock(work, final)
     try:
@@ -259,15 +259,15 @@ def _work_folder(final: Path) -> Iterator[Path]:
 
 
 def _lock(work: Path, final: Path) -> int:
-    """Hold the scratch folder. The system lets go of the lock when the process ends, however it ends."""
+    """Lock the scratch folder. The system releases the lock when the process ends."""
     work.mkdir(exist_ok=True)
     try:
         lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError:
         with suppress(OSError):
-            work.rmdir()  # it may be somebody's, with something in it
+            work.rmdir()  # fails if another process has files in it
         raise
-    # A record lock, not flock: forked children do not inherit it, so an orphan cannot block the next run.
+    # a record lock, not flock: forked children do not inherit it, so an orphan cannot block the next run
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
@@ -282,7 +282,7 @@ def _lock(work: Path, final: Path) -> int:
 
 
 def _claim(work: Path, stage: str, key: str) -> bool:
-    """Make the scratch folder that of this work; True when an earlier run of it left something there."""
+    """Clear the scratch folder of other work; True if an earlier run of this work left files there."""
     try:
         same = read_json(work / _KEY).get("key") == key
     except CheckpointError:
@@ -296,5 +296,5 @@ def _claim(work: Path, stage: str, key: str) -> bool:
 
 
 def _progress(work: Path) -> list[Path]:
-    """What a stage put into its scratch folder."""
+    """The files that a stage wrote into its scratch folder."""
     return sorted(path for path in work.iterdir() if path.name not in (_LOCK, _KEY)) if work.is_dir() else []

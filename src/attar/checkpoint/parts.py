@@ -1,7 +1,7 @@
 """Parameters and bytes of a checkpoint, by part of the model, from headers alone.
 
-A quantized weight is several stored tensors: codes, scales, zero points. Together they are one logical
-weight, counted with as many parameters as it had before, and with the bytes of all of them.
+A quantized weight is several stored tensors: codes, scales, zero points. They count as one weight, with its
+parameters before quantization and the bytes of all its tensors.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _RULES: tuple[tuple[str, str], ...] = (
     ("attention", r"attn|attention"),
     ("mlp", r"mlp|ffn|feed_?forward|expert|moe|^fc\d|^fc_|^intermediate$|^output$|^w[123]$"),
 )
-"""Part and a pattern for one component of a dotted tensor name; the first rule that matches decides."""
+"""Part, and a pattern for one component of a dotted tensor name; the first match decides."""
 
 _GGUF = {
     "token_embd": "embedding",
     "position_embd": "embedding",
     "output": "head",
 }
-"""Parts by the first component of a name, where llama.cpp's says what others do not."""
+"""Parts by the first component of llama.cpp's names."""
 
-_MADE = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
-"""Tensors of llama.cpp's that are made from the config: bytes, and no parameters."""
+_DERIVED = re.compile(r"^rope_(freqs|factors_\w+)\.weight$")
+"""llama.cpp's tensors that follow from the config: bytes without parameters."""
 
-_BESIDE = re.compile(
+_AUXILIARY = re.compile(
     r"\.(weight_(scale|scale_inv|zero_point|shape|g_idx|global_scale)|(input|output)_(scale|zero_point|global_scale)"
     r"|[qkv]_(scale|zero_point)|qzeros|scales|g_idx|weight\.(absmax|quant_map|nested_\w+|quant_state\..*))$|_scales$"
 )
-"""Names of tensors that only describe another one, in a quantized checkpoint."""
+"""Scales, zero points and the like of a quantized weight."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ModelPart:
 
     Attributes:
         name: one of :data:`PARTS`.
-        parameters: numbers that the part consists of, as before quantization.
-        bytes: bytes that it takes in the file, scales and zero points included.
+        parameters: as before quantization.
+        bytes: stored bytes, scales and zero points included.
     """
 
     name: str
@@ -62,18 +62,18 @@ class ModelPart:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits for one parameter; None for a part without parameters."""
+        """Stored bits per parameter; None for a part without parameters."""
         return self.bytes * 8 / self.parameters if self.parameters else None
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """What a checkpoint consists of.
+    """Parameters and bytes of a checkpoint.
 
     Attributes:
-        parts: every part that is there, in the order of :data:`PARTS`.
-        quantized: the weights stored as codes, taken together as a part of that name.
-        quantized_tensors: how many weights are stored as codes.
+        parts: every part with bytes, in the order of :data:`PARTS`.
+        quantized: all weights stored as codes.
+        quantized_tensors: their number.
     """
 
     parts: tuple[ModelPart, ...]
@@ -87,10 +87,9 @@ class ParameterCount:
 
 
 def count(checkpoint: Checkpoint) -> ParameterCount:
-    """Count parameters and bytes of an opened checkpoint. Of tensors, only ``weight_shape`` (16 bytes) is
-    read.
+    """Count parameters and bytes of a checkpoint. Reads no tensors but ``weight_shape`` (16 bytes).
 
-    A head that is tied to the embedding but stored all the same counts its bytes and no parameters.
+    A head that is tied to the embedding but stored counts its bytes without parameters.
     """
     quantization = checkpoint.config.get("quantization_config")
     codes = _code_counter(checkpoint, quantization) if isinstance(quantization, dict) else None
@@ -101,11 +100,13 @@ def count(checkpoint: Checkpoint) -> ParameterCount:
     packed = [0, 0, 0]
     for name, info in checkpoint.tensors.items():
         part = part_of(name)
-        beside = codes is not None and bool(_BESIDE.search(name))
-        found = codes(info) if codes and not beside else None
-        numbers = 0 if beside or _MADE.match(name) else math.prod(info.shape) if found is None else found
-        if found is not None or (beside and not name.endswith("weight_shape")):
-            packed = [packed[0] + (found is not None), packed[1] + numbers, packed[2] + info.nbytes]
+        auxiliary = codes is not None and bool(_AUXILIARY.search(name))
+        coded = codes(info) if codes and not auxiliary else None
+        numbers = math.prod(info.shape) if coded is None else coded
+        if auxiliary or _DERIVED.match(name):
+            numbers = 0
+        if coded is not None or (auxiliary and not name.endswith("weight_shape")):
+            packed = [packed[0] + (coded is not None), packed[1] + numbers, packed[2] + info.nbytes]
         if part == "head" and tied and info.weight_shape in embeddings:
             numbers = 0
         sums[part] = [sums[part][0] + numbers, sums[part][1] + info.nbytes]
@@ -114,7 +115,7 @@ def count(checkpoint: Checkpoint) -> ParameterCount:
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to, by its name."""
+    """The part of the model of a tensor, by its name."""
     components = name.lower().split(".")
     if components[0] in _GGUF:
         return _GGUF[components[0]]
@@ -125,7 +126,7 @@ def part_of(name: str) -> str:
 
 
 def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Callable[[TensorInfo], int | None]:
-    """A function from a stored tensor to the parameters it codes for, or None when it holds plain numbers."""
+    """A function from a stored tensor to the parameters that its codes encode; None for plain numbers."""
     bits = code_bits(quantization)
 
     def parameters(info: TensorInfo) -> int | None:
@@ -149,7 +150,7 @@ def _code_counter(checkpoint: Checkpoint, quantization: dict[str, Any]) -> Calla
 
 
 def code_bits(quantization: dict[str, Any]) -> int:
-    """Bits of a weight's code as ``quantization_config`` says; 4 where it does not say."""
+    """Bits of a code by ``quantization_config``; 4 if it states none."""
     groups = quantization.get("config_groups")
     if isinstance(groups, dict):
         for group in groups.values():

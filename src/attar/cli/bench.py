@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from attar.checkpoint.units import table
 from attar.cli.bench_speculate import profile_text
 from attar.cli.command import Answer, argument, read_settings, settings_options, text_option
 from attar.cli.command import build as build_command
@@ -12,7 +13,6 @@ from attar.errors import OutputError, UsageError
 from attar.progress import Progress
 from attar.recipe.settings import settings_of
 from attar.recipe.stages import load
-from attar.recipe.table import table
 from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.settings"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attar.recipe.table import number, table
+from attar.checkpoint.units import number, table
 
 _HEADER = ("set", "method", "batch", "tok/s", "speedup", "95 %", "accepted", "a", "tok/pass", "theory",
            "drafting", "same")  # fmt: skip

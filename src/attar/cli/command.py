@@ -21,8 +21,15 @@ import typer.main
 
 from attar.cli.guard import guarded
 from attar.progress import SILENT, Progress, Terminal
-from attar.recipe.origin import CommandOrigin, option
-from attar.recipe.settings import VARIANTS, SettingField, parse, settings_of, short
+from attar.recipe.settings import (
+    VARIANTS,
+    CommandOrigin,
+    SettingField,
+    option,
+    parse,
+    settings_of,
+    short,
+)
 
 _LINE = "attar.line"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from attar.checkpoint.units import number, table
 from attar.cli.command import Answer, argument, read_settings, settings_options, text_option
 from attar.cli.command import build as build_command
 from attar.progress import Progress
 from attar.recipe.stages import EVALUATE_SETTINGS, load
-from attar.recipe.table import number, table
 from attar.verbs import run_evaluate
 
 _EXAMPLE = "attar evaluate out/w4 --reference attar:tiny --tokens 16384"

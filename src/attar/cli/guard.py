@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import typer
 
 from attar.errors import AttarError, SettingsError
-from attar.recipe.origin import option
+from attar.recipe.settings import option
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from typer.core import TyperGroup
 
 from attar.cli.guard import explain, say
 from attar.cli.verbs import VERBS
-from attar.errors import AttarError, UsageError, nearest
-from attar.recipe.origin import did_you_mean
+from attar.errors import AttarError, UsageError, did_you_mean, nearest
 from attar.recipe.stages import load
 
 # typer brings its own copy of click in newer versions: the base of its errors is found through one that it

@@ -28,7 +28,7 @@ def build(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
         if values["dry_run"]:
-            found = load("attar.merging.preview:preview")(settings)
+            found = load("attar.merging.planning.prepare:preview")(settings)
             return Answer(found.to_dict(), found.text())
         if not values["out"]:
             raise UsageError("no output folder", hint="-o OUT")
@@ -40,8 +40,7 @@ def build(verb: str) -> Any:
 
 
 def _answer(made: Any, out: str, seconds: float) -> Answer:
-    from attar.checkpoint.units import bytes_text
-    from attar.recipe.table import table
+    from attar.checkpoint.units import bytes_text, table
 
     card = made.card.to_dict() if made.card else None
     data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}

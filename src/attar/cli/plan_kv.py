@@ -12,7 +12,7 @@ from attar.errors import SettingsError
 from attar.progress import Progress
 
 if TYPE_CHECKING:
-    from attar.runtime.kv.plan import KVPlan
+    from attar.runtime.kv.memory import KVPlan
 
 
 def build(verb: str) -> Any:
@@ -29,17 +29,16 @@ def build(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.checkpoint.geometry import geometry
         from attar.checkpoint.units import byte_count
-        from attar.runtime.kv.layout import layer_shapes
-        from attar.runtime.kv.plan import FORMATS_SHOWN, config_of, plan_kv
+        from attar.runtime.kv.memory import KV_FORMATS, layer_shapes, plan_kv, read_config
 
-        config = config_of(values["model"])
+        config = read_config(values["model"])
         own = geometry(config, "bfloat16").context
         usual = [size for size in (1024, 4096) if own is None or size < own] + ([own] if own else [])
         made = plan_kv(
             layer_shapes(config),
             contexts=_numbers("context", values["context"]) or usual,
             batches=_numbers("batch", values["batch"]) or [1, 8],
-            kv_dtypes=values["kv_dtype"] or FORMATS_SHOWN,
+            kv_dtypes=values["kv_dtype"] or tuple(KV_FORMATS),
             budget=byte_count("budget", values["budget"] or "") or None,
             block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],
         )
@@ -62,14 +61,14 @@ def _numbers(name: str, texts: list[str] | None) -> list[int]:
 
 
 def _print(made: KVPlan) -> None:
-    from attar.runtime.kv.plan import shown
+    from attar.runtime.kv.memory import plan_table
 
-    head, rows = shown(made)
+    head, rows = plan_table(made)
     print(made.model)
     if sys.stdout.isatty():
         _rich(head, rows)
     else:
-        from attar.recipe.table import table
+        from attar.checkpoint.units import table
 
         print(table(head, rows))
     if any(cell.fits is False for cell in made.cells):

@@ -12,7 +12,7 @@ from attar.recipe.stages import load
 from attar.verbs import check_models
 
 _SETTINGS = "attar.runtime.server.settings:ServerSettings"
-_SERVE = "attar.runtime.server.stage:serve"
+_SERVE = "attar.runtime.server:serve"
 _EXAMPLE = "attar serve attar:tiny --port 8000"
 _ENGINE = "attar.runtime.settings:EngineSettings"
 
@@ -30,7 +30,7 @@ def build(verb: str) -> Any:
         check_models(values["model"])
         settings = read_settings(cls, verb, values)
         options = read_settings(engine, verb, values).options()
-        load(_SERVE)(values["model"], settings, progress=progress, told=_tell, **options)
+        load(_SERVE)(values["model"], settings, progress=progress, show=_tell, **options)
         return Answer({"served": values["model"]}, "served until the signal came")
 
     return build_command(verb, "Serve a model over HTTP, as OpenAI's API does.", _EXAMPLE, parameters, act)

@@ -52,7 +52,7 @@ def _answer(made: Any, out: str, seconds: float) -> Answer:
     data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}
     lines = [f"{out}  {bytes_text(made.nbytes)}"]
     if made.card and "drafting" in made.card.details:
-        from attar.distillation.draft import words
+        from attar.distillation.for_drafting import describe_report
 
-        lines.append(words(made.card.details["drafting"]))
+        lines.append(describe_report(made.card.details["drafting"]))
     return Answer(data, "\n".join(lines))

@@ -1,4 +1,4 @@
-"""``data: auto``: which text fits a model, where the user names none.
+"""``data: auto``: the text that fits a model, for a user who names none.
 
 a model of code        python-stdlib       by its name or an ancestor's, or made from an embedded model
 a chat template        python-docs-chat
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from attar.checkpoint import paths
 from attar.checkpoint.jsonfile import read_json
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
 
@@ -31,19 +31,17 @@ _CODE = re.compile(r"(?<!en)(?<!de)(?<!trans)cod(?:e(?!c)|ing|estral)", re.IGNOR
 
 
 def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
-    """Settings whose ``data`` is a source: ``auto`` becomes the text that fits the model, and is told.
+    """Replace ``auto`` in a settings dataclass with the text that fits the model, and log the choice.
 
-    Args:
-        settings: a settings dataclass with the field ``data``; not changed.
-        progress: is told what was chosen, or that Python source was named for a model of something else.
+    Also warns of Python source as the text of a model of something else.
     """
-    given: Any = settings
+    original: Any = settings
     name, reason = fitting(checkpoint)
-    if given.data == AUTO:
+    if original.data == AUTO:
         progress.log(f"text: {name}, because {reason} (--data names another)")
-        fitted: T = replace(given, data=name)
+        fitted: T = replace(original, data=name)
         return fitted
-    if given.data == CODE and name != CODE:
+    if original.data == CODE and name != CODE:
         progress.log(
             f"warning: {CODE} is Python source, but {reason}; {name} fits better, or text of your own"
         )
@@ -51,7 +49,7 @@ def fit(settings: T, checkpoint: Checkpoint, progress: Progress = SILENT) -> T:
 
 
 def fitting(checkpoint: Checkpoint) -> tuple[str, str]:
-    """The text that fits a model, and why."""
+    """The text that fits a model, and the reason."""
     for name in _names(checkpoint):
         if name in EMBEDDED:
             return CODE, f"{name} was trained on it"
@@ -63,11 +61,11 @@ def fitting(checkpoint: Checkpoint) -> tuple[str, str]:
 
 
 def _names(checkpoint: Checkpoint) -> Iterator[str]:
-    """Names of the model and of all that it was made from."""
+    """Names of the model and of its ancestors."""
     yield checkpoint.name
-    given = checkpoint.config.get("_name_or_path")
-    if isinstance(given, str):
-        yield given.rstrip("/")
+    origin = checkpoint.config.get("_name_or_path")
+    if isinstance(origin, str):
+        yield origin.rstrip("/")
     if checkpoint.card is not None:
         yield from _ancestors(checkpoint.card.parents)
 

@@ -1,18 +1,16 @@
-"""Documents to rows of tokens.
+"""Documents to rows of tokens, and rows to batches for training, calibration and evaluation.
 
-Two ways of packing into rows of S tokens:
+Packing into rows of S tokens:
 
-- ``stream``: documents joined by the end-of-text token and cut every S tokens. Nothing is padded, nothing
-  dropped but the tail; a row may hold the end of one document and the start of the next, as in pre-training.
-- ``separate``: no row holds two documents; each is cut into rows of its own, and what is shorter than S is
-  filled up with :data:`PADDING`. Nothing leaks across documents, at the price of the padding.
+- ``stream``: documents are joined by the end-of-text token and cut every S tokens. No padding, only the tail
+  is dropped; a row may hold the end of one document and the start of the next, as in pre-training.
+- ``separate``: each document is cut into rows of its own, and a shorter row is filled with :data:`PADDING`.
 
-Every row begins as the model's texts do: where the tokenizer puts BOS in front of a text, it stands in front
-of each row, and the token after it is the first that is predicted. A model trained with BOS has learned to
-lean on it; without, its figures can be wrong by orders of magnitude.
+Every row starts with BOS if the tokenizer puts it before a text, and the token after it is the first that is
+predicted. A model trained with BOS depends on it: without, its figures can be wrong by orders of magnitude.
 
-Padding stands at the end of a row, so a causal model never attends to it; losses leave it out, and models are
-shown token 0 in its place.
+Padding is at the end of a row, so a causal model never attends to it; losses ignore it, and models read
+token 0 instead.
 
 Letters: N rows, S tokens a row, B rows a batch.
 """
@@ -27,13 +25,12 @@ import torch
 from torch import Tensor
 
 from attar.checkpoint.geometry import geometry
-from attar.data.chat import render
 from attar.data.sources import read_split
 from attar.data.splits import Document
 from attar.errors import DataError
 
-PADDING = -100  # stands where there is no token
-CHUNK = 256  # documents tokenized in one call, at most: enough to keep every core busy
+PADDING = -100  # marks a position without a token
+CHUNK = 256  # most documents of one tokenizer call: enough for every core
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class PackedRows:
 
     Attributes:
         rows: int64 (N, S).
-        shared: why other splits hold the same text; empty where they do not.
+        shared: the reason why other splits hold the same text; empty if they do not.
     """
 
     rows: Tensor
@@ -50,14 +47,14 @@ class PackedRows:
 
 
 def tokenize(texts: Iterable[Document], tokenizer: Any) -> Iterator[list[int]]:
-    """The token ids of each document, without special tokens; empty documents are left out."""
+    """The token ids of each document, without special tokens and without empty documents."""
     chunk: list[str] = []
-    enough = 4  # few at first, for a few rows are often all that is asked for
+    size = 4  # small at first, because often a few rows are enough
     for text in texts:
         chunk.append(render(text, tokenizer))
-        if len(chunk) == enough:
+        if len(chunk) == size:
             yield from _encode(chunk, tokenizer)
-            chunk, enough = [], min(2 * enough, CHUNK)
+            chunk, size = [], min(2 * size, CHUNK)
     if chunk:
         yield from _encode(chunk, tokenizer)
 
@@ -69,7 +66,7 @@ def _encode(chunk: list[str], tokenizer: Any) -> Iterator[list[int]]:
 
 
 def end_token(tokenizer: Any) -> list[int]:
-    """The token put between documents: end-of-text, else the separator, else none."""
+    """The token between documents: end-of-text, else the separator, else none."""
     for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
         if token is not None:
             return [int(token)]
@@ -77,10 +74,10 @@ def end_token(tokenizer: Any) -> list[int]:
 
 
 def front_tokens(tokenizer: Any, bos: str = "auto") -> list[int]:
-    """What stands in front of every row: the tokens that the tokenizer puts in front of a text, mostly BOS.
+    """The first tokens of every row: the tokens that the tokenizer puts before a text, usually BOS.
 
-    The tokenizer is asked with a text: ``add_bos_token`` and its like are not what every tokenizer obeys. An
-    encoder's [CLS] is no BOS: its rows are cut from the middle of texts and masked.
+    Found by tokenizing a text, because not every tokenizer follows ``add_bos_token``. An encoder's [CLS] does
+    not count: its rows are masked and cut from the middle of texts.
 
     Args:
         bos: ``auto``, ``always`` or ``never``.
@@ -91,9 +88,9 @@ def front_tokens(tokenizer: Any, bos: str = "auto") -> list[int]:
     if bos == "never":
         return []
     text = tokenizer("x", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("x")["input_ids"]
-    starts = [n for n in range(len(whole) - len(text) + 1) if whole[n : n + len(text)] == text]
-    front = [int(token) for token in whole[: starts[0]]] if starts else []
+    ids = tokenizer("x")["input_ids"]
+    starts = [n for n in range(len(ids) - len(text) + 1) if ids[n : n + len(text)] == text]
+    front = [int(token) for token in ids[: starts[0]]] if starts else []
     if front and tokenizer.cls_token_id in front:
         front = []
     if bos == "always" and not front:
@@ -106,8 +103,8 @@ def front_tokens(tokenizer: Any, bos: str = "auto") -> list[int]:
 def pack_stream(
     ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, front: Sequence[int] = ()
 ) -> Tensor:
-    """Join documents and cut: int64 (N, S), N at most ``rows``, ``front`` before each row's S - len(front)
-    tokens of text. Stops reading as soon as it has enough."""
+    """Join documents and cut: int64 (N, S), N at most ``rows``, each row ``front`` and S - len(front) tokens
+    of text. Stops reading at ``rows``."""
     flat: list[int] = []
     body = length - len(front)
     for document in ids:
@@ -123,25 +120,25 @@ def pack_stream(
 def pack_separate(
     ids: Iterable[list[int]], length: int, end: list[int], rows: int | None = None, front: Sequence[int] = ()
 ) -> Tensor:
-    """Cut each document into rows of its own, ``front`` before each: int64 (N, S), filled up with
-    :data:`PADDING` on the right."""
-    cut: list[list[int]] = []
+    """Cut each document into rows of its own, each after ``front``: int64 (N, S), :data:`PADDING` on the
+    right."""
+    filled: list[list[int]] = []
     body = length - len(front)
     for document in ids:
-        whole = _without(front, document) + end
-        pieces = [[*front, *whole[start : start + body]] for start in range(0, len(whole), body)]
-        cut.extend(piece for piece in pieces if len(piece) > 1)  # a single token predicts nothing
-        if rows is not None and len(cut) >= rows:
+        text = _without(front, document) + end
+        parts = [[*front, *text[start : start + body]] for start in range(0, len(text), body)]
+        filled.extend(part for part in parts if len(part) > 1)  # a single token predicts nothing
+        if rows is not None and len(filled) >= rows:
             break
-    cut = cut[:rows]
-    tokens = torch.full((len(cut), length), PADDING, dtype=torch.int64)
-    for row, piece in enumerate(cut):
-        tokens[row, : len(piece)] = torch.tensor(piece)
+    filled = filled[:rows]
+    tokens = torch.full((len(filled), length), PADDING, dtype=torch.int64)
+    for row, part in enumerate(filled):
+        tokens[row, : len(part)] = torch.tensor(part)
     return tokens
 
 
 def _without(front: Sequence[int], document: list[int]) -> list[int]:
-    """A document without the front tokens that a chat template has put there: no row begins with two."""
+    """A document without the front tokens of its chat template, so that no row has them twice."""
     return document[len(front) :] if front and document[: len(front)] == list(front) else document
 
 
@@ -159,10 +156,10 @@ def pack(
     """Rows of a source's split: int64 (N, S).
 
     Args:
-        length: S, tokens a row.
-        rows: how many at most; None: all there is.
+        length: S.
+        rows: the largest N; None: the whole split.
         packing: ``stream`` or ``separate``.
-        bos: what stands in front of each row, see :func:`front_tokens`.
+        bos: see :func:`front_tokens`.
 
     Raises:
         DataError: the source holds less than one row.
@@ -183,9 +180,9 @@ def pack_split(
     packing: str = "stream",
     bos: str = "auto",
 ) -> PackedRows:
-    """:func:`pack`, and whether the rows are the split's own.
+    """:func:`pack`; ``shared`` says if the rows are not of the split alone.
 
-    A source of few documents whose split holds less than one row gives rows of its whole text, and says so.
+    If a source of few documents has less than one row in the split, the rows are of its whole text.
     """
     front, end = front_tokens(tokenizer, bos), end_token(tokenizer)
     if len(front) >= length:
@@ -203,11 +200,9 @@ def pack_split(
 
 
 def row_length(wanted: int, config: dict[str, Any]) -> int:
-    """S for a model: what the settings ask for, at most the model's context.
+    """S: the settings' ``sequence_length``, at most the model's context.
 
-    Args:
-        wanted: ``sequence_length`` of the settings.
-        config: content of config.json. RoBERTa counts its positions from the one after the padding token.
+    RoBERTa counts its positions from the one after the padding token.
     """
     context = geometry(config, "bfloat16").context
     if context is None:
@@ -226,7 +221,7 @@ def evaluation_batches(
     seed: int,
     bos: str = "auto",
 ) -> list[Tensor]:
-    """Held-out rows as a list of int64 (B, S) batches, about ``tokens`` tokens in all."""
+    """Rows of the evaluation split as int64 (B, S) batches, about ``tokens`` tokens in total."""
     packed = evaluation_rows(
         tokenizer, data, tokens=tokens, sequence_length=sequence_length, seed=seed, bos=bos
     )
@@ -236,6 +231,76 @@ def evaluation_batches(
 def evaluation_rows(
     tokenizer: Any, data: str, *, tokens: int, sequence_length: int, seed: int, bos: str = "auto"
 ) -> PackedRows:
-    """Rows of the evaluation split, about ``tokens`` tokens in all, and whether they are held out."""
+    """Rows of the evaluation split, about ``tokens`` tokens in total."""
     count = max(tokens // sequence_length, 1)
     return pack_split(tokenizer, data, "evaluation", length=sequence_length, rows=count, seed=seed, bos=bos)
+
+
+def calibration_batches(
+    tokenizer: Any,
+    data: str,
+    *,
+    samples: int,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    bos: str = "auto",
+) -> list[Tensor]:
+    """The first ``samples`` rows of the calibration split in the seed's order, as int64 (B, S) batches.
+
+    Raises:
+        DataError: the source holds less than one row.
+    """
+    rows = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed, bos=bos)
+    return list(rows.split(batch_size))
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Training batches of ``size`` rows by number, shuffled by a permutation per epoch.
+
+    A batch is a function of (rows, seed, number), so a resumed run sees the same batches.
+    """
+
+    rows: Tensor
+    size: int
+    seed: int
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Batch number ``index``, int64 (B, S); epochs follow without end."""
+        total = self.rows.shape[0]
+        numbers = range(index * self.size, (index + 1) * self.size)
+        orders = {epoch: self._order(epoch) for epoch in {number // total: None for number in numbers}}
+        return self.rows[torch.stack([orders[number // total][number % total] for number in numbers])]
+
+    def _order(self, epoch: int) -> Tensor:
+        return torch.randperm(self.rows.shape[0], generator=numbered_generator(self.seed, epoch))
+
+
+def numbered_generator(seed: int, number: int) -> torch.Generator:
+    """A generator for draw ``number`` of a seed."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64)
+
+
+def render(document: Document, tokenizer: Any) -> str:
+    """The text of a document; messages are formatted by the tokenizer's chat template.
+
+    Raises:
+        DataError: the tokenizer has no template for a conversation, or the template fails.
+    """
+    if isinstance(document, str):
+        return document
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(
+            "the data holds conversations, but the tokenizer has no chat template",
+            hint="use a model with a chat template, or data with a plain text field",
+        )
+    try:
+        return str(tokenizer.apply_chat_template(document, tokenize=False, add_generation_prompt=False))
+    except Exception as error:  # a template is a program of the checkpoint and may raise anything
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        where = getattr(document, "where", "a conversation")
+        raise DataError(
+            f"{where}: the model's chat template refuses the messages: {reason}",
+            hint="give roles in the order it wants, mostly user and assistant in turns, contents as text",
+        ) from error

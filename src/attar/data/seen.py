@@ -1,12 +1,12 @@
-"""What text a stage read, and how much of an evaluation's text is among it.
+"""Records of the text that stages read, and the overlap of an evaluation's text with them.
 
-Splits keep text apart inside one source. Across sources (the same file under another name, one document in
-two folders, a recipe that recovers on one text and evaluates on another) it takes a record. A stage records
-each text it trains or calibrates on by the smallest :data:`KEPT` hashes of all runs of :data:`RUN` words (a
-bottom-k sketch: Broder, "On the resemblance and containment of documents", 1997); the records of a model's
-whole lineage travel in :data:`attar.checkpoint.lineage.TEXTS`. Of the evaluated text, the hashes up to the
-largest kept one are a sample; the share of them that a record holds estimates how much of the text was read.
-Where a text has fewer runs than are kept, the share is exact.
+Splits separate text within one source. Records detect overlap across sources: the same file under another
+name, one document in two folders, recovery on one text and evaluation on another. A record of a text is a
+bottom-k sketch (Broder, "On the resemblance and containment of documents", 1997): the smallest :data:`KEPT`
+hashes of all runs of :data:`RUN` words. The records of a model's lineage are in
+:data:`attar.checkpoint.lineage.TEXTS`. The evaluated text's hashes up to the largest recorded one are a
+sample; the share of them in the record estimates the share of the text that was read. For a text with fewer
+runs than KEPT the share is exact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from attar.data.packing import pack_split
 
 RUN = 30  # words: shorter runs repeat in unrelated texts
 KEPT = 2_048  # hashes of a record, 8 bytes each
-LEAST_SHARE, LEAST_HITS = 0.01, 3  # below, it is a licence header or chance
+LEAST_SHARE, LEAST_HITS = 0.01, 3  # less is a licence header or chance
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -41,20 +41,18 @@ def record(
     seed: int | None = None,
     packing: str = "stream",
 ) -> dict[str, Any]:
-    """What a stage reads of a split, as JSON values. The same rows are packed again: a stage that was killed
-    and goes on must write the same record.
+    """The record of the rows that a stage reads of a split, as JSON values.
+
+    The rows are packed for the record alone, so that a resumed stage writes the same record.
 
     Args:
-        stage: the verb.
         settings: has ``data``, ``bos`` and ``seed``.
-        length: S, tokens a row.
-        rows: how many, at most.
+        length, rows, packing: as in :func:`attar.data.packing.pack`.
         seed: of the order of documents; None: the settings'.
-        packing: as in :func:`attar.data.packing.pack`.
 
     Returns:
-        ``stage``, ``data``, ``split``, ``tokens``, ``held_out`` (whether the other splits are free of it),
-        ``reason`` where they are not, and ``sketch``.
+        ``stage``, ``data``, ``split``, ``tokens``, ``held_out`` (whether no other split holds the text),
+        ``reason`` if one does, and ``sketch``.
 
     Raises:
         DataError: the text is missing or too short.
@@ -81,42 +79,33 @@ def record(
 
 
 def note_texts(output: Any, records: Sequence[dict[str, Any]], progress: Any) -> None:
-    """Put records into a stage's output, and say which texts could not be split.
-
-    Args:
-        output: an :class:`attar.checkpoint.output.StageOutput`.
-    """
+    """Add records to a :class:`attar.checkpoint.output.StageOutput`, and warn of texts without splits."""
     output.texts += records
     output.details["text"] = [
-        {name: value for name, value in each.items() if name != "sketch" and value != ""} for each in records
+        {name: value for name, value in item.items() if name != "sketch" and value != ""} for item in records
     ]
-    for each in records:
-        if not each["held_out"]:
+    for item in records:
+        if not item["held_out"]:
             progress.log(
-                f"warning: {each['data']}: nothing of it can be held out: {each['reason']}; "
+                f"warning: {item['data']}: nothing of it can be held out: {item['reason']}; "
                 "an evaluation on it is no test"
             )
 
 
 def seen(tokenizer: Any, batches: Iterable[Tensor], records: Iterable[dict[str, Any]]) -> list[str]:
-    """Which records hold how much of a text, one sentence each; empty where none does.
-
-    Args:
-        batches: the evaluated rows, int64 (B, S) each.
-        records: of :func:`record`.
-    """
+    """The shares of an evaluation's rows, int64 (B, S), in earlier records: one sentence per record."""
     evaluated = np.unique(hashes(words_of(tokenizer, batches)))
     sentences = {}
-    for each in records:
-        share = contained(evaluated, each.get("sketch", ""))
+    for item in records:
+        share = contained(evaluated, item.get("sketch", ""))
         if share:
             percent = "all" if share > 0.995 else f"about {100 * share:.0f} %"
-            sentences[f"{percent} of the evaluation text was read by {each['stage']} ({each['data']})"] = True
+            sentences[f"{percent} of the evaluation text was read by {item['stage']} ({item['data']})"] = True
     return list(sentences)
 
 
 def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, records: Iterable[Any]) -> str:
-    """Why an evaluation's text is not held out; empty where it is.
+    """The reason why an evaluation's text is not held out; empty if it is.
 
     Args:
         shared: of :class:`attar.data.packing.PackedRows`.
@@ -129,7 +118,7 @@ def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, record
 
 
 def words_of(tokenizer: Any, batches: Iterable[Tensor]) -> list[str]:
-    """The words of rows of tokens, lower case, one row after the other."""
+    """The words of rows of tokens, in lower case."""
     special = {int(token) for token in tokenizer.all_special_ids}
     ids = [token for batch in batches for token in batch.flatten().tolist() if token >= 0]
     text = tokenizer.decode([token for token in ids if token not in special])
@@ -137,7 +126,7 @@ def words_of(tokenizer: Any, batches: Iterable[Tensor]) -> list[str]:
 
 
 def hashes(words: Sequence[str]) -> Hashes:
-    """A 64-bit hash of every run of :data:`RUN` words; of all words where there are fewer."""
+    """A 64-bit hash of every run of :data:`RUN` words; of fewer words, one hash of all."""
     if not words:
         return np.zeros(0, np.uint64)
     known = {word: hashlib.blake2b(word.encode(), digest_size=8).digest() for word in set(words)}
@@ -150,26 +139,21 @@ def hashes(words: Sequence[str]) -> Hashes:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Every bit of the result depends on every bit of a value (the end of splitmix64)."""
+    """Mix the bits of 64-bit values (the finalizer of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def sketch(values: Hashes) -> str:
-    """The smallest :data:`KEPT` different hashes, in base 64."""
+    """The smallest :data:`KEPT` distinct hashes, in base 64."""
     return base64.b64encode(np.unique(values)[:KEPT].astype("<u8").tobytes()).decode()
 
 
-def contained(evaluated: Hashes, kept: str) -> float:
-    """About how much of a text a record holds, 0 to 1; 0 where it is too little to mean anything.
-
-    Args:
-        evaluated: the text's different hashes.
-        kept: a record's :func:`sketch`.
-    """
+def contained(evaluated: Hashes, sketched: str) -> float:
+    """The estimated share of a text's distinct hashes in a record's :func:`sketch`; 0 if insignificant."""
     try:
-        known = np.frombuffer(base64.b64decode(kept, validate=True), "<u8")
+        known = np.frombuffer(base64.b64decode(sketched, validate=True), "<u8")
     except ValueError:
         return 0.0
     if len(known) == 0:

@@ -1,5 +1,4 @@
-"""Settings of every verb that reads text: which text, the token in front of each row, the seed. One rule for
-all of them; free of torch."""
+"""Settings of every verb that reads text: the source, BOS, the seed. Free of torch."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def check_text(settings: Any) -> None:
     """Check ``data``, ``bos`` and ``seed`` of a settings dataclass that has them.
 
     Raises:
-        SettingsError: names the one that is wrong.
+        SettingsError: names the wrong one.
     """
     name = settings.data.removeprefix("whole:").partition(":")[0]
     if not name.strip() or "\0" in settings.data:

@@ -1,21 +1,20 @@
-"""Where text comes from: Python's documentation and source, files, folders, JSONL, hub data sets.
+"""Text sources: Python's documentation and source, files, folders, JSONL, hub data sets.
 
-A source is named by one string:
+A source is one string:
 
-    python-docs              English prose: the running Python's documentation (see prose.py)
+    python-docs              English prose: the running Python's documentation (see python_text.py)
     python-docs-chat         the same as conversations
-    python-stdlib            the running Python's standard-library source (see stdlib.py)
+    python-stdlib            the running Python's standard-library source
     notes.txt                one document
-    corpus/                  every .txt, .md, .py, .rst and .jsonl file below it, one document each (a JSONL
-                             line each)
-    chats.jsonl              one document a line, field ``text`` (or ``messages``: see chat.py)
+    corpus/                  every .txt, .md, .py, .rst and .jsonl file below it: one document per file, or
+                             per JSONL line
+    chats.jsonl              one document per line, field ``text`` or ``messages``
     chats.jsonl:answer       the same with the field ``answer``
     org/name[:field]         a hub data set, through ``datasets`` (its split train)
-    whole:SOURCE             a file, folder or data set of one purpose, such as a test set: all of it,
-                             whatever split is asked for
+    whole:SOURCE             all of a file, folder or data set for every split, such as a test set
 
 ``auto``, the default of every verb, becomes one of the first three (see auto.py). All but ``whole:`` are
-split into text to train, to calibrate and to evaluate on (see splits.py).
+split into text for training, calibration and evaluation (see splits.py).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attar.checkpoint.hashing import sha256_file
-from attar.data import prose, stdlib
+from attar.data import python_text
 from attar.data.settings import SOURCES
-from attar.data.splits import BY_HASH, Document, Split, take
+from attar.data.splits import BY_HASH, SPLITS, Document, Split, take
 from attar.errors import DataError
 
 T = TypeVar("T")
@@ -41,11 +40,7 @@ WHOLE = "whole:"
 
 
 class MessageList(list[dict[str, Any]]):
-    """The messages of a conversation that know where they were read.
-
-    Args:
-        where: file and line, for errors.
-    """
+    """The messages of a conversation, with file and line for errors."""
 
     def __init__(self, messages: list[dict[str, Any]], where: str) -> None:
         super().__init__(messages)
@@ -53,12 +48,7 @@ class MessageList(list[dict[str, Any]]):
 
 
 def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
-    """The documents of one split, in an order shuffled by the seed.
-
-    Args:
-        data: the source, as in the module's docstring.
-        split: ``train``, ``calibration`` or ``evaluation``.
-        seed: of the order.
+    """The documents of a split (``train``, ``calibration``, ``evaluation``), shuffled by the seed.
 
     Raises:
         DataError: the source does not exist, is empty, or lacks the field.
@@ -67,20 +57,13 @@ def documents(data: str, split: str, seed: int = 0) -> Iterator[Document]:
 
 
 def read_split(data: str, split: str, seed: int = 0, *, whole: bool = False) -> Split:
-    """The documents of one split in the seed's order, and whether other splits hold the same text.
-
-    Args:
-        whole: all of the source instead, if it is one that is split by position.
-
-    Raises:
-        DataError: as in :func:`documents`.
-    """
-    if split not in stdlib.SPLITS:
+    """The same as a :class:`Split`; with ``whole``, all of a source that would be split by position."""
+    if split not in SPLITS:
         raise DataError(f"unknown split {split!r}", hint="train, calibration or evaluation")
     if data == "python-stdlib":
-        chosen = Split([text for _, text in stdlib.texts(split)])
-    elif data in (prose.PROSE, prose.CHAT):
-        chosen = Split(prose.documents(data, split))
+        chosen = Split([text for _, text in python_text.texts(split)])
+    elif data in (python_text.PROSE, python_text.CHAT):
+        chosen = Split(python_text.documents(data, split))
     else:
         chosen = _of_files(data, split, whole)
     shuffled = list(chosen.documents)
@@ -93,20 +76,17 @@ def _of_files(data: str, split: str, whole: bool) -> Split:
     if not every:
         raise DataError(f"{data}: no text in it", hint="the source must hold at least one non-empty document")
     if data.startswith(WHOLE):
-        return Split(every)  # the user says what it is for; who has read it is recorded (seen.py)
+        return Split(every)  # the user vouches for it; the stages that read it are recorded (seen.py)
     if whole and len(every) < BY_HASH:
         return Split(every, "it is too short to be cut into splits of one row each")
     return take(every, split)
 
 
 def fingerprint(data: str) -> str:
-    """A hash of what a source holds now; hub data sets by their name.
-
-    It enters a stage's identity, so that an edited text file makes the stage run again.
-    """
+    """A hash of a source's current content (of a hub data set, its name): part of a stage's identity."""
     digest = hashlib.sha256(data.encode(errors="surrogateescape"))
-    if data in ("python-stdlib", prose.PROSE, prose.CHAT):
-        for relative, file in stdlib.all_files():
+    if data in ("python-stdlib", python_text.PROSE, python_text.CHAT):
+        for relative, file in python_text.all_files():
             digest.update(f"{relative}:{file.stat().st_size}\n".encode())
         return digest.hexdigest()
     name, _ = _field(data)
@@ -117,7 +97,7 @@ def fingerprint(data: str) -> str:
 
 
 def _field(data: str) -> tuple[str, str | None]:
-    """Split ``name:field``; a Windows drive or an existing path keeps its colon.
+    """Split ``name:field``; an existing path keeps its colon.
 
     Raises:
         DataError: there is no name.
@@ -132,7 +112,7 @@ def _field(data: str) -> tuple[str, str | None]:
 
 
 def _explained(where: object, read: Callable[[], T]) -> T:
-    """The result of a reading; what the system refuses becomes one line."""
+    """The result of ``read``; an error of the system becomes a DataError."""
     try:
         return read()
     except OSError as error:
@@ -189,19 +169,19 @@ def _document(where: str, row: Any, field: str | None) -> Iterator[Document]:
             f"{where}: a row must be a JSON object, not {type(row).__name__}",
             hint='write rows as {"text": "..."} or {"messages": [...]}',
         )
-    wanted = field or ("messages" if "messages" in row and "text" not in row else "text")
-    value = row.get(wanted)
+    field = field or ("messages" if "messages" in row and "text" not in row else "text")
+    value = row.get(field)
     if not isinstance(value, str | list):
-        known = ", ".join(row) or "nothing"
+        fields = ", ".join(row) or "nothing"
         raise DataError(
-            f"{where}: no text in field {wanted!r}; fields: {known}", hint="name the field: FILE.jsonl:FIELD"
+            f"{where}: no text in field {field!r}; fields: {fields}", hint="name the field: FILE.jsonl:FIELD"
         )
-    _check_unicode(f"{where}: {wanted}", value)
+    _check_unicode(f"{where}: {field}", value)
     if isinstance(value, str):
         if value.strip():
             yield value
     elif value:
-        _check_messages(f"{where}: {wanted}", value)
+        _check_messages(f"{where}: {field}", value)
         yield MessageList(value, where)
 
 

@@ -18,7 +18,7 @@ from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
 from attar.formats.readers import method, reader
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
 

@@ -21,8 +21,7 @@ from attar.checkpoint.companions import copy_companions
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.deployment import imatrix
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
@@ -35,7 +34,7 @@ from attar.formats.readers import method, reader
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import Progress
 from attar.quantization.hessian import Hessian
 from attar.quantization.methods.exl2 import (
@@ -50,7 +49,7 @@ from attar.quantization.methods.exl2 import (
     quantize_layer,
 )
 from attar.walks.stream import stream
-from attar.walks.sweep import Solution, Swept, sweep
+from attar.walks.sweep import Solution, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -100,7 +99,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         bos=settings.bos,
     )
 
-    def walk(solver: Any, name: str) -> Swept:
+    def walk(solver: Any, name: str) -> SweepResult:
         return sweep(
             source,
             batches,
@@ -118,7 +117,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
     swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
     head = _rounded_head(source, batches, settings, output, progress)
-    made = _Made(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
+    made = _EXL2Conversion(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
     stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
     said = exl2.quantization_config(
         round(stored, 4),
@@ -252,7 +251,7 @@ def _head_name(source: Checkpoint) -> str:
 
 
 @dataclass
-class _Made:
+class _EXL2Conversion:
     """What each stored tensor becomes.
 
     Attributes:
@@ -266,7 +265,7 @@ class _Made:
     source: Checkpoint
     shapes: Mapping[str, tuple[int, int]]
     chosen: Mapping[str, BitPattern]
-    swept: Swept
+    swept: SweepResult
     head: Mapping[str, Tensor] | None
 
     def __post_init__(self) -> None:

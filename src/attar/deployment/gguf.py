@@ -23,9 +23,9 @@ from attar.checkpoint.lineage import duties_of
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
-from attar.deployment.codes import Codes, quantized_codes
-from attar.deployment.importance import importance_of
-from attar.deployment.kinds import Kinds, choose_kinds, refuse_type
+from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
+from attar.deployment.gguf_types import TensorTypes, choose_kinds, refuse_type
+from attar.deployment.imatrix import importance_of
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
@@ -37,9 +37,9 @@ from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
 from attar.formats.gguf.tokenizer import source_metadata
 from attar.formats.gguf.tokenizer_limits import tokenizer_limits
-from attar.formats.gguf.tokenizer_source import read_source
+from attar.formats.gguf.tokenizer_source import read_tokenizer_files
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
-from attar.formats.gguf.writer import Slot, Writer
+from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
 from attar.formats.readers import method
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
@@ -81,7 +81,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
     importance = importance_of(source, view, placed, settings, output.work, progress)
-    tokenizer = read_source(source.path, view.config)
+    tokenizer = read_tokenizer_files(source.path, view.config)
     metadata = {
         **described(view.config, file_stem(source)),
         **source_metadata(tokenizer, settings.pretokenizer or None),
@@ -125,15 +125,15 @@ def _write(
     file: Path,
     metadata: dict[str, Any],
     placed: list[Any],
-    kinds: Kinds,
-    codes: Codes,
+    kinds: TensorTypes,
+    codes: GGUFCodes,
     settings: ExportSettings,
     view: Any,
     progress: Progress,
 ) -> dict[str, str]:
     """Fill the file; the digest of each tensor's bytes, as they are in memory."""
-    slots = [Slot(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
-    writer = Writer(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
+    slots = [GGUFTensorInfo(one.gguf, kinds.of[one.gguf], one.shape) for one in placed]
+    writer = GGUFWriter(file, metadata, slots, max_bytes=byte_count("max_file", settings.max_file) or None)
     digests: dict[str, Future[str]] = {}
     with progress.task("write gguf", total=len(placed)) as task, ThreadPoolExecutor(1) as pool:
         for one in placed:
@@ -157,7 +157,7 @@ def _floats(one: Any, kind: str, view: Any) -> Tensor:
     return data
 
 
-def _blocks(one: Any, kind: str, codes: Codes) -> Tensor:
+def _blocks(one: Any, kind: str, codes: GGUFCodes) -> Tensor:
     """A tensor of blocks."""
     rounded = codes(one, kind)
     with one_thread():

@@ -26,7 +26,7 @@ from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ BITSANDBYTES = "bitsandbytes"
 
 
 @dataclass(frozen=True)
-class Linear:
+class CarriedLinear:
     """A Linear whose codes are carried over.
 
     Attributes:
@@ -114,7 +114,7 @@ def usual(found: tuple[Coded, WeightRule] | None) -> Any:
     return with_positive_scales(weight, rule)
 
 
-class Integers:
+class IntegerConversion:
     """A checkpoint's tensors as another integer layout stores them.
 
     Attributes:
@@ -129,7 +129,7 @@ class Integers:
     def __init__(self, source: Checkpoint, target: str, progress: Progress = SILENT) -> None:
         self.source, self.target = source, target
         self.read: Any = reader(source)
-        self.linears: dict[str, Linear] = {}
+        self.linears: dict[str, CarriedLinear] = {}
         self.changes: list[float] = []
         self.zeros = False
         self._scan(progress)
@@ -187,7 +187,7 @@ class Integers:
             self.changes.append(carry(weight, rule, self.target, dtype=self._dtype(stored), name=name).change)
             rule = carried_rule(rule, self.target)
         shape = (weight.codes.shape[0], weight.codes.shape[1])
-        self.linears[stored] = Linear(module, name.removesuffix(".weight"), shape, rule)
+        self.linears[stored] = CarriedLinear(module, name.removesuffix(".weight"), shape, rule)
 
     def _dtype(self, stored: str) -> torch.dtype:
         """Of the scales: the target's, or what they are."""
@@ -196,7 +196,7 @@ class Integers:
         kind = self.read.slot(self.source.tensors[stored])[1]
         return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
 
-    def _encoded(self, stored: str, linear: Linear) -> Mapping[str, Tensor]:
+    def _encoded(self, stored: str, linear: CarriedLinear) -> Mapping[str, Tensor]:
         weight, rule = usual(self.read.codes(stored))
         if self.target == BITSANDBYTES:
             return bitsandbytes_int8.encode(weight)
@@ -208,7 +208,7 @@ class Integers:
             return awq.encode(made.weight, made.rule)
         return layouts.encode(made.weight, made.rule, PACK, made.dtype)
 
-    def _layout(self, linear: Linear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def _layout(self, linear: CarriedLinear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         if self.target == BITSANDBYTES:
             return bitsandbytes_int8.layout(linear.shape)
         if self.target == "gptq":
@@ -272,6 +272,6 @@ def _compressed(rules: Mapping[str, WeightRule], ignore: Sequence[str]) -> dict[
     groups = []
     for number, rule in enumerate(ranked):
         modules = tuple(name for name, one in rules.items() if one == rule)
-        groups.append(compressed_tensors.Group(modules if number else ("Linear",), rule, None, PACK))
+        groups.append(compressed_tensors.ConfigGroup(modules if number else ("Linear",), rule, None, PACK))
     alone = len(groups) == 1 and not ranked[0].symmetric
     return compressed_tensors.quantization_config(groups, ignore=ignore, dequantize=alone)

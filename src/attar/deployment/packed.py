@@ -21,7 +21,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.folder import write_config
-from attar.deployment.integers import Integers, refuse_source
+from attar.deployment.integers import IntegerConversion, refuse_source
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors, same_weights
 from attar.errors import ModelError
@@ -92,8 +92,8 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     if "modelopt" in (found, settings.format):
         made = _modelopt(source, settings.format)
     else:
-        made = Integers(source, settings.format, progress)
-    if isinstance(made, Integers):
+        made = IntegerConversion(source, settings.format, progress)
+    if isinstance(made, IntegerConversion):
         output.details["notes"] = made.notes
     write_config(output.folder, made.config)
     if isinstance(made, FromCompressedTensors):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint import atomic
 from attar.checkpoint.card import FILE, Card
 from attar.checkpoint.hashing import sha256_file
-from attar.checkpoint.lineage import TEXTS, texts_beside
+from attar.checkpoint.lineage import TEXTS, texts_file
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.readme import FILE as README
@@ -157,7 +157,7 @@ def _write_file(
     with atomic.explain_os_errors(final):
         made = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
         _rename(folder, made, final)
-        places = {FILE: card_beside(final), TEXTS: texts_beside(final), final.name: final}
+        places = {FILE: card_beside(final), TEXTS: texts_file(final), final.name: final}
         places |= {README: final.with_suffix(".md"), MODELFILE: final.with_suffix(f".{MODELFILE}")}
         for name, place in places.items():
             if (folder / name).is_file():
@@ -177,9 +177,9 @@ def _rename(folder: Path, made: Path, final: Path) -> None:
     card = Card.read(folder)
     assert card is not None
     card = replace(card, name=final.stem, command=card.command.replace(folder.name, final.name))
-    write_readme(card, folder, alone=True)
+    write_readme(card, folder, single_file=True)
     names = {README: f"{final.stem}.md", MODELFILE: f"{final.stem}.{MODELFILE}"}
-    names |= {TEXTS: texts_beside(final).name, final.name: final.name}
+    names |= {TEXTS: texts_file(final).name, final.name: final.name}
     files = {names[name]: sha256_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     replace(card, files=files).write(folder)
 

@@ -1,4 +1,4 @@
-"""Settings of distillation and of recovery (which is distillation from the unpruned model)."""
+"""Settings of distillation and of recovery (distillation from the original model)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoverSettings(TrainSettings):
-    """Train a damaged model to agree with its teacher again.
+class LearnSettings(TrainSettings):
+    """Training on a teacher: ``alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy``, per
+    predicted token."""
 
-    The loss is ``alpha * T^2 * KL(teacher || student) + (1 - alpha) * cross-entropy``, per predicted token.
-    """
-
-    learning_rate: float = field(
-        default=2e-4, metadata={"help": "peak learning rate; small, to mend and not to move"}
-    )
     temperature: float = field(default=1.0, metadata={"help": "T: softens both distributions in the KL term"})
     alpha: float = field(
         default=1.0, metadata={"help": "weight of the soft loss; 1 - alpha goes to the hard labels"}
@@ -32,8 +27,8 @@ class RecoverSettings(TrainSettings):
     teacher_top: int = field(
         default=0,
         metadata={
-            "help": "K: the teacher is run once for each row, and its K likeliest tokens at each place are "
-            "kept on disk, with K / 4 drawn from the rest; 0: it is run in every step, and nothing is kept"
+            "help": "K: the teacher is run once for each row, and its K likeliest tokens at each position "
+            "are kept on disk, with K / 4 drawn from the rest; 0: it is run in every step, nothing is kept"
         },
     )
 
@@ -46,11 +41,40 @@ class RecoverSettings(TrainSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillSettings(RecoverSettings):
+class RecoverSettings(LearnSettings):
+    """Train a pruned or quantized model to agree with its teacher again: all weights, or adapters alone."""
+
+    learning_rate: float = field(
+        default=2e-4, metadata={"help": "peak learning rate; small, because the model is nearly right"}
+    )
+    adapter_rank: int = field(
+        default=0,
+        metadata={
+            "help": "rank of LoRA adapters on every Linear of the blocks; the weights, codes included, stay "
+            "as they are; 0: all weights are trained"
+        },
+    )
+    adapter_init: str = field(
+        default="error",
+        metadata={
+            "help": "adapters start at the rounding error, teacher - student (LoftQ), or at zero",
+            "choices": ("error", "zero"),
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("adapter_rank", self.adapter_rank, 0, 2**16, "0 (all weights are trained) or more")
+        if self.adapter_init not in ("error", "zero"):
+            raise SettingsError("adapter_init", self.adapter_init, "error or zero")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillSettings(LearnSettings):
     """A student with fewer of the teacher's layers, trained on the teacher's distribution.
 
-    ``for_drafting`` trains it to have its drafts accepted in speculative decoding (draft.py); with ``alpha``
-    0 and ``share`` 0 it is trained plainly, and the same report tells what that is worth.
+    ``for_drafting`` trains it to have its drafts accepted in speculative decoding (for_drafting.py); with
+    ``alpha`` 0 and ``share`` 0 it is trained plainly and reported in the same way, for comparison.
     """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "peak learning rate"})
@@ -86,13 +110,14 @@ class DistillSettings(RecoverSettings):
         },
     )
     share: float = field(
-        default=0.5, metadata={"help": "for drafting: fraction of the rows that the teacher writes itself"}
+        default=0.5, metadata={"help": "for drafting: fraction of the rows that the teacher generates"}
     )
     samples: int = field(
-        default=512, metadata={"help": "for drafting: rows it writes; repeated where the share asks for more"}
+        default=512,
+        metadata={"help": "for drafting: rows it generates; repeated where the share asks for more"},
     )
     prompt_tokens: int = field(
-        default=32, metadata={"help": "for drafting: tokens of text in front of each row that it writes"}
+        default=32, metadata={"help": "for drafting: tokens of text in front of each row that it generates"}
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,4 @@
-"""The verbs ``distill`` (a shallower student) and ``recover`` (a damaged model learns from the one it was
-made from).
-
-What they learn, and how, is in learn.py; for a student that will draft, in draft.py.
-"""
+"""The verbs ``distill`` (a smaller student) and ``recover`` (a damaged model learns from the original)."""
 
 from __future__ import annotations
 
@@ -18,19 +14,25 @@ from attar.data.auto import fit
 from attar.data.packing import row_length
 from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
-from attar.distillation.draft import HELD_OUT_TOKENS, Writer, report
-from attar.distillation.learn import Signal, beginner, learn, training_rows
-from attar.distillation.settings import VERSION, DistillSettings, RecoverSettings
+from attar.distillation.adapters import add_adapters, save_adapter
+from attar.distillation.for_drafting import draft_report
+from attar.distillation.learn import learn, training_rows
+from attar.distillation.rollouts import HELD_OUT_TOKENS, RolloutWriter
+from attar.distillation.settings import VERSION, DistillSettings, LearnSettings, RecoverSettings
+from attar.distillation.signals.online import SignalSource
+from attar.distillation.students import make_student
 from attar.errors import ModelError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, save_model
-from attar.models.precision import precision_note, stored_precision
+from attar.models.stored import precision_note, stored_precision
 from attar.progress import SILENT, Progress
-from attar.walks.train import History
+from attar.walks.train import TrainHistory
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+
+ADAPTER = "adapter"  # folder of the adapters inside the output
 
 
 def distill(
@@ -47,44 +49,41 @@ def distill(
 
     Args:
         teacher: a dense or packed causal language model.
-        out: the folder to make; for drafting its card's details tell acceptance and tokens a pass.
-        signal: folder for what ``teacher_top`` keeps, which other stages may share; None: it goes with the
-            stage's scratch.
+        out: the folder to make; for drafting its card has acceptance and tokens a pass.
+        signal: folder of the predictions that ``teacher_top`` keeps, for several stages; None: in the stage's
+            work folder.
 
     Raises:
         AttarError: see errors.py; nothing is left behind.
     """
     source = open_checkpoint(teacher)
-    load_tokenizer(source)  # what cannot be read is said before the weights are
+    load_tokenizer(source)  # refused before the weights are read
     settings = fit(settings, source, progress)
     model = _causal(source, settings)
-    kept, student = beginner(model, settings)
+    layers, student = make_student(model, settings)
     text = fingerprint(settings.data)
     with produce(
         out, "distill", settings, VERSION, [source], signals=[source], text=text, force=force, key=key
     ) as output:
         note_texts(output, _records("distill", source, settings), progress)
-        writer = _writer(model, source, settings, output.work, progress) if settings.for_drafting else None
+        rollouts = (
+            _rollouts(model, source, settings, output.work, progress) if settings.for_drafting else None
+        )
+        origin = SignalSource(model, source, signal or output.work / "signal", output.work / "train")
         history = learn(
-            student,
-            model,
-            source,
-            settings,
-            work=output.work,
-            progress=progress,
-            what="distill",
-            signal=Signal(source, signal or output.work / "signal"),
-            writer=writer,
+            student, origin, source, settings, progress=progress, what="distill", rollouts=rollouts
         )
         _save(student, source, output, history, progress)
         if settings.width:
             output.details["width"] = settings.width
         else:
-            output.details["layer_map"] = kept
-        if writer is not None:
-            made = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
-            rows = writer.held_out_rows()
-            output.details["drafting"] = report(made, model, rows, writer.prompt, settings.batch_size)
+            output.details["layer_map"] = layers
+        if rollouts is not None:
+            draft = load_model(output.folder, dtype=torch.float32, device=pick_device(settings.device))
+            rows = rollouts.held_out_rows()
+            output.details["drafting"] = draft_report(
+                draft, model, rows, rollouts.prompt, settings.batch_size
+            )
     return open_checkpoint(out)
 
 
@@ -99,7 +98,11 @@ def recover(
     key: str | None = None,
     signal: Path | None = None,
 ) -> Checkpoint:
-    """Train a pruned model to agree with the model it was cut from.
+    """Train a pruned or quantized model to agree with the original.
+
+    With ``adapter_rank`` its weights stay as they are and low-rank adapters learn: ``out`` is the dense
+    model with the adapters added, and ``out/adapter`` the adapters alone, in peft's format, for use over
+    ``model``.
 
     Args:
         model: the damaged model; its shape is kept.
@@ -110,43 +113,49 @@ def recover(
     Raises:
         AttarError: see errors.py; nothing is left behind.
     """
-    source, other = open_checkpoint(model), open_checkpoint(teacher)
+    source, original = open_checkpoint(model), open_checkpoint(teacher)
     settings = fit(settings, source, progress)
-    _same_tokens(source, other)
-    student, guide = _causal(source, settings), _causal(other, settings)
+    _check_same_tokens(source, original)
+    student, guide = _causal(source, settings), _causal(original, settings)
+    student = _trainable(student, guide, settings)
     text = fingerprint(settings.data)
     with produce(
-        out, "recover", settings, VERSION, [source], signals=[other], text=text, force=force, key=key
+        out, "recover", settings, VERSION, [source], signals=[original], text=text, force=force, key=key
     ) as output:
         note_texts(output, _records("recover", source, settings), progress)
-        history = learn(
-            student,
-            guide,
-            source,
-            settings,
-            work=output.work,
-            progress=progress,
-            what="recover",
-            signal=Signal(other, signal or output.work / "signal"),
-        )
+        origin = SignalSource(guide, original, signal or output.work / "signal", output.work / "train")
+        history = learn(student, origin, source, settings, progress=progress, what="recover")
+        if settings.adapter_rank:
+            save_adapter(student, output.folder / ADAPTER, source.spelling)
+            student = student.merge_and_unload()
         _save(student, source, output, history, progress)
     return open_checkpoint(out)
 
 
-def _writer(
+def _trainable(student: Any, teacher: Any, settings: RecoverSettings) -> Any:
+    """The student with what will be trained marked by ``requires_grad``: every weight, or adapters."""
+    if not settings.adapter_rank:
+        return student.requires_grad_(True)
+    names = [name for block in discover(student).blocks for name in block.linears]
+    start = teacher if settings.adapter_init == "error" else None
+    torch.manual_seed(settings.seed)  # peft draws A
+    return add_adapters(student, names, settings.adapter_rank, start)
+
+
+def _rollouts(
     model: Any, source: Checkpoint, settings: DistillSettings, work: Path, progress: Progress
-) -> Writer:
-    """The teacher, ready to write rows as long as those of the text."""
+) -> RolloutWriter:
+    """The teacher as a source of rows as long as those of the text."""
     length = row_length(settings.sequence_length, source.config)
-    return Writer(model, load_tokenizer(source), settings, length, work / "samples", progress)
+    return RolloutWriter(model, load_tokenizer(source), settings, length, work / "samples", progress)
 
 
-def _records(stage: str, source: Checkpoint, settings: RecoverSettings) -> list[dict[str, Any]]:
-    """The text that is trained on, and that the best state is chosen by."""
+def _records(stage: str, source: Checkpoint, settings: LearnSettings) -> list[dict[str, Any]]:
+    """Records of the text: for training, and held out to choose the best state."""
     tokenizer, length = load_tokenizer(source), row_length(settings.sequence_length, source.config)
-    wanted, packing = training_rows(settings), settings.packing
+    rows, packing = training_rows(settings), settings.packing
     return [
-        record(stage, tokenizer, settings, "train", length=length, rows=wanted, packing=packing),
+        record(stage, tokenizer, settings, "train", length=length, rows=rows, packing=packing),
         record(
             stage,
             tokenizer,
@@ -160,8 +169,8 @@ def _records(stage: str, source: Checkpoint, settings: RecoverSettings) -> list[
     ]
 
 
-def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:
-    """The model in float32 on its device, which must be a causal language model."""
+def _causal(checkpoint: Checkpoint, settings: LearnSettings) -> Any:
+    """The model in float32 on its device; refused unless it is a causal language model."""
     model = load_model(checkpoint, dtype=torch.float32, device=pick_device(settings.device))
     if not discover(model).causal:
         raise ModelError(
@@ -171,8 +180,8 @@ def _causal(checkpoint: Checkpoint, settings: RecoverSettings) -> Any:
     return model
 
 
-def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
-    """Logits can be compared only where a token number means the same text."""
+def _check_same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
+    """Refuse different tokenizers: logits can be compared only where a token number means the same text."""
     ours, theirs = load_tokenizer(model).get_vocab(), load_tokenizer(teacher).get_vocab()
     if ours != theirs:
         differing = sum(theirs.get(token) != number for token, number in ours.items())
@@ -182,7 +191,7 @@ def _same_tokens(model: Checkpoint, teacher: Checkpoint) -> None:
         )
 
 
-def _save(student: Any, source: Checkpoint, output: Any, history: History, progress: Progress) -> None:
+def _save(student: Any, source: Checkpoint, output: Any, history: TrainHistory, progress: Progress) -> None:
     if note := precision_note(source):
         progress.log(note)
     save_model(student, output.folder, dtype=stored_precision(source))

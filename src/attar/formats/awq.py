@@ -36,8 +36,8 @@ from attar.formats.qweight import (
     QWEIGHT,
     QZEROS,
     SCALES,
-    Layout,
     QweightReader,
+    TensorSpecs,
     code_bytes,
     decoded,
     half_scales,
@@ -72,7 +72,7 @@ def encode(weight: Coded, rule: WeightRule) -> dict[str, Tensor]:
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> Layout:
+def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
     """Type and shape of the tensors that :func:`encode` makes, known before any weight is.
 
     Args:
@@ -150,7 +150,7 @@ def quantization_config(
     return {**made, HEAD: True} if head in rules else made
 
 
-class Reader(QweightReader):
+class AWQReader(QweightReader):
     """Reads an AWQ checkpoint tensor by tensor.
 
     Attributes:
@@ -189,7 +189,7 @@ class Reader(QweightReader):
             raise CheckpointError(f"{self.checkpoint.path}: {module}.{QWEIGHT} has {len(stored)} axes, not 2")
         return stored[1] * OUTPUTS, stored[0]
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> Layout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
         """Types and shapes that its tensors must have."""
         return layout(shape, rule)
 
@@ -204,7 +204,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, or the config is another one's.
     """
-    return read_state(Reader(checkpoint))
+    return read_state(AWQReader(checkpoint))
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:

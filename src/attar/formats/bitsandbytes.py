@@ -37,7 +37,7 @@ __all__ = [
     "CONV1D",
     "METHOD",
     "STATE",
-    "Reader",
+    "BitsAndBytesReader",
     "decode",
     "dequantize_state",
     "encode",
@@ -53,7 +53,7 @@ CONV1D = ("gpt2", "openai-gpt", "imagegpt")  # families whose projections are Co
 NF4 = ("weight", ABSMAX, MAP, NESTED, NESTED_MAP, STATE)
 
 
-class Reader:
+class BitsAndBytesReader:
     """Reads an NF4 or INT8 checkpoint tensor by tensor.
 
     Attributes:
@@ -206,6 +206,6 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, or the layout is another one.
     """
-    reader = Reader(checkpoint)
+    reader = BitsAndBytesReader(checkpoint)
     decoded = {name: reader.dense(name) for name in checkpoint.tensors}
     return {name: tensor for name, tensor in decoded.items() if tensor is not None}

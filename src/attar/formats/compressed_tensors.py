@@ -44,7 +44,7 @@ CODES = {"I8", "F8_E4M3", "F8_E5M2"}
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """A config group: what happens to the modules it names.
 
     Attributes:
@@ -61,7 +61,7 @@ class Group:
 
 
 def quantization_config(
-    groups: Sequence[Group],
+    groups: Sequence[ConfigGroup],
     *,
     ignore: Sequence[str],
     kv_cache: ActivationRule | None = None,
@@ -103,7 +103,7 @@ def quantization_config(
     return {**made, "dequantize": True} if dequantize else made
 
 
-class Scheme:
+class CompressedTensorsConfig:
     """A ``quantization_config`` as it is read: which group a module belongs to.
 
     Attributes:
@@ -123,7 +123,7 @@ class Scheme:
         self.kv_cache = ActivationRule.read(said) if said else None
         self.exact = {target: group for group in self.groups for target in group.targets}
 
-    def named(self, module: str) -> Group | None:
+    def named(self, module: str) -> ConfigGroup | None:
         """The group that names a module or has a pattern for it. A stored name may lack the model's prefix or
         have one more."""
         if module in self.exact:
@@ -136,7 +136,7 @@ class Scheme:
         found = next((target for target in patterns if begins(target[3:], module)), None)
         return self.exact[found] if found else None
 
-    def group(self, module: str, kind: str) -> Group | None:
+    def group(self, module: str, kind: str) -> ConfigGroup | None:
         """The group of a module of class ``kind``, None where it is dense."""
         for name in self.ignore:
             if name in (module, kind) or (name.startswith("re:") and begins(name[3:], module)):
@@ -144,7 +144,7 @@ class Scheme:
         return self.named(module) or self.exact.get(kind)
 
 
-def _group(said: Mapping[str, Any], whole: str | None) -> Group:
+def _group(said: Mapping[str, Any], whole: str | None) -> ConfigGroup:
     if not said.get("weights"):
         raise CheckpointError("config.json: a config group quantizes no weights", hint="attar cannot read it")
     weights = WeightRule.read(said["weights"])
@@ -152,10 +152,10 @@ def _group(said: Mapping[str, Any], whole: str | None) -> Group:
     form = said.get("format") or (whole if whole != "mixed-precision" else None)
     if form in (None, TRANSPOSED):
         form = format_of(weights, activations)
-    return Group(tuple(said["targets"]), weights, activations, form)
+    return ConfigGroup(tuple(said["targets"]), weights, activations, form)
 
 
-class Reader:
+class CompressedTensorsReader:
     """Reads a packed checkpoint tensor by tensor.
 
     Attributes:
@@ -165,7 +165,7 @@ class Reader:
 
     def __init__(self, checkpoint: Any) -> None:
         self.checkpoint = checkpoint
-        self.scheme = Scheme(checkpoint.config["quantization_config"])
+        self.scheme = CompressedTensorsConfig(checkpoint.config["quantization_config"])
 
     def coded(self, name: str) -> bool:
         """Whether a stored tensor holds the codes of a weight."""
@@ -250,7 +250,7 @@ class Reader:
         check_scales(f"{base}.{SCALE}", scales)
         check_codes(base, self.checkpoint.load(name))
 
-    def _turned(self, group: Group) -> bool:
+    def _turned(self, group: ConfigGroup) -> bool:
         return self.scheme.transposed and group.form != NAIVE
 
     def _part(self, base: str, leaf: str) -> Any:
@@ -276,7 +276,7 @@ class Reader:
             return rows, columns
         return shape[0], shape[1] * 2 if form in (NVFP4, MXFP4) else shape[1]
 
-    def _group(self, name: str) -> Group:
+    def _group(self, name: str) -> ConfigGroup:
         """The group of a coded weight: the one that names it, else the first whose class names and tensors
         fit."""
         base = name.rpartition(".")[0]
@@ -293,7 +293,7 @@ class Reader:
             hint="weights and config are of different versions, or the format is one that attar cannot read",
         )
 
-    def _fits(self, name: str, group: Group) -> bool:
+    def _fits(self, name: str, group: ConfigGroup) -> bool:
         """Whether the stored types and shapes are those of the group's layout."""
         base, _, leaf = name.rpartition(".")
         info, scale = self.checkpoint.tensors[name], self._part(base, SCALE)
@@ -365,7 +365,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor of a packed Linear is missing, or the layout is another one.
     """
-    reader = Reader(checkpoint)
+    reader = CompressedTensorsReader(checkpoint)
     state: dict[str, Tensor] = {}
     for name in checkpoint.tensors:
         tensor = reader.dense(name)

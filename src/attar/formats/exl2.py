@@ -19,7 +19,7 @@ from attar.formats.exl2_tensors import LARGEST, LEAVES, ORDER, TILE, WEIGHT, dec
 
 __all__ = [
     "METHOD",
-    "Reader",
+    "EXL2Reader",
     "decode",
     "dequantize_state",
     "encode",
@@ -53,7 +53,7 @@ def quantization_config(
     return {**made, "rows": dict(rows)} if rows else made
 
 
-class Reader:
+class EXL2Reader:
     """Reads an EXL2 checkpoint tensor by tensor.
 
     Attributes:
@@ -147,7 +147,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing or does not fit.
     """
-    reader = Reader(checkpoint)
+    reader = EXL2Reader(checkpoint)
     state = {}
     for info in checkpoint.tensors.values():
         slot, tensor = reader.slot(info), reader.dense(info.name)

@@ -50,8 +50,8 @@ from attar.formats.qweight import (
     QWEIGHT,
     QZEROS,
     SCALES,
-    Layout,
     QweightReader,
+    TensorSpecs,
     code_bytes,
     decoded,
     half_scales,
@@ -103,7 +103,7 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> Layout:
+def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
     """Type and shape of the tensors that :func:`encode` makes, known before any weight is.
 
     Args:
@@ -209,7 +209,7 @@ def _stated(rule: WeightRule) -> dict[str, Any]:
     return {"bits": rule.bits, "group_size": rule.group_size or -1, "sym": rule.symmetric}
 
 
-class Reader(QweightReader):
+class GPTQReader(QweightReader):
     """Reads a GPTQ checkpoint tensor by tensor.
 
     Attributes:
@@ -274,7 +274,7 @@ class Reader(QweightReader):
             raise CheckpointError(f"{self.checkpoint.path}: {module}.{QWEIGHT} has {len(rows)} axes, not 2")
         return rows[1], info.shape[0] if info and len(info.shape) == 1 else rows[0] * 32 // rule.bits
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> Layout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
         """Types and shapes that its tensors must have."""
         return layout(shape, rule)
 
@@ -298,7 +298,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, or the config is another one's.
     """
-    return read_state(Reader(checkpoint))
+    return read_state(GPTQReader(checkpoint))
 
 
 def is_packed(config: Mapping[str, Any]) -> bool:

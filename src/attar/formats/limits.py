@@ -41,13 +41,13 @@ HEAD = "lm_head"
 CPU_BACKENDS = {"gptq": "gptq_torch", "awq": "torch_awq"}
 
 Shapes = Mapping[str, tuple[int, int]]
-Rules = Mapping[str, WeightRule]
+WeightRules = Mapping[str, WeightRule]
 
 
 def limits(
     format: str,
     shapes: Shapes,
-    rules: WeightRule | Rules,
+    rules: WeightRule | WeightRules,
     *,
     heads: int = 0,
     kv_heads: int = 0,
@@ -73,16 +73,16 @@ def limits(
         return ["tensor parallel: vLLM does not split bitsandbytes weights; it splits the model by layers"]
     named = dict.fromkeys(shapes, rules) if isinstance(rules, WeightRule) else rules
     said = [_parallel(format, shapes, named, heads, kv_heads or heads), *_fused(named)]
-    checks: tuple[Check, ...] = () if activations else (kernels, _marlin_groups, _marlin_shapes)
+    checks: tuple[LimitCheck, ...] = () if activations else (kernels, _marlin_groups, _marlin_shapes)
     checks += (_torch_groups, _cpu_groups, _whole_blocks, _act_order, _second_version, _one_rule, _head)
     found = [check(format, shapes, named) for check in checks]
     return [*said, *(sentence for sentence in found if sentence)]
 
 
-Check = Callable[[str, Shapes, Rules], str | None]
+LimitCheck = Callable[[str, Shapes, WeightRules], str | None]
 
 
-def _parallel(format: str, shapes: Shapes, rules: Rules, heads: int, kv_heads: int) -> str:
+def _parallel(format: str, shapes: Shapes, rules: WeightRules, heads: int, kv_heads: int) -> str:
     """How many devices a model can be split over, and what is in the way of more."""
 
     def problems(degree: int) -> list[tuple[str, str]]:
@@ -143,7 +143,7 @@ def _packed(format: str, rule: WeightRule, kind: str) -> bool:
     return kind == "inputs" or format == "gptq" or not rule.symmetric
 
 
-def _fused(rules: Rules) -> list[str]:
+def _fused(rules: WeightRules) -> list[str]:
     """Sets of Linears of which vLLM makes one, and which have different codes."""
     found: list[tuple[str, str]] = []
     for name in rules:
@@ -162,7 +162,7 @@ def _fused(rules: Rules) -> list[str]:
     ]
 
 
-def kernels(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def kernels(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Codes that vLLM has no kernel for, in a sentence; None where it has one for all.
 
     Args:
@@ -197,7 +197,7 @@ def _marlin(format: str, rule: WeightRule) -> bool:
     return rule.bits == 4 and format != "gptq"
 
 
-def _marlin_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _marlin_groups(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Group sizes that Marlin has not."""
     odd = [
         name
@@ -212,7 +212,7 @@ def _marlin_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _marlin_shapes(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _marlin_shapes(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Shapes that Marlin does not tile."""
     odd = [
         name
@@ -228,7 +228,7 @@ def _marlin_shapes(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _torch_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _torch_groups(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Group sizes that no kernel of GPTQModel has, on which transformers relies."""
     known = TORCH_GROUPS.get(format)
     odd = [name for name, rule in rules.items() if known and rule.group_size not in known]
@@ -240,7 +240,7 @@ def _torch_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _whole_blocks(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _whole_blocks(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Shapes that GPTQ's kernels do not unpack."""
     if format != "gptq":
         return None
@@ -254,7 +254,7 @@ def _whole_blocks(format: str, shapes: Shapes, rules: Rules) -> str | None:
     return f"{what}; {name} has {_size(shapes[name])}{_more([one for one in odd if one != name])}: {then}"
 
 
-def _act_order(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _act_order(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Kernels that cannot cut along inputs whose groups are not neighbours."""
     odd = [name for name in shapes if rules[name].ordered and name.rpartition(".")[2] in ROW]
     if not odd:
@@ -265,7 +265,7 @@ def _act_order(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _second_version(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _second_version(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Readers that take GPTQ's second version for the first."""
     if format != "gptq" or all(rule.symmetric for rule in rules.values()):
         return None
@@ -274,7 +274,7 @@ def _second_version(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _one_rule(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _one_rule(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Readers that know one rule for all Linears."""
     if format != "gptq":
         return None
@@ -289,7 +289,7 @@ def _one_rule(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _head(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _head(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Readers that expect a dense head."""
     if format not in ("gptq", "awq") or HEAD not in shapes:
         return None
@@ -298,7 +298,7 @@ def _head(format: str, shapes: Shapes, rules: Rules) -> str | None:
     )
 
 
-def _cpu_groups(format: str, shapes: Shapes, rules: Rules) -> str | None:
+def _cpu_groups(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
     """Group sizes that the kernel which transformers takes on a CPU has not."""
     odd = [name for name, rule in rules.items() if rule.bits == 4 and rule.group_size == 16]
     if format not in ("gptq", "awq") or not odd:

@@ -39,7 +39,7 @@ __all__ = [
     "ALGORITHMS",
     "FILE",
     "METHOD",
-    "Reader",
+    "ModelOptReader",
     "algorithm",
     "decode",
     "dequantize_state",
@@ -56,7 +56,7 @@ ASIDE = (SCALE, SCALE_2, INPUT_SCALE, "k_scale", "v_scale")
 CODES = ("U8", "I8", "F8_E4M3")
 
 
-class Reader:
+class ModelOptReader:
     """Reads an FP8 or NVFP4 checkpoint of ModelOpt's tensor by tensor.
 
     Attributes:
@@ -184,6 +184,6 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, or the layout is another one.
     """
-    reader = Reader(checkpoint)
+    reader = ModelOptReader(checkpoint)
     decoded = {name: reader.dense(name) for name in checkpoint.tensors}
     return {name: tensor for name, tensor in decoded.items() if tensor is not None}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError
 from attar.formats import compressed_tensors, layouts, modelopt
-from attar.formats.compressed_tensors import K_SCALE, V_SCALE, Group
+from attar.formats.compressed_tensors import K_SCALE, V_SCALE, ConfigGroup
 from attar.formats.modelopt_config import hf_quant_config, quantization_config
 from attar.formats.modelopt_tensors import (
     ALGORITHMS,
@@ -59,8 +59,8 @@ class FromCompressedTensors:
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._scheme = compressed_tensors.Scheme(source.config["quantization_config"])
-        self._reader = compressed_tensors.Reader(source)
+        self._scheme = compressed_tensors.CompressedTensorsConfig(source.config["quantization_config"])
+        self._reader = compressed_tensors.CompressedTensorsReader(source)
         if self._scheme.transposed:
             raise ModelError(
                 f"{source.path}: ModelOpt has no transposed Linears ({source.config['model_type']})",
@@ -158,7 +158,7 @@ class ToCompressedTensors:
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self._reader = modelopt.Reader(source)
+        self._reader = modelopt.ModelOptReader(source)
         self.layers = {
             name.removesuffix(".weight"): self._algorithm(name)
             for name in source.tensors
@@ -210,7 +210,7 @@ class ToCompressedTensors:
             weights, activations = ALGORITHMS[name]
             modules = tuple(module for module, chosen in self.layers.items() if chosen == name)
             targets = ("Linear",) if len(names) == 1 else modules
-            groups.append(Group(targets, weights, activations, format_of(weights, activations)))
+            groups.append(ConfigGroup(targets, weights, activations, format_of(weights, activations)))
         ignore = [
             f"re:{re.escape(name).replace(re.escape('*'), '.*')}$" if "*" in name else name
             for name in said.get("ignore") or ()

@@ -35,7 +35,7 @@ FUSED = {
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 """What vLLM calls the module that it makes of several; its patterns are matched against this name."""
-Layout = dict[str, tuple[str, tuple[int, ...]]]
+TensorSpecs = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def pattern(name: str) -> str:
@@ -85,7 +85,7 @@ class QweightReader(ABC):
         """(N, K) of a Linear, from the shapes of its tensors."""
 
     @abstractmethod
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> Layout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
         """Types and shapes that its tensors must have."""
 
     @abstractmethod

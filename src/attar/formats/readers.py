@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -17,9 +18,18 @@ from attar.formats.stated import stated
 METHODS: dict[str, ModuleType] = {
     module.METHOD: module for module in (compressed_tensors, bitsandbytes, gptq, awq, modelopt, exl2, gguf)
 }
+READERS: dict[str, Callable[[Any], FormatReader]] = {
+    compressed_tensors.METHOD: compressed_tensors.CompressedTensorsReader,
+    bitsandbytes.METHOD: bitsandbytes.BitsAndBytesReader,
+    gptq.METHOD: gptq.GPTQReader,
+    awq.METHOD: awq.AWQReader,
+    modelopt.METHOD: modelopt.ModelOptReader,
+    exl2.METHOD: exl2.EXL2Reader,
+    gguf.METHOD: gguf.GGUFReader,
+}
 
 
-class Reader(Protocol):
+class FormatReader(Protocol):
     """Reads a checkpoint tensor by tensor, whatever its layout."""
 
     def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
@@ -38,7 +48,7 @@ class Reader(Protocol):
         """Raise NumericsError where codes or scales cannot be right."""
 
 
-class Dense:
+class DenseReader:
     """The reader of a checkpoint that is not quantized: everything stands for itself."""
 
     def __init__(self, checkpoint: Any) -> None:
@@ -82,12 +92,11 @@ def method(checkpoint: Any) -> str | None:
     return str(name)
 
 
-def reader(checkpoint: Any) -> Reader:
+def reader(checkpoint: Any) -> FormatReader:
     """The reader of a checkpoint.
 
     Raises:
         ModelError: it is quantized in a way that attar cannot read.
     """
     name = method(checkpoint)
-    made: Reader = METHODS[name].Reader(checkpoint) if name else Dense(checkpoint)
-    return made
+    return READERS[name](checkpoint) if name else DenseReader(checkpoint)

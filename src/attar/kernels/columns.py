@@ -1,7 +1,7 @@
 """The compiled loop over a block of columns that the second-order roundings and coordinate descent share.
 
-The loop is described in csrc/columns.cpp. attar/quantization/columns.py and refine.py hold the same in torch,
-which runs where there is no compiler, on other devices, and for grids without a :class:`CodeBook`.
+csrc/columns.cpp describes the loop. quantization's columns.py and refine.py have the same in torch, for
+machines without a compiler, other devices, and grids without a :class:`CodeBook`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.kernels.build import load, missing, slower
+from attar.kernels.build import load, warn_slower, why_missing
 
-WEIGHTS = 1 << 19  # that pay for one more thread: those of torch still spin when its products have ended
+WEIGHTS_PER_THREAD = 1 << 19  # fewer do not pay: torch's threads still spin after its products
 
 
 @dataclass(frozen=True)
 class CodeBook:
-    """The codes of a grid whose encode and decode the loop knows.
+    """A grid's codes, for the compiled encode and decode.
 
         q = clamp(round((w + m) / s + z), low, high) ,   w' = s (q - z) - m
         q = the nearest of T to (w + m) / s ,            w' = s T[q] - m
@@ -29,8 +29,8 @@ class CodeBook:
     Attributes:
         low: smallest code.
         high: largest code.
-        zero: z, where tiles have none of their own.
-        levels: T, ascending, from code 0 on; half way between two of them belongs to the upper. Empty: even.
+        zero: z of tiles without their own.
+        levels: T, ascending, from code 0 on; ties go to the upper. Empty: uniform levels.
     """
 
     low: int
@@ -40,8 +40,8 @@ class CodeBook:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """What decodes the codes of N rows.
+class TileScales:
+    """Scales that decode the codes of N rows.
 
     Attributes:
         book: the codes.
@@ -59,12 +59,12 @@ class Tiles:
 
 
 def available(device: torch.device) -> bool:
-    """Whether the loop runs compiled; says once why it does not."""
+    """Whether the loop runs compiled; warns once if not."""
     return device.type == "cpu" and _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12) is not None
 
 
 def round_block(
-    tiles: Tiles,
+    tiles: TileScales,
     at: slice,
     weights: Tensor,
     factor: Tensor,
@@ -74,24 +74,24 @@ def round_block(
     mask: Tensor | None = None,
     first: Tensor | None = None,
 ) -> None:
-    """Round a block of columns, each error handed on inside the block. All tensors are contiguous float32.
+    """Round a block of columns, each error propagated inside the block. All tensors are contiguous float32.
 
     Args:
         at: the block's columns.
         weights: (n, N), not modified.
-        factor: (n, n) upper triangular, [j, i]: what the error of column j takes off column i; the diagonal
-            divides errors.
+        factor: (n, n) upper triangular, [j, i]: times the error of column j is subtracted from column i; the
+            diagonal divides errors.
         codes: (n, N), written.
         errors: (n, N), written.
         mask: bool (n, N); False: stays zero.
-        first: (N,), rounded in place of the first column's weights.
+        first: (N,), rounded instead of the first column's weights.
     """
     step = factor.diagonal().reciprocal()
     _run(tiles, at, factor.T.contiguous(), step, None, weights, mask, first, codes, errors)
 
 
 def descend_block(
-    tiles: Tiles,
+    tiles: TileScales,
     at: slice,
     gradient: Tensor,
     H: Tensor,
@@ -109,7 +109,7 @@ def descend_block(
         H: (n, n), the block on the diagonal.
         current: (n, N), decoded weights, replaced by the new ones.
         codes: (n, N), written.
-        moved: (n, N), new less old weights, written.
+        moved: (n, N), new minus old weights, written.
         mask: bool (n, N); False: becomes zero.
     """
     step = H.diagonal().reciprocal()
@@ -126,7 +126,7 @@ def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, z
         zero: the same; None: the book's.
     """
     function = _function("attar_tile_errors", [ctypes.c_int64] * 5, 5)
-    assert function is not None, "available() was asked"
+    assert function is not None, "call available() first"
     across, scales = weight.T.contiguous(), scale.transpose(1, 2).contiguous()
     zeros = None if zero is None else zero.transpose(1, 2).contiguous()
     table, errors = torch.tensor(book.levels, dtype=torch.float32), torch.empty_like(scales)
@@ -142,7 +142,7 @@ def tile_errors(book: CodeBook, weight: Tensor, blocks: Tensor, scale: Tensor, z
 
 
 def _run(
-    tiles: Tiles,
+    tiles: TileScales,
     at: slice,
     inner: Tensor,
     step: Tensor,
@@ -154,20 +154,20 @@ def _run(
     errors: Tensor,
 ) -> None:
     function = _function("attar_columns", [ctypes.c_int64, ctypes.c_int], 12)
-    assert function is not None, "available() was asked"
+    assert function is not None, "call available() first"
     table = torch.tensor(tiles.book.levels, dtype=torch.float32)
     group = tiles.group[at].contiguous()
-    given = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
+    inputs = (tiles.scale, tiles.zero, tiles.minimum, group, inner, step, gradient, current, mask, first)
     shape = current.shape[1], current.shape[0]
     _check(
-        function(*shape, *_numbers(tiles.book, current.numel()), *_addresses(table, *given, codes, errors))
+        function(*shape, *_numbers(tiles.book, current.numel()), *_addresses(table, *inputs, codes, errors))
     )
 
 
 def _numbers(book: CodeBook, weights: int) -> tuple[float, ...]:
-    """Threads, and the book as the library takes it."""
+    """Threads, and the code book's arguments."""
     low = 0 if book.levels else book.low
-    threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS))
+    threads = min(torch.get_num_threads(), max(1, weights // WEIGHTS_PER_THREAD))
     return threads, low, book.high, book.zero, len(book.levels)
 
 
@@ -177,19 +177,28 @@ def _addresses(*tensors: Tensor | None) -> list[int | None]:
 
 
 def _check(failed: int) -> None:
-    assert failed != 2, "more levels than there is room for"
+    assert failed != 2, "too many levels"
     if failed:
         raise MemoryError("rounding columns")
 
 
 def _function(name: str, shape: list[Any], pointers: int) -> Callable[..., int] | None:
-    """A C function with the types of its arguments: a shape, a book and so many pointers behind the table."""
+    """A C function with the types of its arguments: a shape, a code book, its table and ``pointers`` more."""
     library = load("columns")
     if library is None:
-        slower(f"columns are rounded in torch, several times slower than compiled: {missing('columns')}")
+        why = why_missing("columns")
+        warn_slower(f"columns are rounded in torch, several times slower than compiled: {why}")
         return None
     function: Any = getattr(library, name)
-    number, whole = ctypes.c_float, ctypes.c_int
-    function.argtypes = [*shape, whole, number, number, number, whole, *[ctypes.c_void_p] * (pointers + 1)]
-    function.restype = whole
+    number, integer = ctypes.c_float, ctypes.c_int
+    function.argtypes = [
+        *shape,
+        integer,
+        number,
+        number,
+        number,
+        integer,
+        *[ctypes.c_void_p] * (pointers + 1),
+    ]
+    function.restype = integer
     return function  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""Processors that libraries are compiled for ahead of time: for machines without a compiler.
+"""Processor levels that wheels carry compiled libraries for: for machines without a compiler.
 
-A level is what many machines have in common; what the compiler is told of one machine alone
-(``-march=native``) is not among them. The better of two that a processor has comes first.
+A level is a set of instructions common to many machines (``-march=native`` is of one). Better levels come
+first.
 
     x86-64     v3: AVX2 (Haswell 2013, Zen 2017) · v4: AVX-512 (Skylake server 2017, Zen 4 2022); with VNNI
                since Cascade Lake 2019, with bfloat16 since Cooper Lake 2020, with AMX since Sapphire Rapids
@@ -21,13 +21,13 @@ CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of processor.
+    """A level of instructions.
 
     Attributes:
         name: part of the library's file name.
         machine: as ``platform.machine()`` has it.
-        flags: of the compiler.
-        features: what ``/proc/cpuinfo`` must list.
+        flags: for the compiler.
+        features: that ``/proc/cpuinfo`` must list.
     """
 
     name: str
@@ -60,18 +60,16 @@ LEVELS = (
 
 
 def levels() -> tuple[Level, ...]:
-    """Those that this processor runs, the best first."""
-    has = features()
-    return tuple(
-        each for each in LEVELS if each.machine == platform.machine() and has.issuperset(each.features)
-    )
+    """The levels that this processor runs, the best first."""
+    machine, available = platform.machine(), features()
+    return tuple(x for x in LEVELS if x.machine == machine and available.issuperset(x.features))
 
 
 def features() -> frozenset[str]:
-    """What the system tells of this processor; nothing where it does not tell (not Linux)."""
+    """Features of this processor; empty where the system does not list them (not Linux)."""
     try:
         lines = CPUINFO.read_text(errors="replace").splitlines()
     except OSError:
         return frozenset()
-    told = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
-    return frozenset(told[0].split()) if told else frozenset()
+    flags = [line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(flags[0].split()) if flags else frozenset()

@@ -1,9 +1,8 @@
-"""Weights as the compiled products read them: a panel of 32 rows after the other, a row in each 32-bit lane.
+"""Weights as the compiled products read them: panels of 32 rows, a row per 32-bit lane.
 
 Letters: W (N, K) weight; s (N, K / G) scales and z (N, K / G) zero points of groups of G inputs; q (N, K)
 codes, unsigned: W = s (q - z). z need not be whole; without zero points it is the middle, 8 or 128.
-csrc/decode/linear.h tells the bytes; this is the same in torch, both ways, and is what stands behind the
-compiled product.
+csrc/decode/linear.h describes the bytes; this packs and unpacks them in torch.
 
 Scales are kept as float16 multiples of a power of two chosen for the matrix, its ``unit``: bfloat16 and
 float16 scales are kept exactly (while the largest is less than 2^24 times the smallest), float32 ones to
@@ -24,7 +23,7 @@ from attar.errors import NumericsError, UsageError
 from attar.kernels.memory import Arena
 
 PANEL = 32  # rows
-ROWS = 128 * PANEL  # rows that are packed at a time
+ROWS = 128 * PANEL  # packed at a time
 GROUPS = (16, 32, 64, 128)
 BITS = {"int4": 4, "int8": 8}
 
@@ -33,17 +32,17 @@ Zeros = Literal["middle", "points", "products"]
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedWeight:
     """A weight (N, K) as the library reads it.
 
     Attributes:
         data: uint8, the panels.
         rows: N.
         columns: K.
-        kind: what the weights are.
+        kind: number format.
         group: G; 0 for bf16.
-        zeros: which are stored: none, being 8 or 128; points z; or products s z.
-        unit: what stored scales are multiples of, a power of two.
+        zeros: stored zero points: middle (none: all are 8 or 128), points z, or products s z.
+        unit: power of two that stored scales are multiplied by.
         bias: float32 (N,) or None.
     """
 
@@ -62,7 +61,7 @@ class Packed:
         return len(self.data)
 
 
-def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None) -> Packed:
+def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None = None) -> PackedWeight:
     """A weight (N, K), rounded to bfloat16. Does not modify its inputs.
 
     Raises:
@@ -72,14 +71,14 @@ def pack_bf16(weight: Tensor, *, bias: Tensor | None = None, arena: Arena | None
     if columns % 2:
         raise UsageError(f"a weight of {columns} inputs cannot be packed", hint="an even number is needed")
     nbytes = -(-rows // PANEL) * PANEL * columns * 2
-    data = torch.empty(nbytes, dtype=torch.uint8) if arena is None else arena.take(nbytes)
-    at = 0
-    for some in weight.split(ROWS):  # so that a large head needs little memory beside itself
-        lanes = _padded(some.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
+    data = torch.empty(nbytes, dtype=torch.uint8) if arena is None else arena.allocate(nbytes)
+    offset = 0
+    for rows_part in weight.split(ROWS):  # so that a large head needs little memory besides
+        lanes = _padded(rows_part.to(torch.bfloat16)).view(-1, 2, 16, columns // 2, 2)
         part = lanes.permute(0, 3, 1, 2, 4).contiguous().view(torch.uint8).flatten()
-        data[at : at + len(part)] = part
-        at += len(part)
-    return Packed(data, rows, columns, "bf16", bias=_bias(bias))
+        data[offset : offset + len(part)] = part
+        offset += len(part)
+    return PackedWeight(data, rows, columns, "bf16", bias=_bias(bias))
 
 
 def pack_codes(
@@ -90,7 +89,7 @@ def pack_codes(
     kind: Kind,
     bias: Tensor | None = None,
     arena: Arena | None = None,
-) -> Packed:
+) -> PackedWeight:
     """A quantized weight. Does not modify its inputs.
 
     Args:
@@ -99,7 +98,7 @@ def pack_codes(
         zeros: z (N, K / G); None: 8 or 128.
         kind: int4 or int8.
         bias: (N,).
-        arena: where the bytes go; None: memory of their own.
+        arena: allocates the bytes; None: a tensor of their own.
 
     Raises:
         UsageError: the groups do not divide K, or are not of 16, 32, 64 or 128 inputs.
@@ -109,10 +108,9 @@ def pack_codes(
     group = _group(columns, scales.shape[1])
     unit, stored, parts = _constants(scales, zeros)
     fields = [part.view(-1, PANEL, columns // group).transpose(1, 2).contiguous() for part in parts]
-    found = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
-    data = torch.cat(found, dim=2).flatten()
-    kept = _kept(data, arena)
-    return Packed(kept, rows, columns, kind, group, stored, unit, _bias(bias))
+    parts_bytes = [*(field.view(torch.uint8) for field in fields), _code_bytes(_padded(codes), group, bits)]
+    data = _moved(torch.cat(parts_bytes, dim=2).flatten(), arena)
+    return PackedWeight(data, rows, columns, kind, group, stored, unit, _bias(bias))
 
 
 def pack(
@@ -122,7 +120,7 @@ def pack(
     group: int = 32,
     bias: Tensor | None = None,
     arena: Arena | None = None,
-) -> Packed:
+) -> PackedWeight:
     """A weight (N, K), rounded to nearest where ``kind`` is int4 or int8."""
     if kind == "bf16":
         return pack_bf16(weight, bias=bias, arena=arena)
@@ -140,8 +138,7 @@ def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
     if weight.shape[1] % group:
         raise UsageError(f"groups of {group} do not divide {weight.shape[1]} inputs")
     parts = weight.float().unflatten(1, (-1, group))
-    at = parts.abs().argmax(2, keepdim=True)
-    peak = parts.gather(2, at)
+    peak = parts.gather(2, parts.abs().argmax(2, keepdim=True))
     scales = peak / -8 if kind == "int4" else peak.abs() / 127
     unit = _unit(scales)
     scales = (scales / unit).to(torch.float16).float() * unit  # what will be stored
@@ -151,8 +148,8 @@ def quantize(weight: Tensor, kind: Kind, group: int) -> tuple[Tensor, Tensor]:
     return codes.to(torch.uint8).flatten(1), scales.squeeze(2)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """W, float32 (N, K), as the product sees it."""
+def unpack(packed: PackedWeight) -> Tensor:
+    """W, float32 (N, K), as the product multiplies it."""
     rows, columns = packed.rows, packed.columns
     if packed.kind == "bf16":
         pairs = packed.data.view(torch.bfloat16).view(-1, columns // 2, 2, 16, 2)
@@ -173,9 +170,9 @@ def unpack(packed: Packed) -> Tensor:
 def _code_bytes(codes: Tensor, group: int, bits: int) -> Tensor:
     """(panels, K / G, bytes of a group's codes)."""
     lanes = codes.view(-1, 2, 16, codes.shape[1] // group, group * bits // 32, 8 // bits, 4)
-    lanes = lanes.permute(0, 3, 4, 1, 2, 6, 5)  # panel, group, step, half, lane, byte, part of the byte
-    found = lanes[..., 0] if bits == 8 else lanes[..., 0] | (lanes[..., 1] << 4)
-    return found.reshape(found.shape[0], found.shape[1], -1)
+    lanes = lanes.permute(0, 3, 4, 1, 2, 6, 5)  # panel, group, step, half, lane, byte, nibble
+    data = lanes[..., 0] if bits == 8 else lanes[..., 0] | (lanes[..., 1] << 4)
+    return data.reshape(data.shape[0], data.shape[1], -1)
 
 
 def _codes(data: Tensor, group: int, bits: int) -> Tensor:
@@ -200,7 +197,7 @@ def _group(columns: int, groups: int) -> int:
 
 
 def _constants(scales: Tensor, zeros: Tensor | None) -> tuple[float, Zeros, list[Tensor]]:
-    """The unit, what is stored of zero points, and the fields, float16 (whole panels, K / G)."""
+    """The unit, the kind of stored zero points, and the fields, float16 (whole panels, K / G)."""
     unit, scales = _unit(scales), scales.float()
     if zeros is None:
         return unit, "middle", [_padded((scales / unit).to(torch.float16))]
@@ -209,28 +206,28 @@ def _constants(scales: Tensor, zeros: Tensor | None) -> tuple[float, Zeros, list
     products = scales * zeros.float()
     common = _unit(torch.stack([scales.abs().amax(), products.abs().amax()]))
     stored, points = (products / common).to(torch.float16), zeros.to(torch.float16)
-    far = ((points.float() - zeros.float()) * scales).abs().amax()
-    if far <= (stored.float() * common - products).abs().amax():
+    error = ((points.float() - zeros.float()) * scales).abs().amax()
+    if error <= (stored.float() * common - products).abs().amax():
         return unit, "points", [_padded((scales / unit).to(torch.float16)), _padded(points)]
     return common, "products", [_padded((scales / common).to(torch.float16)), _padded(stored)]
 
 
 def _unit(scales: Tensor) -> float:
-    """The power of two of which the largest scale is 2^14 to 2^15."""
-    top = float(scales.abs().max())
-    if not math.isfinite(top):
+    """The power of two that makes the largest scale 2^14 to 2^15 times it."""
+    peak = float(scales.abs().max())
+    if not math.isfinite(peak):
         raise NumericsError("a scale is not finite", hint="look for NaN and infinity in the checkpoint")
-    return math.ldexp(1.0, math.frexp(top)[1] - 15) if top > 0 else 1.0
+    return math.ldexp(1.0, math.frexp(peak)[1] - 15) if peak > 0 else 1.0
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """Whole panels; rows that are added are zero."""
+    """Zero rows added to fill whole panels."""
     missing = -len(rows) % PANEL
     return torch.nn.functional.pad(rows, (0, 0, 0, missing)).contiguous()
 
 
-def _kept(data: Tensor, arena: Arena | None) -> Tensor:
-    return data if arena is None else arena.take(len(data)).copy_(data)
+def _moved(data: Tensor, arena: Arena | None) -> Tensor:
+    return data if arena is None else arena.allocate(len(data)).copy_(data)
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:

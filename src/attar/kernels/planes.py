@@ -1,6 +1,6 @@
-"""The compiled planes of ggml's blocks, and a histogram of bytes.
+"""Bit planes of ggml's blocks, compiled, and a histogram of bytes.
 
-attar/formats/gguf/planes.py has the formula of the planes, and the same in torch.
+attar/formats/gguf/planes.py has the formula, and the same in torch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from attar.kernels.build import load
 
-Numbers = Sequence[tuple[int, int, int, int]]
-"""Of each plane its first byte, bits, run and shift."""
+PlaneTable = Sequence[tuple[int, int, int, int]]
+"""First byte, bits, run and shift of each plane."""
 
 
-def join(out: Tensor, planes: Numbers, codes: Tensor) -> bool:
-    """Write codes (B, n), uint8, contiguous, into the blocks ``out`` (B, bytes), whose rows may lie apart.
+def join(out: Tensor, planes: PlaneTable, codes: Tensor) -> bool:
+    """Write codes (B, n), uint8, contiguous, into the blocks ``out`` (B, bytes), rows with any stride.
     False: there is no library, or a tensor is not on the CPU."""
     function = _function("attar_planes_join", out, codes)
     if function is None:
@@ -30,7 +30,7 @@ def join(out: Tensor, planes: Numbers, codes: Tensor) -> bool:
     return True
 
 
-def cut(blocks: Tensor, planes: Numbers, codes: Tensor) -> bool:
+def cut(blocks: Tensor, planes: PlaneTable, codes: Tensor) -> bool:
     """The inverse: fill codes (B, n)."""
     function = _function("attar_planes_cut", blocks, codes)
     if function is None:
@@ -42,7 +42,7 @@ def cut(blocks: Tensor, planes: Numbers, codes: Tensor) -> bool:
 
 
 def histogram(octets: Tensor) -> Tensor | None:
-    """How often each of the 256 bytes occurs in uint8, contiguous: int64 (256,); None without a library."""
+    """Counts of the 256 byte values in contiguous uint8: int64 (256,); None without a library."""
     library = load("planes") if octets.device.type == "cpu" else None
     if library is None:
         return None
@@ -60,8 +60,8 @@ def _function(name: str, blocks: Tensor, codes: Tensor) -> Any:
         return None
     assert blocks.stride(1) == 1 and codes.is_contiguous()
     function = getattr(library, name)
-    pointer, long, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    pointer, long, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     last = [pointer, long] if name == "attar_planes_join" else [long, pointer]
-    function.argtypes = [pointer, whole, long, long, pointer, *last]
+    function.argtypes = [pointer, integer, long, long, pointer, *last]
     function.restype = None
     return function

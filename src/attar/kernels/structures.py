@@ -1,30 +1,36 @@
-"""The structures of csrc/decode for ctypes, field by field, and what the library exports.
+"""The structures of csrc/decode for ctypes, field by field, and the functions of the library.
 
-A structure holds addresses: whoever fills one in keeps the tensors behind it alive.
+A structure holds addresses: its creator keeps the tensors alive.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.kernels.build import load
-from attar.kernels.packed import Packed
+from attar.kernels.packed import PackedWeight
 
-POINTER, LONG, WHOLE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 KINDS = {"bf16": 16, "int8": 8, "int4": 4}
 ZEROS = {"middle": 0, "points": 1, "products": 2}
 
+Int64s = NDArray[np.int64]
 
-class Linear(ctypes.Structure):
+
+class LinearStruct(ctypes.Structure):
     """csrc/decode/linear.h."""
 
     _fields_ = [
         *((name, POINTER) for name in ("data", "bias")),
         *((name, LONG) for name in ("rows", "columns")),
-        *((name, WHOLE) for name in ("kind", "group", "zeros")),
+        *((name, INT) for name in ("kind", "group", "zeros")),
         ("unit", FLOAT),
     ]
 
@@ -33,13 +39,13 @@ NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "quer
 PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
     _fields_ = [
         *((name, POINTER) for name in (*NORMS, "rotary")),
         ("window", LONG),
-        *((name, Linear) for name in PRODUCTS),
+        *((name, LinearStruct) for name in PRODUCTS),
     ]
 
 
@@ -47,24 +53,24 @@ SIZES = ("hidden", "heads", "kv_heads", "head_dim", "rotary", "intermediate", "v
 FLOATS = ("eps", "scale", "soft_cap", "final_soft_cap", "embedding_scale")
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
     _fields_ = [
         *((name, LONG) for name in ("layers", *SIZES, "block_size", "blocks")),
         *((name, FLOAT) for name in FLOATS),
-        *((name, WHOLE) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
+        *((name, INT) for name in ("activation", "bits", "pool_kind", "embedding_kind")),
         *((name, POINTER) for name in ("embedding", "norm")),
-        ("head", Linear),
+        ("head", LinearStruct),
         *((name, POINTER) for name in ("layer", "pool")),
     ]
 
 
-COUNTS = ("tokens", "spans", "wanted", "copies")
-LISTS = ("ids", "positions", "slots", "span", "first", "place", "table", "block", "tree", "mask", "count")
+COUNTS = ("tokens", "spans", "logit_rows", "copies")
+LISTS = ("ids", "positions", "slots", "span", "first", "past", "table", "block", "tree", "mask", "count")
 
 
-class Batch(ctypes.Structure):
+class BatchStruct(ctypes.Structure):
     """csrc/decode/model.h."""
 
     _fields_ = [
@@ -73,9 +79,9 @@ class Batch(ctypes.Structure):
     ]
 
 
-def linear(packed: Packed) -> Linear:
-    """A packed weight for the library."""
-    return Linear(
+def linear_struct(packed: PackedWeight) -> LinearStruct:
+    """A packed weight as the library reads it."""
+    return LinearStruct(
         address(packed.data),
         address(packed.bias),
         packed.rows,
@@ -87,38 +93,105 @@ def linear(packed: Packed) -> Linear:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepTokens:
+    """The tokens of a step, those of a sequence (a span) contiguous; int64 throughout.
+
+    Attributes:
+        ids: (T,).
+        positions: (T,), for the rotary embedding.
+        slots: (T,), slot s is row s % B of block s // B.
+        counts: tokens of each sequence.
+        past: keys of each sequence in the cache before this step.
+        blocks: block table of each sequence.
+        rows: tokens whose logits are returned.
+        copies: (from, to) blocks copied before the step.
+        trees: per sequence None, or bool (count, count): row's token sees column's token, itself included.
+    """
+
+    ids: Int64s
+    positions: Int64s
+    slots: Int64s
+    counts: Sequence[int]
+    past: Sequence[int]
+    blocks: Sequence[Sequence[int]]
+    rows: Int64s
+    copies: Sequence[tuple[int, int]] = ()
+    trees: Sequence[NDArray[np.bool_] | None] = field(default=())
+
+
+def batch_struct(tokens: StepTokens, logits: Tensor) -> tuple[BatchStruct, list[Any]]:
+    """The structure of a step, and the arrays that must outlive it."""
+    counts, spans = np.asarray(tokens.counts, dtype=np.int64), len(tokens.counts)
+    ends = np.cumsum(counts)
+    lengths = np.array([len(table) for table in tokens.blocks], dtype=np.int64)
+    starts, mask = _tree_masks(tokens)
+    lists = {
+        "ids": tokens.ids,
+        "positions": tokens.positions,
+        "slots": tokens.slots,
+        "span": np.repeat(np.arange(spans), counts),
+        "first": ends - counts,
+        "past": tokens.past,
+        "table": np.cumsum(lengths) - lengths,
+        "block": [block for table in tokens.blocks for block in table],
+        "tree": starts,
+        "count": counts,
+        "rows": tokens.rows,
+        "copy": [block for pair in tokens.copies for block in pair],
+    }
+    arrays = {name: np.ascontiguousarray(value, dtype=np.int64) for name, value in lists.items()}
+    assert len(arrays["ids"]) == int(counts.sum()), f"{len(arrays['ids'])} tokens for spans of {counts.sum()}"
+    addresses = {name: array.ctypes.data for name, array in arrays.items()}
+    sizes = (len(arrays["ids"]), spans, len(arrays["rows"]), len(tokens.copies))
+    batch = BatchStruct(*sizes, mask=mask.ctypes.data, logits=logits.data_ptr(), **addresses)
+    return batch, [arrays, mask]
+
+
+def _tree_masks(tokens: StepTokens) -> tuple[list[int], NDArray[np.uint8]]:
+    """Offset of each sequence's tree mask (-1: none) in the concatenation of all masks."""
+    starts, masks, size = [], [np.empty(0, dtype=np.uint8)], 0
+    for tree in tokens.trees or [None] * len(tokens.counts):
+        starts.append(-1 if tree is None else size)
+        if tree is not None:
+            masks.append(np.ascontiguousarray(tree, dtype=np.uint8).ravel())
+            size += len(masks[-1])
+    return starts, np.concatenate(masks)
+
+
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's numbers are; None for none."""
+    """Address of a tensor's data; None for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def library() -> Any | None:
-    """The compiled library with the types of its functions; None where there is no compiler."""
-    found: Any = load("decode")
-    if found is None:
+    """The compiled library with the types of its functions; None without a compiler."""
+    lib: Any = load("decode")
+    if lib is None:
         return None
-    found.attar_team.argtypes, found.attar_team.restype = [WHOLE], POINTER
-    found.attar_team_free.argtypes, found.attar_team_free.restype = [POINTER], None
-    found.attar_multiply.argtypes = [POINTER, POINTER, POINTER, LONG, WHOLE, POINTER]
-    found.attar_multiply.restype = WHOLE
-    found.attar_dot_products.argtypes, found.attar_dot_products.restype = [], WHOLE
-    found.attar_runner.argtypes, found.attar_runner.restype = [POINTER, WHOLE], POINTER
-    found.attar_runner_free.argtypes, found.attar_runner_free.restype = [POINTER], None
-    found.attar_run.argtypes, found.attar_run.restype = [POINTER, POINTER], WHOLE
-    found.attar_move.argtypes, found.attar_move.restype = [POINTER, POINTER, LONG], None
-    found.attar_team_fails.argtypes, found.attar_team_fails.restype = [POINTER, LONG, LONG, WHOLE], WHOLE
-    found.attar_read.argtypes, found.attar_read.restype = [POINTER, POINTER, LONG], ctypes.c_uint64
-    return found
+    lib.attar_thread_pool.argtypes, lib.attar_thread_pool.restype = [INT], POINTER
+    lib.attar_thread_pool_free.argtypes, lib.attar_thread_pool_free.restype = [POINTER], None
+    lib.attar_multiply.argtypes = [POINTER, POINTER, POINTER, LONG, INT, POINTER]
+    lib.attar_multiply.restype = INT
+    lib.attar_dot_products.argtypes, lib.attar_dot_products.restype = [], INT
+    lib.attar_runner.argtypes, lib.attar_runner.restype = [POINTER, INT], POINTER
+    lib.attar_runner_free.argtypes, lib.attar_runner_free.restype = [POINTER], None
+    lib.attar_run.argtypes, lib.attar_run.restype = [POINTER, POINTER], INT
+    lib.attar_copy_slots.argtypes, lib.attar_copy_slots.restype = [POINTER, POINTER, LONG], None
+    lib.attar_thread_pool_fails.argtypes = [POINTER, LONG, LONG, INT]
+    lib.attar_thread_pool_fails.restype = INT
+    lib.attar_read.argtypes, lib.attar_read.restype = [POINTER, POINTER, LONG], ctypes.c_uint64
+    return lib
 
 
-def raise_for(code: int, what: str) -> None:
-    """What the library's numbers mean.
+def raise_for(code: int, action: str) -> None:
+    """Raise the exception for a return code of the library.
 
     Raises:
         MemoryError: 1.
         RuntimeError: any other but 0.
     """
     if code == 1:
-        raise MemoryError(f"{what}: there is not enough memory")
+        raise MemoryError(f"{action}: there is not enough memory")
     if code:
-        raise RuntimeError(f"{what} failed in the compiled library ({code})")
+        raise RuntimeError(f"{action} failed in the compiled library ({code})")

@@ -1,4 +1,4 @@
-"""torch with one thread: its own spin for a while after each operation, and sum in an order of their own."""
+"""torch with one thread: more spin after each operation, and sum in an order that depends on their number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch works in the calling thread alone: sums have one order, and nothing is taken from the
-    threads of a kernel that runs next. Threads that are begun inside have none of torch's either."""
+    """Inside, torch uses the calling thread alone: sums have one order, and no spinning thread slows the
+    kernel that runs next. Threads started inside inherit this."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

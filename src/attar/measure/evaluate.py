@@ -1,10 +1,10 @@
 """Evaluate a checkpoint: quality, size, speed, memory and a sample, as one flat record.
 
-The model runs in what serves it, with the activations and the keys and values of that runner, so that what a
-user gets is what is measured; the reference runs in transformers.
+The model runs in the engine that serves it, with that runner's activations and KV cache, so the figures are
+what a user gets; the reference runs in transformers.
 
-Order matters for the memory figure: the model is loaded, speaks and is timed first, the peak is read, and
-only then come the logits of the whole text.
+The order matters for the memory figure: the model is loaded, generates the sample and is timed, then the peak
+is read, and only then the logits of the whole text are computed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from attar.progress import SILENT, Progress
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a model predicts a text, and how far it is from the reference.
+    """How well a model predicts a text, and its distance from the reference.
 
     Attributes:
         loss: mean negative log-likelihood, nats per predicted token.
-        tokens: how many were predicted.
+        tokens: predicted tokens.
         kl_mean, kl_p99: mean and 99th percentile of KL(reference || model) per token, in nats; None without a
             reference.
-        top1_agreement: fraction of tokens where both would choose the same one, 0 to 1; None without a
+        top1_agreement: fraction of tokens where both models have the same likeliest token; None without a
             reference.
-        accuracy: fraction of tokens that the model finds likeliest, 0 to 1.
-        quality_kept: accuracy over the reference's; None without a reference, or where it is never right.
+        accuracy: fraction of tokens that are the model's likeliest.
+        quality_kept: accuracy / the reference's accuracy; None without a reference, or where its is 0.
     """
 
     perplexity: float
@@ -69,25 +69,24 @@ class Measurements(Quality):
 
     Attributes:
         model, reference: names.
-        data: the text; held_out: no stage of the model's lineage has read any of it, as far as is recorded;
-            held_out_note: what is against it, else empty.
-        bytes: of the stored tensors; parameters: of the model they stand for; bits_per_weight: 8 * bytes /
-            parameters.
+        data: the text.
+        held_out: no stage of the model's lineage has read any of the text, as far as its records tell.
+        held_out_note: why it is not held out; else empty.
+        bytes: of the stored tensors; parameters: of the dense model; bits_per_weight: 8 * bytes / parameters.
         prefill_tokens_per_s, decode_tokens_per_s: medians; the spreads are (max - min) / median over the
-            rounds, None of one round.
+            rounds, None for a single round.
         transformers_prefill_tokens_per_s, transformers_decode_tokens_per_s: of transformers on the decoded
-            weights, where asked for.
-        peak_rss_bytes: the most resident memory while the model was loaded, spoke and was timed, less the
-            kept reference.
-        peak_device_bytes: the most memory on the GPU in that time; None on a CPU.
-        prompt, sample: greedy continuation of the prompt.
-        runner: compiled, modules or transformers: what computed all of this but the reference.
-        runner_note: why it is transformers though the runtime was asked for; None where it is not.
-        activations, kv_dtype: what the runner's products round their inputs to, and how it keeps keys and
-            values.
-        device, threads: where it ran.
-        tasks: accuracy on multiple-choice questions, one for each file.
-        seconds: the evaluation took so long.
+            weights, with ``reference_speed``.
+        peak_rss_bytes: peak resident memory while the model was loaded, generated the sample and was timed,
+            without the kept reference logits.
+        peak_device_bytes: peak GPU memory in that time; None on a CPU.
+        prompt, sample: a prompt and its greedy completion.
+        runner: the engine of all figures but the reference: compiled, modules or transformers.
+        runner_note: why transformers runs the model although the runtime was asked for; else None.
+        activations, kv_dtype: precision of the inputs of matrix products, and of the KV cache.
+        device, threads: of torch.
+        tasks: accuracy on multiple-choice questions, one entry for each file.
+        seconds: duration of the evaluation.
     """
 
     model: str
@@ -132,8 +131,8 @@ def evaluate(
     """Measure a causal language model.
 
     Args:
-        reference: what the divergence is measured against: a model, or a :class:`Reference` that serves
-            several evaluations. Both models read the same tokens, the reference's.
+        reference: what the divergence is measured against: a model, or a :class:`Reference` shared by
+            several evaluations. Both models read the same tokens, those of the reference's tokenizer.
 
     Raises:
         UsageError: model and reference have different tokenizers.
@@ -150,9 +149,9 @@ def evaluate(
     questions = {file: read_questions(file, settings.tasks_limit) for file in settings.tasks}
     start = time.monotonic()
     reset_peak(settings.device)
-    where = {"dtype": settings.dtype, "device": settings.device}
-    how = {name: getattr(settings, name) for name in ("runner", "kv_dtype", "activations")}
-    subject = load_subject(model, **how, **where)
+    placement = {"dtype": settings.dtype, "device": settings.device}
+    formats = {name: getattr(settings, name) for name in ("runner", "kv_dtype", "activations")}
+    subject = load_subject(model, **formats, **placement)
     if isinstance(reference, Reference):
         check_same_tokens(subject, reference.subject)
     prompt, sample = _sample(subject, settings)
@@ -161,9 +160,9 @@ def evaluate(
     if isinstance(reference, Reference):
         peak -= reference.nbytes
     elif reference is not None:
-        other = load_subject(reference, **where)
-        check_same_tokens(subject, other)
-        reference = make_reference(other, settings, progress=progress)
+        reference_subject = load_subject(reference, **placement)
+        check_same_tokens(subject, reference_subject)
+        reference = make_reference(reference_subject, settings, progress=progress)
     elif subject.checkpoint is not None:
         settings = fit(settings, subject.checkpoint, progress)
     note = text_note(subject, settings, reference)
@@ -171,27 +170,22 @@ def evaluate(
         progress.log(f"warning: {subject.name} is not measured on held-out text: {note}")
     quality = measure_quality(subject, settings, reference, progress=progress)
     tasks = tuple(measure_task(subject, file, rows, progress=progress) for file, rows in questions.items())
-    plain = _transformers_speed(model, subject, settings)
+    transformers_speed = _transformers_speed(model, subject, settings)
     return Measurements(
         **asdict(quality),
         **asdict(measure_size(subject)),
         **asdict(serving_formats(subject)),
+        **_speeds(speed, transformers_speed),
         model=subject.name,
         reference=reference.subject.name if reference else None,
         data=reference.settings.data if reference else settings.data,
         held_out=not note,
         held_out_note=note,
-        prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
-        prefill_spread=speed.prefill_spread if speed else None,
-        decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
-        decode_spread=speed.decode_spread if speed else None,
-        transformers_prefill_tokens_per_s=plain.prefill_tokens_per_s if plain else None,
-        transformers_decode_tokens_per_s=plain.decode_tokens_per_s if plain else None,
         peak_rss_bytes=peak,
         peak_device_bytes=device_peak,
         prompt=prompt,
         sample=sample,
-        runner_note=subject.why or None,
+        runner_note=subject.fallback_reason or None,
         device=settings.device,
         threads=torch.get_num_threads(),
         tasks=tasks,
@@ -221,62 +215,69 @@ def measure_quality(
         pieces = split(held_out(subject, settings) if batches is None else batches, subject.vocabulary)
     losses: list[Tensor] = []
     divergences: list[Tensor] = []
-    agreed: list[Tensor] = []
-    right: list[Tensor] = []
-    best: list[Tensor] = []  # whether the reference is right
+    agreements: list[Tensor] = []
+    correct: list[Tensor] = []
+    reference_correct: list[Tensor] = []
     with progress.task(f"evaluate {subject.name}", total=len(pieces)) as task:
         for number, piece in enumerate(pieces):
-            theirs = reference.rows(number) if reference else None
+            reference_rows = reference.rows(number) if reference else None
             for logits, labels in subject_logits(subject, piece, subject.vocabulary):
                 losses.append(token_losses(logits, labels).cpu())
-                right.append(hits(logits, labels).cpu())
-                if theirs is not None:
-                    row = next(theirs)
-                    best.append(hits(row, labels).cpu())
+                correct.append(hits(logits, labels).cpu())
+                if reference_rows is not None:
+                    row = next(reference_rows)
+                    reference_correct.append(hits(row, labels).cpu())
                     divergences.append(kl(row, logits).cpu())
-                    agreed.append(agreement(row, logits).cpu())
+                    agreements.append(agreement(row, logits).cpu())
             task.advance(loss=float(losses[-1].mean()))
-    quality = _predicted(subject.name, losses, right)
-    return _compared(quality, divergences, agreed, best) if divergences else quality
-
-
-def _predicted(name: str, losses: list[Tensor], right: list[Tensor]) -> Quality:
-    """How well the text is predicted: of each sequence losses (n,) and hits (n,)."""
-    every = torch.cat(losses)
-    loss = float(every.mean())
-    if loss != loss:  # NaN
-        raise NumericsError(
-            f"{name} gives NaN logits for {int(every.isnan().sum())} of {every.numel()} tokens",
-            hint="evaluate its parent: the stage that made it went wrong, or --dtype is too narrow",
-        )
-    return Quality(perplexity(loss), loss, every.numel(), accuracy=_share(right))
-
-
-def _compared(
-    quality: Quality, divergences: list[Tensor], agreed: list[Tensor], best: list[Tensor]
-) -> Quality:
-    """The same with what only a comparison with the reference says."""
-    distances, theirs = torch.cat(divergences), _share(best)
+    quality = _prediction(subject.name, losses, correct)
+    if not divergences:
+        return quality
+    distances, reference_accuracy = torch.cat(divergences), _fraction(reference_correct)
+    kept = (
+        quality.accuracy / reference_accuracy if reference_accuracy and quality.accuracy is not None else None
+    )
     return replace(
         quality,
         kl_mean=float(distances.mean()),
         kl_p99=percentile(distances, 99.0),
-        top1_agreement=_share(agreed),
-        quality_kept=quality.accuracy / theirs if theirs and quality.accuracy is not None else None,
+        top1_agreement=_fraction(agreements),
+        quality_kept=kept,
     )
 
 
-def _share(parts: list[Tensor]) -> float:
-    """The fraction of what is true."""
+def _prediction(name: str, losses: list[Tensor], correct: list[Tensor]) -> Quality:
+    """Perplexity and accuracy, from the losses (n,) and hits (n,) of each sequence."""
+    all_losses = torch.cat(losses)
+    loss = float(all_losses.mean())
+    if loss != loss:  # NaN
+        raise NumericsError(
+            f"{name} gives NaN logits for {int(all_losses.isnan().sum())} of {all_losses.numel()} tokens",
+            hint="evaluate its parent: its last stage went wrong, or --dtype is too narrow",
+        )
+    return Quality(perplexity(loss), loss, all_losses.numel(), accuracy=_fraction(correct))
+
+
+def _fraction(parts: list[Tensor]) -> float:
+    """The fraction of elements that are true."""
     return float(torch.cat(parts).double().mean())
 
 
 def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, str | None]:
-    """The prompt as people read it, and what the model says after it; None for none."""
+    """The prompt and its greedy completion, as text; None without a prompt or a tokenizer."""
     if not settings.sample or subject.tokenizer is None:
         return None, None
     text, ids = sample_prompt(subject, settings.sample)
     return text, decode_tokens(subject, generate_greedily(subject, ids, settings.sample_tokens))
+
+
+def _speeds(speed: Speed | None, transformers: Speed | None) -> dict[str, float | None]:
+    """Fields of the record."""
+    names = ("prefill_tokens_per_s", "prefill_spread", "decode_tokens_per_s", "decode_spread")
+    fields: dict[str, float | None] = {name: getattr(speed, name, None) for name in names}
+    for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        fields[f"transformers_{name}"] = getattr(transformers, name, None)
+    return fields
 
 
 def _speed(subject: Subject, settings: EvaluateSettings) -> Speed:
@@ -291,7 +292,7 @@ def _speed(subject: Subject, settings: EvaluateSettings) -> Speed:
 def _transformers_speed(
     model: str | Path | Checkpoint | Subject, subject: Subject, settings: EvaluateSettings
 ) -> Speed | None:
-    """The same of transformers on the decoded weights, which are loaded for it."""
+    """The speed of transformers on the decoded weights, which are loaded for it; None unless requested."""
     if not settings.reference_speed:
         return None
     if subject.loaded is None:

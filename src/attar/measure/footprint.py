@@ -1,4 +1,9 @@
-"""How big a checkpoint is: from its headers, whatever its size."""
+"""Bytes of a checkpoint, from its headers, and peak memory of this process.
+
+On Linux the kernel keeps the high-water mark of the resident set (``VmHWM``) and resets it when 5 is written
+to ``/proc/self/clear_refs``, so one long process can measure several pieces of work. Elsewhere the mark
+covers the whole life of the process. Device memory is torch's own count.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,15 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.parts import count
 from attar.measure.subject import Subject
 
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
+
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of the stored tensors, parameters of the model they stand for, and 8 * bytes / parameters.
+    """Bytes of the stored tensors, parameters of the dense model, and 8 * bytes / parameters.
 
-    Scales, zero points and the like are bytes but no parameters, so they make the bits of a weight more.
+    Scales and zero points are bytes but not parameters, so they add to the bits per weight.
     """
 
     bytes: int
@@ -27,25 +35,20 @@ class Size:
 
 
 def measure_size(subject: Checkpoint | Subject) -> Size:
-    """The size of a checkpoint, or of a model in memory where there is none (tied weights once)."""
+    """The size of a checkpoint, or of a model in memory where there is none (tied weights count once)."""
     checkpoint = subject.checkpoint if isinstance(subject, Subject) else subject
     if checkpoint is not None:
-        return _size(checkpoint.nbytes, count(checkpoint).parameters)
-    assert isinstance(subject, Subject)
-    tensors = list(subject.model.parameters())
-    return _size(sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors))
-
-
-def _size(stored: int, parameters: int) -> Size:
+        stored, parameters = checkpoint.nbytes, count(checkpoint).parameters
+    else:
+        assert isinstance(subject, Subject)
+        tensors = list(subject.model.parameters())
+        stored = sum(tensor.nbytes for tensor in tensors)
+        parameters = sum(tensor.numel() for tensor in tensors)
     return Size(stored, parameters, 8 * stored / parameters if parameters else 0.0)
 
 
-STATUS = Path("/proc/self/status")
-CLEAR = Path("/proc/self/clear_refs")
-
-
 def reset_peak(device: str = "cpu") -> bool:
-    """Forget the peak so far; False where the system cannot: later readings are then of the whole life."""
+    """Reset the peaks; False where the system cannot, and later readings cover the life of the process."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -56,7 +59,7 @@ def reset_peak(device: str = "cpu") -> bool:
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory since the last reset, in bytes."""
+    """Peak resident memory since the last reset, in bytes."""
     try:
         for line in STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -68,5 +71,5 @@ def peak_rss_bytes() -> int:
 
 
 def peak_device_bytes(device: str) -> int | None:
-    """The most memory torch held on a CUDA device since the last reset; None on a CPU."""
+    """Peak memory that torch held on a CUDA device since the last reset; None on a CPU."""
     return int(torch.cuda.max_memory_allocated(device)) if device.startswith("cuda") else None

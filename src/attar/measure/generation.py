@@ -1,7 +1,11 @@
-"""What a model says after a prompt, greedily: the sample in its record.
+"""Greedy samples, and prefill and decode speed, of the engine that serves a model.
 
-It comes out of what serves the model, :class:`attar.LLM`; where transformers runs it, of transformers' own
-``generate``.
+The engine is :class:`attar.LLM`. A model that transformers runs (``--runner transformers``, or one that the
+runtime does not support) uses transformers' own ``generate``.
+
+A round of the speed measurement prefills a prompt of random tokens and then decodes token by token, one
+sequence. The first round is a warm-up; the median of the others is reported with its spread,
+(max - min) / median, which a single round does not have.
 """
 
 from __future__ import annotations
@@ -18,13 +22,14 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from attar.data.auto import AUTO, CODE, fitting
-from attar.data.prose import CHAT, PROSE
+from attar.data.python_text import CHAT, PROSE
 from attar.errors import DataError
 from attar.measure.subject import Subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.bench import measure
-from attar.runtime.codec import Codec
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.tokenizer import PromptTokenizer
 
 SAMPLE_PROMPTS = {
     CODE: "def __init__(self",
@@ -33,9 +38,32 @@ SAMPLE_PROMPTS = {
 }
 """Prompts of samples, by the text that fits a model."""
 
+BUDGET_S = 2.0  # seconds after which no further round begins
+ROUNDS = 7
+
+SpeedRound = Callable[[], tuple[float, float]]
+"""Runs one round; returns prefill and decode tokens per second."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over ``rounds`` rounds; the spreads are (max - min) / median, None for a single round.
+
+    Attributes:
+        prompt_tokens, decode_tokens: of a round; fewer than requested where the context is shorter.
+    """
+
+    prefill_tokens_per_s: float
+    prefill_spread: float | None
+    decode_tokens_per_s: float
+    decode_spread: float | None
+    prompt_tokens: int
+    decode_tokens: int
+    rounds: int
+
 
 def encode_prompt(subject: Subject, text: str, what: str = "prompt") -> list[int]:
-    """The prompt's tokens, with the special ones its tokenizer puts in front.
+    """Token ids of a prompt, with the special tokens that the tokenizer adds in front.
 
     Raises:
         DataError: there are none, or they leave no room in the context.
@@ -52,103 +80,51 @@ def encode_prompt(subject: Subject, text: str, what: str = "prompt") -> list[int
     return tokens
 
 
-def sample_prompt(subject: Subject, wanted: str) -> tuple[str, list[int]]:
-    """The prompt of a sample, as people read it and as tokens.
+def sample_prompt(subject: Subject, setting: str) -> tuple[str, list[int]]:
+    """The prompt of the sample, as text and as tokens.
 
     Args:
-        subject: with a tokenizer.
-        wanted: a text, or ``auto``: one of SAMPLES, a question in the model's own chat template.
+        setting: the prompt, or ``auto``: the one of SAMPLE_PROMPTS that fits the model, a question in its
+            own chat template where it has one.
 
     Raises:
         DataError: as :func:`encode_prompt`.
     """
-    if wanted != AUTO:
-        return wanted, encode_prompt(subject, wanted, "the sample's prompt")
+    if setting != AUTO:
+        return setting, encode_prompt(subject, setting, "the sample's prompt")
     kind = CODE if subject.checkpoint is None else fitting(subject.checkpoint)[0]
     text = SAMPLE_PROMPTS[kind]
     if kind != CHAT:
         return text, encode_prompt(subject, text, "the sample's prompt")
-    ids = Codec(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
-    return f"{text}\n", ids
+    return f"{text}\n", PromptTokenizer(subject.tokenizer).encode_chat([{"role": "user", "content": text}])
+
+
+def serving_llm(subject: Subject) -> LLM:
+    """The engine of a subject; without a prefix cache, so that the whole pool is free for scoring."""
+    assert subject.loaded is not None
+    return LLM.of(subject.loaded, prefix_cache=False)
 
 
 def generate_greedily(subject: Subject, prompt: list[int], max_tokens: int) -> list[int]:
-    """Up to ``max_tokens`` tokens after the prompt's, as many as the context has room for; an end token is
-    the last.
+    """Up to ``max_tokens`` tokens after the prompt, as many as the context has room for; an end token is
+    included.
 
     Raises:
-        NumericsError: the runner's logits are NaN.
+        NumericsError: the logits are NaN (attar's engine only).
     """
     if subject.loaded is not None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         return list(serving_llm(subject).generate(prompt, params)[0].token_ids)
     if subject.context is not None:
         max_tokens = min(max_tokens, subject.context - len(prompt))
-    ids = torch.tensor([prompt], device=subject.model.device)
-    settings = greedy_config(subject, max_tokens, end_tokens(subject))
-    made = subject.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-    return [int(token) for token in made[0, len(prompt) :]]
-
-
-def serving_llm(subject: Subject) -> LLM:
-    """What serves a subject. It keeps no blocks of the pool when it is idle: they are used for scoring."""
-    assert subject.loaded is not None
-    return LLM.of(subject.loaded, prefix_cache=False)
+    ends = end_tokens(subject.model.generation_config, subject.model.config, subject.tokenizer)
+    tokens = _transformers_generate(subject, prompt, max_tokens, ends)
+    return [int(token) for token in tokens[0, len(prompt) :]]
 
 
 def decode_tokens(subject: Subject, ids: list[int]) -> str:
-    """Their text, without special tokens."""
+    """The text of tokens, without special tokens."""
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def greedy_config(subject: Subject, max_tokens: int, ends: tuple[int, ...] = ()) -> Any:
-    """Settings of transformers' ``generate`` for the likeliest token each time, and no model's own habits;
-    rows that only pad the vocabulary are left out."""
-    columns = int(subject.model.get_output_embeddings().weight.shape[0])
-    padding = list(range(subject.vocabulary, columns))
-    return GenerationConfig(
-        max_new_tokens=max_tokens,
-        do_sample=False,
-        repetition_penalty=1.0,
-        eos_token_id=list(ends) or None,
-        pad_token_id=0,
-        suppress_tokens=padding or None,
-    )
-
-
-def end_tokens(subject: Subject) -> tuple[int, ...]:
-    """Tokens after which a text is finished: the generation config's, else the model's, else the
-    tokenizer's.
-    """
-    for owner in (subject.model.generation_config, subject.model.config, subject.tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
-    return ()
-
-
-BUDGET = 2.0  # seconds after which no further round is begun
-ROUNDS = 7
-
-SpeedRound = Callable[[], tuple[float, float]]
-"""Prompt tokens and generated tokens a second, once."""
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Medians over ``rounds`` rounds, with (max - min) / median beside them, None of one round.
-
-    Attributes:
-        prompt_tokens, decode_tokens: what a round did; shorter than asked where the context is.
-    """
-
-    prefill_tokens_per_s: float
-    prefill_spread: float | None
-    decode_tokens_per_s: float
-    decode_spread: float | None
-    prompt_tokens: int
-    decode_tokens: int
-    rounds: int
 
 
 def measure_speed(
@@ -158,67 +134,86 @@ def measure_speed(
     decode_tokens: int = 32,
     seed: int = 0,
     rounds: int = ROUNDS,
-    budget: float = BUDGET,
+    budget: float = BUDGET_S,
 ) -> Speed:
     """Time a loaded model.
 
     Args:
-        prompt_tokens, decode_tokens: of a round; cut to fit the model's context.
-        seed: of the prompts.
-        budget: seconds after which no further round is begun (one is always timed).
+        prompt_tokens, decode_tokens: of a round; reduced to fit the context.
+        seed: of the random prompts.
+        budget: seconds after which no further round begins (one is always timed).
     """
     if subject.context is not None:
         decode_tokens = max(1, min(decode_tokens, subject.context // 2))
         prompt_tokens = max(1, min(prompt_tokens, subject.context - decode_tokens - 1))
-    make = _runtime_round if subject.loaded is not None else _transformers_round
-    once = make(subject, prompt_tokens, decode_tokens, random.Random(seed))
-    once()
+    make_round = _attar_round if subject.loaded is not None else _transformers_round
+    run_round = make_round(subject, prompt_tokens, decode_tokens, random.Random(seed))
+    run_round()
     speeds: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(speeds) < rounds and (not speeds or time.perf_counter() - start < budget):
-        speeds.append(once())
+        speeds.append(run_round())
     prefill, decode = zip(*speeds, strict=True)
     return Speed(*_summary(prefill), *_summary(decode), prompt_tokens, decode_tokens, len(speeds))
 
 
 def _summary(values: tuple[float, ...]) -> tuple[float, float | None]:
-    middle = statistics.median(values)
-    return middle, (max(values) - min(values)) / middle if len(values) > 1 else None
+    """Median and spread."""
+    median = statistics.median(values)
+    return median, (max(values) - min(values)) / median if len(values) > 1 else None
 
 
-def _runtime_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> SpeedRound:
+def _attar_round(subject: Subject, prompt: int, decode: int, rng: random.Random) -> SpeedRound:
     llm = serving_llm(subject)
 
-    def once() -> tuple[float, float]:
-        case = measure(llm, 1, prompt, decode + 1, draws)  # the first token is the prefill's
+    def run_round() -> tuple[float, float]:
+        case = measure(llm, 1, prompt, decode + 1, rng)  # the first token belongs to the prefill
         return case.prompt_tokens_per_s, case.decode_tokens_per_s
 
-    return once
+    return run_round
 
 
-def _transformers_round(subject: Subject, prompt: int, decode: int, draws: random.Random) -> SpeedRound:
-    settings = greedy_config(subject, decode + 1)
+def _transformers_round(subject: Subject, prompt: int, decode: int, rng: random.Random) -> SpeedRound:
+    def run_round() -> tuple[float, float]:
+        ids = [rng.randrange(subject.vocabulary) for _ in range(prompt)]
+        token_times = TokenTimes()
+        _transformers_generate(subject, ids, decode + 1, streamer=token_times)
+        start, first, *_, last = token_times.times
+        return prompt / (first - start), decode / (last - first)
 
-    def once() -> tuple[float, float]:
-        ids = [[draws.randrange(subject.vocabulary) for _ in range(prompt)]]
-        tokens, stamps = torch.tensor(ids, device=subject.model.device), TokenTimes()
-        mask = torch.ones_like(tokens)
-        subject.model.generate(tokens, attention_mask=mask, generation_config=settings, streamer=stamps)
-        begin, first, *_, last = stamps.times
-        return prompt / (first - begin), decode / (last - first)
+    return run_round
 
-    return once
+
+def _transformers_generate(
+    subject: Subject, prompt: list[int], max_tokens: int, ends: tuple[int, ...] = (), **options: Any
+) -> Any:
+    """Prompt and completion, int64 (1, S), of transformers' greedy ``generate``, without the model's own
+    generation settings; rows that only pad the vocabulary are excluded.
+    """
+    columns = int(subject.model.get_output_embeddings().weight.shape[0])
+    config = GenerationConfig(
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        repetition_penalty=1.0,
+        eos_token_id=list(ends) or None,
+        pad_token_id=0,
+        suppress_tokens=list(range(subject.vocabulary, columns)) or None,
+    )
+    ids = torch.tensor([prompt], device=subject.model.device)
+    return subject.model.generate(
+        ids, attention_mask=torch.ones_like(ids), generation_config=config, **options
+    )
 
 
 class TokenTimes(BaseStreamer):  # type: ignore[misc]
-    """When transformers hands over the prompt, and then each token: seconds of ``time.perf_counter``."""
+    """Times at which transformers passes on the prompt and then each token: ``time.perf_counter`` seconds."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
-        """Tokens on the CPU: whatever made them is done."""
+        """Called with tokens on the CPU, so the device has finished computing them."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""

@@ -2,7 +2,7 @@
 
     python -m attar.measure.harness --model attar --model_args pretrained=out/w4 --tasks arc_easy
 
-is ``lm_eval`` with that model known: releases up to 0.4.13 find no model outside of their own package. In
+is ``lm_eval`` with that model registered: releases up to 0.4.13 find no model outside their own package. In
 Python, importing this module is enough: ``lm_eval.simple_evaluate(model="attar", ...)``.
 
 Arguments: pretrained (as MODEL of ``attar evaluate``), runner, dtype, device, kv_dtype, activations.
@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from attar.errors import MissingExtraError
-from attar.measure.generation import decode_tokens, end_tokens, generate_greedily, serving_llm
+from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
 from attar.measure.multiple_choice import TokenPair, log_likelihoods
 from attar.measure.subject import load_subject
+from attar.models.plain_config import end_tokens
 from attar.runtime.sampling.params import SamplingParams
 
 try:
@@ -31,8 +32,8 @@ except ModuleNotFoundError:  # the module imports without the extra; using it ra
         return lambda model: model
 
 
-MAX_TOKENS = 256  # of an answer, where a task does not say
-CONTEXT = 2048  # of a model whose config names none
+MAX_TOKENS = 256  # of a completion, unless the task sets a limit
+CONTEXT = 2048  # of a model whose config has none
 
 
 def check_extra() -> None:
@@ -43,12 +44,12 @@ def check_extra() -> None:
 
 @register_model("attar")
 class Harness(TemplateLM):  # type: ignore[misc]
-    """What the harness asks of a model: log-likelihoods of continuations and of texts, and answers.
+    """The harness's interface: log-likelihoods of continuations and of texts, and completions.
 
     Args:
         pretrained: a folder, a ``.gguf`` file, a hub id or attar:tiny.
         runner, dtype, device, kv_dtype, activations: as in ``attar evaluate``.
-        batch_size, max_batch_size: of other models; batches are as large as memory allows.
+        batch_size, max_batch_size: ignored; the runtime forms its own batches.
     """
 
     def __init__(
@@ -64,37 +65,37 @@ class Harness(TemplateLM):  # type: ignore[misc]
     ) -> None:
         check_extra()
         super().__init__()
-        how: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
-        self.subject = load_subject(pretrained, dtype=dtype, device=device or "cpu", **how)
+        formats: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
+        self.subject = load_subject(pretrained, dtype=dtype, device=device or "cpu", **formats)
         self.tokenizer = self.subject.tokenizer
         self.max_length = self.subject.context or CONTEXT
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """The end-of-text token."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The first token of a text without context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Key of the harness's request cache."""
         return self.subject.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, with the tokenizer's special ones unless the text begins with one, or told not to."""
-        begun = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
-        special = not begun if add_special_tokens is None else add_special_tokens
+        """Token ids, with the tokenizer's special tokens unless the text begins with one."""
+        has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        special = not has_bos if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special, verbose=False)["input_ids"])
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as the model reads it."""
+        """The conversation in the model's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -113,7 +114,7 @@ class Harness(TemplateLM):  # type: ignore[misc]
         return results
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """ln p of each text, in windows of the context that do not overlap in what they score."""
+        """ln p of each text, in windows of the context whose scored tokens do not overlap."""
         windows: list[list[TokenPair]] = [self._windows(request.args[0]) for request in requests]
         scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
         results = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
@@ -131,38 +132,39 @@ class Harness(TemplateLM):  # type: ignore[misc]
         return [make_disjoint_window(window) for window in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each context, up to the strings that end it; they are not part of it."""
+        """A completion of each context, cut before the first stop string."""
         results: list[str] = []
         for request in requests:
             context, options = request.args
-            text = self._answer(self.tok_encode(context), dict(options))
+            text = self._complete(self.tok_encode(context), dict(options))
             results.append(text)
             self.cache_hook.add_partial("generate_until", request.args, text)
         return results
 
-    def _answer(self, prompt: list[int], options: dict[str, Any]) -> str:
+    def _complete(self, prompt: list[int], options: dict[str, Any]) -> str:
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else [stop for stop in stops if stop]
-        most = min(int(options.get("max_gen_toks", MAX_TOKENS)), self.max_length - 1)
-        prompt = prompt[-(self.max_length - most) :]  # what is too long loses its beginning
+        max_tokens = min(int(options.get("max_gen_toks", MAX_TOKENS)), self.max_length - 1)
+        prompt = prompt[-(self.max_length - max_tokens) :]  # a long prompt loses its beginning
         if self.subject.loaded is None:
-            ids = generate_greedily(self.subject, prompt, most)
-            ends = end_tokens(self.subject)
+            ids = generate_greedily(self.subject, prompt, max_tokens)
+            model = self.subject.model
+            ends = end_tokens(model.generation_config, model.config, self.subject.tokenizer)
             text = decode_tokens(self.subject, [token for token in ids if token not in ends])
         else:
-            text = serving_llm(self.subject).generate(prompt, _params(options, most, stops))[0].text
+            text = serving_llm(self.subject).generate(prompt, _params(options, max_tokens, stops))[0].text
         for stop in stops:
             text = text.split(stop)[0]
         return text
 
 
-def _params(options: dict[str, Any], most: int, stops: list[str]) -> SamplingParams:
-    """Sampling as a task asks for it: greedy, unless it says otherwise."""
+def _params(options: dict[str, Any], max_tokens: int, stops: list[str]) -> SamplingParams:
+    """Sampling parameters of a task; greedy by default."""
     sampled = bool(options.get("do_sample", float(options.get("temperature", 0.0)) > 0))
     return SamplingParams(
         temperature=float(options.get("temperature", 1.0)) if sampled else 0.0,
         top_p=float(options.get("top_p", 1.0)) if sampled else 1.0,
-        max_tokens=most,
+        max_tokens=max_tokens,
         stop=tuple(stops),
     )
 

@@ -1,7 +1,6 @@
-"""Next-token logits of a model over batches of tokens, one sequence at a time, without a second copy of them.
+"""Next-token logits of a model over batches of tokens, one sequence at a time, without copying them.
 
-Letters: B sequences, S tokens, n tokens of a sequence that are really predicted (at most S - 1), V
-vocabulary.
+Letters: B sequences, S tokens, n predicted tokens of a sequence (at most S - 1), V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from torch import Tensor
 from attar.measure.subject import Subject
 from attar.runtime.scoring import prompt_logits
 
-LOGIT_BYTES = 256 * 2**20  # of one pass; wide vocabularies get smaller batches
+LOGIT_BYTES = 256 * 2**20  # of one forward pass; large vocabularies get smaller batches
 
 
 def split(batches: list[Tensor], vocabulary: int, limit: int = LOGIT_BYTES) -> list[Tensor]:
-    """Cut batches int64 (B, S) until the float32 logits of each fit in ``limit`` bytes (a batch keeps one row
-    at least).
-    """
+    """Split batches int64 (B, S) until the float32 logits of each fit ``limit`` bytes, or one row is left."""
     pieces: list[Tensor] = []
     for batch in batches:
         rows = max(1, limit // (batch.shape[1] * vocabulary * 4))
@@ -30,21 +27,21 @@ def split(batches: list[Tensor], vocabulary: int, limit: int = LOGIT_BYTES) -> l
 
 
 def predicted(tokens: Tensor) -> Tensor:
-    """Which tokens are really predicted: bool (B, S - 1) for tokens 1 to S - 1 of int64 (B, S).
+    """Mask of predicted tokens: bool (B, S - 1) for tokens 1 to S - 1 of int64 (B, S).
 
-    A token counts when it and all tokens it is predicted from are no padding.
+    A token counts if neither it nor the token before it is padding.
     """
     real = tokens >= 0
     return real[:, 1:] & real[:, :-1]
 
 
 def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run a batch; give each sequence's logits and the tokens they predict.
+    """Run a batch through transformers; yield the logits of each sequence and the tokens they predict.
 
     Args:
         model: a causal language model of transformers in evaluation mode.
         tokens: int64 (B, S), padded (on either side) with ``PADDING``; not modified.
-        width: columns to keep, so that rows of a padded vocabulary do not count.
+        width: columns to keep, without those that pad the vocabulary.
 
     Yields:
         logits (n, width) in the model's dtype (a view unless the sequence is padded), labels int64 (n,).
@@ -54,7 +51,7 @@ def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[
     if bool((tokens < 0).any()):
         inputs["attention_mask"] = (tokens >= 0).long().to(device)
         inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    with torch.inference_mode():  # not around the yields: it would leak into the caller
+    with torch.inference_mode():  # not around the yields, where it would apply to the caller
         logits = model(**inputs, use_cache=False).logits
     for row in range(tokens.shape[0]):
         keep, labels = counted[row], tokens[row, 1:]
@@ -65,7 +62,7 @@ def next_token_logits(model: Any, tokens: Tensor, width: int) -> Iterator[tuple[
 
 
 def subject_logits(subject: Subject, tokens: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same of a subject, in what runs it: transformers, or a runner of the runtime."""
+    """The same for a subject, in its engine: transformers, or a runner of the runtime."""
     if subject.loaded is None:
         yield from next_token_logits(subject.model, tokens, width)
         return

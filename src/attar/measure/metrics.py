@@ -1,17 +1,23 @@
-"""How far a model's next-token distribution is from the reference's.
+"""Perplexity, KL divergence and top-1 agreement: functions of next-token logits.
 
-    KL(p || q) = sum_v p_v (ln p_v - ln q_v)        nats per token; p the reference, q the model under test
+Perplexity, over the N predicted tokens (not the first of a sequence, and not padding):
 
-With x = p's logits less their maximum, y = q's, P = sum_v e^x_v and Q = sum_v e^y_v this is
+    loss = -1/N sum_i ln p(t_i | t_<i)        nats per token
+    perplexity = e^loss
+
+KL divergence (Kullback and Leibler, 1951), p of the reference, q of the model under test:
+
+    KL(p || q) = sum_v p_v (ln p_v - ln q_v)        nats per token
+
+With x = p's logits less their maximum, y = q's, P = sum_v e^x_v and Q = sum_v e^y_v this equals
 
     KL(p || q) = sum_v e^x_v (x_v - y_v) / P  +  ln Q - ln P
 
-which is what is computed: element-wise in float32, the three sums in float64. Equal logits give exactly zero;
-otherwise a token is off by a few 1e-8, where two log-softmaxes in float32 would be off by 1e-6, which is what
-int8 rounding costs in all. A value that rounding put below zero is set to zero. The divergence is Kullback
-and Leibler's (1951).
+which is computed element-wise in float32, with the three sums in float64. Equal logits give exactly zero;
+otherwise the error is a few 1e-8 per token. Two log-softmaxes in float32 would err by 1e-6, the whole cost of
+int8 rounding. A value that rounding made negative is set to zero.
 
-Letters: N tokens, V vocabulary, C tokens in a chunk.
+Letters: N tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 20  # elements of one float32 chunk: 4 MiB, so that a few of them stay in the cache
+CHUNK_ELEMENTS = 1 << 20  # elements of one float32 chunk: 4 MiB, so a few of them fit the CPU cache
 
 
 def chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -38,11 +44,11 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
     Args:
         p_logits: (N, V) logits of the reference, any float dtype; not modified.
-        q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so that a vocabulary
-            padded to a round number compares with one that is not.
+        q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so padded vocabularies
+            compare with others.
 
     Returns:
-        float64 (N,), on q's device. Infinite where q gives no probability at all to a token that p allows.
+        float64 (N,), on q's device. Infinite where q is 0 and p is not.
     """
     width = min(p_logits.shape[-1], q_logits.shape[-1])
     parts = [
@@ -61,9 +67,9 @@ def _kl_chunk(p: Tensor, q: Tensor) -> Tensor:
 
 
 def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """Whether both models would choose the same token: bool (N,), over the columns both have.
+    """Whether the likeliest token is the same in both: bool (N,), over the columns both have.
 
-    Does not modify its inputs; a tie goes to the token of the lowest number in both.
+    Does not modify its inputs; of equal logits the lowest token id counts.
     """
     width = min(p_logits.shape[-1], q_logits.shape[-1])
     parts = [
@@ -74,9 +80,9 @@ def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The number of the largest logit of every token, the lowest of several: int64 (N,). Logits are (N, V).
+    """The argmax of logits (N, V), the lowest index of equal ones: int64 (N,).
 
-    On a CPU numpy finds it: torch's own is eleven times as slow there.
+    On a CPU numpy computes it; torch's argmax is eleven times as slow there.
     """
     if logits.device.type != "cpu":
         return logits.argmax(-1)
@@ -85,8 +91,8 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def percentile(values: Tensor, percent: float) -> float:
-    """The value below which ``percent`` % of the values lie, interpolated linearly between neighbours (0 to
-    100).
+    """The value below which ``percent`` % of the values lie, interpolated linearly between neighbours; 0 to
+    100.
     """
     return float(np.percentile(values.double().cpu().numpy(), percent))
 
@@ -95,7 +101,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """-ln p(label) of every token, in nats.
 
     Args:
-        logits: (N, V), any float dtype, row i made before label i was seen; not modified. Computed in
+        logits: (N, V), any float dtype, row i predicts label i; not modified. Computed in
             float32, a chunk of tokens at a time.
         labels: int64 (N,).
 
@@ -111,10 +117,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Whether each token is the likeliest one: bool (N,); a tie goes to the token of the lowest number.
+    """Whether each label is the likeliest token: bool (N,); of equal logits the lowest token id counts.
 
     Args:
-        logits: (N, V), row i made before label i was seen; not modified.
+        logits: (N, V), row i predicts label i; not modified.
         labels: int64 (N,).
     """
     parts = [

@@ -2,14 +2,14 @@
 
     context        "Question: {q}\\nAnswer:"
     continuation   " " + choice
-    score          sum of ln p(token | what is before it) over the continuation's tokens
+    score          sum of ln p(token | tokens before it) over the continuation's tokens
     acc            the choice of the highest score is the right one
     acc_norm       the choice of the highest score / characters is
 
-Context and continuation are tokenized together, with the tokenizer's special tokens, and the continuation is
-what comes after as many tokens as the context has alone. What is longer than the model's context loses its
-beginning. All columns of the logits count. Standard errors are those of a mean: the sample's standard
-deviation over the root of the number of questions.
+Context and continuation are tokenized together, with the tokenizer's special tokens; the continuation begins
+after as many tokens as the context has alone. Sequences longer than the model's context lose their beginning.
+All columns of the logits count. Standard errors are those of a mean: the sample's standard deviation over
+the root of the number of questions.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from attar.measure.subject import Subject
 from attar.progress import SILENT, Progress
 from attar.runtime.scoring import prompt_logits
 
-BATCH = 16  # sequences of one pass in transformers
+BATCH = 16  # sequences in a forward pass of transformers
 
 TokenPair = tuple[list[int], list[int]]
-"""Tokens of a context, and of what is scored after it."""
+"""Tokens of a context, and of its scored continuation."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class MultipleChoice:
 
     Attributes:
         where: file and line.
-        text: the question.
-        choices: two answers at least, none empty.
-        label: which of them is right, from 0.
+        choices: at least two answers, none empty.
+        label: index of the right one.
     """
 
     where: str
@@ -59,7 +58,7 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Accuracy on a file of questions, 0 to 1; standard errors are None of one question.
+    """Accuracy on a file of questions, 0 to 1; standard errors are None for a single question.
 
     Attributes:
         name: the file's, without its ending.
@@ -77,10 +76,10 @@ def read_questions(file: str | Path, limit: int = 0) -> list[MultipleChoice]:
     """Questions of a file of JSON lines: ``q``, ``choices`` and ``label`` (a number from 0, or A, B, ...).
 
     Args:
-        limit: the first so many; 0: all.
+        limit: read only the first questions; 0: all.
 
     Raises:
-        DataError: the file cannot be read, or a line is no question; it names file and line.
+        DataError: the file cannot be read, or a line is not a question; the message names file and line.
     """
     try:
         text = Path(file).read_text(encoding="utf-8")
@@ -105,17 +104,17 @@ def _question(where: str, line: str) -> MultipleChoice:
     text, choices = row.get("q"), row.get("choices")
     if not isinstance(text, str) or not text.strip():
         raise DataError(f"{where}: 'q' must be the text of a question")
-    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_some_text, choices)):
+    if not isinstance(choices, list) or len(choices) < 2 or not all(map(_is_text, choices)):
         raise DataError(f"{where}: 'choices' must be two texts or more, none of them empty")
     return MultipleChoice(where, text, tuple(choices), _label(where, row.get("label"), len(choices)))
 
 
-def _some_text(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
 def _label(where: str, value: object, choices: int) -> int:
-    """Which choice: a number from 0, or a letter."""
+    """Index of a choice, written as a number from 0 or a letter."""
     if isinstance(value, str) and len(value) == 1 and value.upper() in "ABCDEFGHIJKLMNOPQRSTUVWXYZ":
         value = ord(value.upper()) - ord("A")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < choices:
@@ -130,10 +129,10 @@ def measure_task(
     """Accuracy of a model on questions.
 
     Args:
-        file: where they come from.
+        file: names the score.
 
     Raises:
-        DataError: a choice is longer than the model's context, the model has no tokenizer.
+        DataError: a choice is longer than the context, or the model has no tokenizer.
     """
     if subject.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, and questions are text")
@@ -167,25 +166,25 @@ def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[TokenPair]:
 
 
 def encode_pair(tokenizer: Any, context: str, continuation: str) -> TokenPair:
-    """Tokens of a context that is not empty and of its continuation; spaces at the context's end go over."""
-    kept = context.rstrip()
-    whole = tokenizer(context + continuation, verbose=False)["input_ids"]
-    before = tokenizer(kept, verbose=False)["input_ids"]
-    return before, whole[len(before) :]
+    """Tokens of a context (not empty) and of its continuation, which gets the context's trailing spaces."""
+    stripped = context.rstrip()
+    together = tokenizer(context + continuation, verbose=False)["input_ids"]
+    before = tokenizer(stripped, verbose=False)["input_ids"]
+    return before, together[len(before) :]
 
 
 def log_likelihoods(
     subject: Subject, pairs: Sequence[TokenPair], *, progress: Progress = SILENT
 ) -> list[tuple[float, bool]]:
-    """For each pair the sum of ln p over the continuation, and whether each of its tokens is the likeliest.
+    """For each pair the sum of ln p over the continuation, and whether greedy decoding gives it.
 
     Args:
-        pairs: contexts and continuations of one token at least; the longest go first, and results are in
+        pairs: contexts and continuations of at least one token. The longest run first; the results have
             the order of the pairs.
     """
-    most = (subject.context or math.inf) + 1
+    longest = (subject.context or math.inf) + 1
     rows = [context + after for context, after in pairs]
-    rows = [row if len(row) <= most else row[-int(most) :] for row in rows]
+    rows = [row if len(row) <= longest else row[-int(longest) :] for row in rows]
     order = sorted(range(len(pairs)), key=lambda number: -len(rows[number]))
     counts = [len(pairs[number][1]) for number in order]
     scored: dict[int, tuple[float, bool]] = {}
@@ -205,9 +204,9 @@ def _last_logits(subject: Subject, rows: list[list[int]], counts: list[int]) -> 
         return
     width = int(subject.model.get_output_embeddings().weight.shape[0])
     for start in range(0, len(rows), BATCH):
-        some = rows[start : start + BATCH]
-        tokens = torch.full((len(some), max(map(len, some))), PADDING)
-        for line, row in zip(tokens, some, strict=True):
+        batch = rows[start : start + BATCH]
+        tokens = torch.full((len(batch), max(map(len, batch))), PADDING)
+        for line, row in zip(tokens, batch, strict=True):
             line[: len(row)] = torch.tensor(row)
         runs = next_token_logits(subject.model, tokens, width)
         for (logits, _), count in zip(runs, counts[start : start + BATCH], strict=True):

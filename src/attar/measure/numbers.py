@@ -1,4 +1,4 @@
-"""Numbers for people: a few significant digits, units that fit, and a dash where nothing was measured."""
+"""Number formatting: significant digits, fitting units, and a dash for values that were not measured."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def significant(value: float | None, digits: int = 3) -> str:
 
 
 def fixed(value: float | None, decimals: int = 0) -> str:
-    """A fixed number of decimals, with thousands set apart."""
+    """A fixed number of decimals, with thousands separators."""
     return NOTHING if value is None or not math.isfinite(value) else f"{value:,.{decimals}f}"
 
 
 def percent(fraction: float | None, decimals: int = 0) -> str:
-    """A fraction of one as a percentage, without the sign."""
+    """A fraction as a percentage, without the % sign."""
     return NOTHING if fraction is None else f"{fraction * 100:.{decimals}f}"
 
 

@@ -1,8 +1,7 @@
-"""The reference that a model is compared with: one set of logits for several evaluations.
+"""The reference that models are compared with: one set of logits for several evaluations.
 
-Exactness matters (int8 rounding costs a few millionths of a nat), so its logits are kept in float32 while
-they fit the memory limit, and otherwise not at all: then the reference model stays loaded and every batch is
-run through it again. ``Reference.kept`` says which of the two it is.
+int8 rounding costs a few millionths of a nat, so the logits are kept in float32 where they fit the memory
+limit. Otherwise none are kept (``Reference.kept`` is False): the model stays loaded and recomputes them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from attar.checkpoint import Checkpoint
 from attar.checkpoint.lineage import texts_of
 from attar.data.auto import AUTO, fit
 from attar.data.packing import PackedRows, evaluation_rows
-from attar.data.prose import PROSE
+from attar.data.python_text import PROSE
 from attar.data.seen import held_out_note
 from attar.errors import UsageError
 from attar.measure.logits import next_token_logits, predicted, split
@@ -34,13 +33,12 @@ class Reference:
     """A reference model on one text.
 
     Attributes:
-        subject: the reference model (its weights are let go where the logits are kept).
-        settings: the evaluation's settings; another text or length needs another reference.
+        subject: the reference model, without weights where the logits are kept.
+        settings: of the evaluation; another text or length needs another reference.
         batches: the text, int64 (B, S) each.
-        width: columns of the logits that are compared.
+        width: compared columns of the logits.
         shared: why the text is in other splits too, as in :class:`attar.data.packing.PackedRows`.
-        logits: per batch, per sequence, float32 (n, width); None where the model is run again for each
-            evaluation.
+        logits: per batch and sequence, float32 (n, width); None where each evaluation recomputes them.
     """
 
     subject: Subject
@@ -52,7 +50,7 @@ class Reference:
 
     @property
     def kept(self) -> bool:
-        """True where the logits are kept in memory, False where they are computed again each time."""
+        """Whether the logits are in memory; else each evaluation recomputes them."""
         return self.logits is not None
 
     @property
@@ -81,7 +79,7 @@ def make_reference(
 
     Args:
         batches: the text as int64 (B, S) batches; None: the settings' text, tokenized by the reference.
-        memory_limit: bytes the kept logits may take; above it the model is run again for each evaluation.
+        memory_limit: bytes for kept logits; above it each evaluation recomputes them.
 
     Raises:
         AttarError: the model or the text cannot be used.
@@ -114,7 +112,7 @@ def held_out(subject: Subject, settings: EvaluateSettings) -> list[Tensor]:
 
 
 def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
-    """The settings' held-out text in the subject's tokens, and whether it is held out.
+    """The settings' held-out text in the subject's tokens, with what is known against its being held out.
 
     Sequences are at most as long as the subject's context.
 
@@ -124,7 +122,9 @@ def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
     length = min(settings.sequence_length, subject.context or settings.sequence_length)
     return evaluation_rows(
         subject.tokenizer,
-        PROSE if settings.data == AUTO else settings.data,  # a model in memory says nothing of itself
+        PROSE
+        if settings.data == AUTO
+        else settings.data,  # a model in memory has no name or template to go by
         tokens=settings.tokens,
         sequence_length=length,
         seed=settings.seed,
@@ -133,11 +133,11 @@ def held_out_rows(subject: Subject, settings: EvaluateSettings) -> PackedRows:
 
 
 def text_note(subject: Subject, settings: EvaluateSettings, reference: Reference | None) -> str:
-    """What is against the text of an evaluation being held out for this model; empty where nothing is.
+    """Why the text of an evaluation is not held out for this model; empty where it is.
 
     Args:
-        subject: its lineage's records are asked.
-        reference: whose text is read; None: the settings'.
+        subject: the records of its lineage tell what was read.
+        reference: its text is used; None: the settings' text.
     """
     if subject.tokenizer is None or subject.checkpoint is None:
         return ""
@@ -150,7 +150,7 @@ def text_note(subject: Subject, settings: EvaluateSettings, reference: Reference
 
 
 def check_same_text(reference: Reference, settings: EvaluateSettings) -> None:
-    """Raise UsageError unless the reference was made on the text that the settings ask for."""
+    """Raise UsageError unless reference and settings have the same text."""
     for name in ("data", "tokens", "sequence_length", "seed", "bos"):
         ours, theirs = getattr(settings, name), getattr(reference.settings, name)
         if ours != theirs:
@@ -158,10 +158,7 @@ def check_same_text(reference: Reference, settings: EvaluateSettings) -> None:
 
 
 def check_same_tokens(subject: Subject, reference: Subject) -> None:
-    """Raise UsageError unless both give every token the same number.
-
-    The vocabularies' contents are compared, not their sizes: embeddings are often padded to a round number.
-    """
+    """Raise UsageError unless both tokenizers have the same vocabulary (embeddings may be padded)."""
     if subject.tokenizer is None or reference.tokenizer is None:
         return
     ours, theirs = subject.tokenizer.get_vocab(), reference.tokenizer.get_vocab()

@@ -1,6 +1,6 @@
-"""What a run left behind: its ``run.json``, read into plain records.
+"""The record of a run: its ``run.json``.
 
-The first stage is the model the run began with. Anything that was not measured is absent, and stays absent.
+The first stage is the original model. Measurements that were not made are absent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class StageRecord:
 
     Attributes:
         name: unique in the run; verb: distill, prune, ... or ``original``; title: its settings in one line.
-        parents: names of the stages it was made from; the first gave the weights.
-        measurements: what ``attar evaluate`` said of it (``bytes`` is known without); details: what the stage
-            said (layers, curve).
+        parents: names of its parents; the first is that of the weights.
+        measurements: the record of ``attar evaluate`` (``bytes`` also without it).
+        details: of the stage's card (layers, curve).
     """
 
     name: str
@@ -57,7 +57,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run: its stages in order, and what it ran on."""
+    """A run: its stages in order, and its environment."""
 
     stages: tuple[StageRecord, ...]
     folder: Path | None = None
@@ -69,26 +69,26 @@ class RunRecord:
 
     @property
     def original(self) -> StageRecord:
-        """The model the run began with."""
+        """The model that the run compresses."""
         return self.stages[0]
 
     @property
     def last(self) -> StageRecord:
-        """The last stage whose quality was measured; the last of all where none was."""
+        """The last stage with measured quality; without any, the last stage."""
         measured = (stage for stage in reversed(self.stages) if stage.number("perplexity") is not None)
         return next(measured, self.stages[-1])
 
     def not_held_out(self) -> list[str]:
-        """One sentence for each stage whose figures are not of held-out text."""
+        """A sentence for each stage that was not measured on held-out text."""
         notes = ((stage.name, stage.text("held_out_note")) for stage in self.stages)
         return [f"{name} is not measured on held-out text: {note}." for name, note in notes if note]
 
     def parent(self, stage: StageRecord) -> StageRecord | None:
-        """The stage that gave the weights."""
+        """The stage whose weights this one started from."""
         return next((other for other in self.stages if stage.parents[:1] == (other.name,)), None)
 
     def children(self, stage: StageRecord) -> list[StageRecord]:
-        """The stages made from its weights, in order."""
+        """The stages that started from its weights, in order."""
         return [other for other in self.stages if other.parents[:1] == (stage.name,)]
 
     def times_smaller(self, stage: StageRecord) -> float | None:
@@ -101,7 +101,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """Read ``folder/run.json``.
 
     Raises:
-        DataError: there is none, or it is damaged; the message names the file and the fault.
+        DataError: it is missing or damaged.
     """
     folder = Path(folder)
     path = folder / "run.json"
@@ -113,9 +113,9 @@ def read_run(folder: str | Path) -> RunRecord:
         ) from None
     except OSError as problem:
         raise DataError(f"{path} cannot be read: {problem.strerror}") from None
-    except (ValueError, RecursionError) as problem:  # bad JSON, or bytes that are no UTF-8
+    except (ValueError, RecursionError) as problem:  # bad JSON, or not UTF-8
         raise DataError(
-            f"{path} is no JSON: {problem}", hint="run the recipe again: it writes the file anew"
+            f"{path} is not JSON: {problem}", hint="run the recipe again: it rewrites the file"
         ) from None
     return run_from_dict(data, folder, str(path))
 
@@ -124,7 +124,7 @@ def run_from_dict(data: Any, folder: Path | None = None, where: str = "run.json"
     """A run from the contents of ``run.json``.
 
     Raises:
-        DataError: a field is missing or of the wrong kind.
+        DataError: a field is missing or has the wrong type.
     """
     if not isinstance(data, Mapping):
         raise DataError(f"{where} is not a run: a mapping was expected, not {type(data).__name__}")

@@ -15,7 +15,7 @@ RUNNERS = ("auto", "compiled", "modules", "transformers")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSettings:
-    """What is measured, on which text, and how precisely."""
+    """What to measure, on which text, and how precisely."""
 
     data: str = data_field()
     bos: str = bos_field()

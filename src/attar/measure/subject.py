@@ -1,7 +1,7 @@
-"""A model under measurement: loaded once, with its tokenizer and the checkpoint it came from.
+"""A model under measurement: loaded once, with its tokenizer and its checkpoint.
 
 It runs in a runner of attar's runtime, as ``generate`` and ``serve`` run it, or in transformers on decoded
-weights: exact arithmetic, the reference, and the way for models that the runtime does not run.
+weights: for exact arithmetic, as the reference, and for models that the runtime does not support.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Subject:
 
     Attributes:
         model: a transformers model in evaluation mode; None where a runner of the runtime runs it.
-        tokenizer: its tokenizer; None for bare models, which then have no text.
-        checkpoint: the folder it came from; None for a model made in memory.
-        name: what messages and reports call it.
+        tokenizer: its tokenizer; None for a model without text.
+        checkpoint: its folder; None for a model made in memory.
+        name: in messages and reports.
         loaded: the runner; None where transformers runs the model.
-        why: why the runtime does not run it though it was asked to; empty where it does.
+        fallback_reason: why transformers runs it although the runtime was asked for; else empty.
     """
 
     model: Any
@@ -38,11 +38,11 @@ class Subject:
     checkpoint: Checkpoint | None = None
     name: str = "model"
     loaded: Loaded | None = None
-    why: str = ""
+    fallback_reason: str = ""
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits that stand for a token: without the rows that only pad the embedding."""
+        """Columns of the logits that stand for tokens, without the rows that only pad the embedding."""
         if self.loaded is not None:
             columns = self.loaded.runner.vocabulary
         else:
@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def context(self) -> int | None:
-        """How many tokens it can hold, or None where its configuration names no limit."""
+        """Longest sequence in tokens; None where the config names no limit."""
         if self.loaded is not None:
             return self.loaded.runner.context
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -60,12 +60,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class ServingFormats:
-    """What computes a model.
+    """The engine of a model and its formats.
 
     Attributes:
         runner: compiled, modules or transformers.
-        activations: what products round their inputs to: float32, bfloat16, int16, int8, or two of them.
-        kv_dtype: how keys and values are kept.
+        activations: precision of the inputs of matrix products: float32, bfloat16, int16, int8, or two of
+            them.
+        kv_dtype: precision of the KV cache.
     """
 
     runner: str
@@ -74,7 +75,7 @@ class ServingFormats:
 
 
 def serving_formats(subject: Subject) -> ServingFormats:
-    """What computes a subject."""
+    """The engine and formats of a subject."""
     if subject.loaded is None:
         dtype = str(subject.model.dtype).removeprefix("torch.")
         return ServingFormats("transformers", dtype, dtype)
@@ -91,18 +92,18 @@ def load_subject(
     kv_dtype: str = "auto",
     activations: int | str = "auto",
 ) -> Subject:
-    """Load a model to measure it; one that is loaded already is returned as it is.
+    """Load a model to measure it; a Subject is returned as it is.
 
     Args:
         dtype: float32, bfloat16, float16, or auto: in transformers float32 on a CPU, the checkpoint's own
-            elsewhere; in the runtime what it serves.
-        runner: compiled or modules; auto: what serves the model, or transformers where the runtime cannot;
-            transformers.
-        kv_dtype: how the runner keeps keys and values.
-        activations: bits of what its products take: auto, 16 or 8.
+            elsewhere; in the runtime the precision it serves with.
+        runner: compiled, modules or transformers; auto: the runtime's choice, transformers for a model that
+            it does not support.
+        kv_dtype: precision of the runner's KV cache.
+        activations: bits of the inputs of products: auto, 16 or 8.
 
     Raises:
-        ModelError: not a causal language model, or none that the runner runs.
+        ModelError: not a causal language model, or one that the named runner does not support.
         SettingsError: no such dtype, device, or ``kv_dtype``.
         CheckpointError: the folder is missing or damaged.
     """
@@ -113,8 +114,8 @@ def load_subject(
     if runner == "transformers":
         return _in_transformers(checkpoint, dtype, device)
     try:
-        how: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
-        loaded = load_runner(checkpoint, dtype=dtype, device=device, **how)
+        formats: dict[str, Any] = {"runner": runner, "kv_dtype": kv_dtype, "activations": activations}
+        loaded = load_runner(checkpoint, dtype=dtype, device=device, **formats)
     except ModelError as problem:
         if runner != "auto":
             raise
@@ -122,14 +123,14 @@ def load_subject(
     return Subject(None, loaded.tokenizer, checkpoint, checkpoint.name, loaded)
 
 
-def _in_transformers(checkpoint: Checkpoint, dtype: str, device: str, why: str = "") -> Subject:
+def _in_transformers(checkpoint: Checkpoint, dtype: str, device: str, reason: str = "") -> Subject:
     loaded = load_model(checkpoint, dtype=torch_dtype(dtype, device), device=device)
     if not loaded.can_generate():
         raise ModelError(
             f"{checkpoint.name} is a {type(loaded).__name__}, which does not predict next tokens",
             hint="evaluate and generate take causal language models",
         )
-    return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name, why=why)
+    return Subject(loaded, load_tokenizer(checkpoint), checkpoint, checkpoint.name, fallback_reason=reason)
 
 
 def torch_dtype(dtype: str, device: str) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""The terminal's table of all stages: drawn with rich on a terminal, aligned plain text elsewhere."""
+"""The table of all stages: columns, and printing (rich on a terminal, aligned plain text elsewhere)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,85 @@ from typing import TextIO
 from attar.measure.numbers import count, fixed, percent, significant, times
 from attar.measure.run_folder import RunRecord, StageRecord
 
+Cell = Callable[[RunRecord, StageRecord], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its heading, its meaning, and the text of a cell."""
+
+    title: str
+    meaning: str
+    cell: Cell
+
+
+def _aligned(key: str, scale: float = 1.0) -> Cell:
+    """Cells with the same number of decimals in all rows, chosen so that the smallest shows three digits."""
+
+    def cell(run: RunRecord, stage: StageRecord) -> str:
+        values = [abs(value) * scale for other in run.stages if (value := other.number(key))]
+        decimals = max(0, 2 - math.floor(math.log10(min(values)))) if values else 0
+        value = stage.number(key)
+        return fixed(None if value is None else value * scale, min(decimals, 4))
+
+    return cell
+
+
+def _number(key: str, text: Callable[[float | None], str]) -> Cell:
+    return lambda run, stage: text(stage.number(key))
+
+
+def _percent(value: float | None) -> str:
+    return percent(value, 1)
+
+
+MB = Column("MB", "bytes of the stored tensors, in 10^6", _aligned("bytes", 1e-6))
+SMALLER = Column(
+    "smaller", "bytes of the original / bytes", lambda run, stage: times(run.times_smaller(stage))
+)
+BITS = Column(
+    "bits/weight",
+    "8 * bytes / parameters, scales included",
+    _number("bits_per_weight", lambda value: fixed(value, 2)),
+)
+PARAMETERS = Column("parameters", "of the dense model", _number("parameters", count))
+PERPLEXITY = Column("perplexity", "exp of the mean loss on held-out text", _aligned("perplexity"))
+KL = Column("KL", "mean KL(original || this), nats per token", _number("kl_mean", significant))
+KL_P99 = Column("KL p99", "99th percentile of the tokens' KL", _number("kl_p99", significant))
+TOP1 = Column(
+    "top-1 %", "tokens where both models predict the same next token", _number("top1_agreement", _percent)
+)
+KEPT = Column(
+    "quality kept %",
+    "next tokens predicted right, as a share of those of the original",
+    _number("quality_kept", _percent),
+)
+PREFILL = Column("prefill tok/s", "prompt tokens per second", _number("prefill_tokens_per_s", fixed))
+DECODE = Column(
+    "decode tok/s", "generated tokens per second, one sequence", _number("decode_tokens_per_s", fixed)
+)
+REFERENCE_PREFILL, REFERENCE_DECODE = (
+    Column(
+        f"{what} tok/s (transformers)",
+        "the same of transformers on the decoded weights, for reference",
+        _number(f"transformers_{what}_tokens_per_s", fixed),
+    )
+    for what in ("prefill", "decode")
+)
+
+TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KEPT, KL, TOP1, DECODE)
+REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL, KL_P99, TOP1, PREFILL, DECODE)
+
+
+def columns(run: RunRecord, usual: tuple[Column, ...]) -> list[Column]:
+    """The usual columns; those of transformers follow where it was timed too (``reference_speed``)."""
+    timed = any(stage.number("transformers_decode_tokens_per_s") is not None for stage in run.stages)
+    pairs = {PREFILL: REFERENCE_PREFILL, DECODE: REFERENCE_DECODE}
+    return [*usual, *(pairs[column] for column in usual if timed and column in pairs)]
+
 
 def print_table(run: RunRecord, file: TextIO | None = None) -> None:
-    """Print one row per stage to ``file`` (stdout), and below what computed them."""
+    """Print one row per stage to ``file`` (stdout), and the engine that the figures come from."""
     file = file or sys.stdout
     if file.isatty():
         _print_rich(run, file)
@@ -24,28 +100,33 @@ def print_table(run: RunRecord, file: TextIO | None = None) -> None:
 
 
 def engine_note(run: RunRecord) -> str:
-    """Which runner computed the figures of which stages, and in which formats; empty where none says so."""
+    """The engine that served the stages while they were measured, and its formats; empty for records without
+    it.
+    """
     groups: dict[str, list[str]] = {}
     for stage in run.stages:
-        runner, activations, kept = (stage.text(key) for key in ("runner", "activations", "kv_dtype"))
-        if runner and activations and kept:
-            formats = f"runner {runner}, activations {activations}, keys and values {kept}"
-            groups.setdefault(formats, []).append(stage.name)
+        runner, activations, kv_dtype = (stage.text(key) for key in ("runner", "activations", "kv_dtype"))
+        if runner and activations and kv_dtype:
+            engine = "transformers" if runner == "transformers" else f"attar's runtime, {runner} runner"
+            description = f"{engine} (activations {activations}, KV cache {kv_dtype})"
+            groups.setdefault(description, []).append(stage.name)
     if len(groups) == 1:
         return f"Measured in {next(iter(groups))}."
-    parts = [f"{', '.join(names)} in {formats}" for formats, names in groups.items()]
+    parts = [f"{', '.join(names)} in {description}" for description, names in groups.items()]
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
 def table_rows(run: RunRecord) -> list[list[str]]:
-    """The headings, then a row per stage; every row begins with the stage's name."""
-    body = [[stage.name, *(column.cell(run, stage) for column in TERMINAL)] for stage in run.stages]
-    return [["stage", *(column.title for column in TERMINAL)], *body]
+    """The headings, then a row per stage, which begins with the stage's name."""
+    shown = columns(run, TERMINAL)
+    rows = [[stage.name, *(column.cell(run, stage) for column in shown)] for stage in run.stages]
+    return [["stage", *(column.title for column in shown)], *rows]
 
 
 def plain_table(run: RunRecord) -> str:
-    """Columns aligned with spaces, names to the left and numbers to the right; below, what is not measured on
-    held-out text."""
+    """Columns aligned with spaces, names to the left and numbers to the right; then a line for each stage
+    that was not measured on held-out text.
+    """
     table = table_rows(run)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     rule = ["-" * width for width in widths]
@@ -73,71 +154,8 @@ def _print_rich(run: RunRecord, file: TextIO) -> None:
         table.add_column(Text(lines), justify="right", no_wrap=True, vertical="bottom")
     for row in body:
         style = "bold" if row[0] == run.last.name else ""
-        table.add_row(*map(Text, row), style=style)  # Text: a name with brackets is no markup
+        table.add_row(*map(Text, row), style=style)  # Text: brackets in a name are not markup
     console = Console(file=file)
     console.print(table)
     for note in run.not_held_out():
         console.print(Text(note))
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: its heading, what it means, and the text of a cell."""
-
-    title: str
-    meaning: str
-    cell: Callable[[RunRecord, StageRecord], str]
-
-
-def _aligned(key: str, scale: float = 1.0) -> Callable[[RunRecord, StageRecord], str]:
-    """Cells with one number of decimals in all rows, chosen so that the smallest shows three digits."""
-
-    def cell(run: RunRecord, stage: StageRecord) -> str:
-        values = [abs(value) * scale for each in run.stages if (value := each.number(key))]
-        decimals = max(0, 2 - math.floor(math.log10(min(values)))) if values else 0
-        value = stage.number(key)
-        return fixed(None if value is None else value * scale, min(decimals, 4))
-
-    return cell
-
-
-MB = Column("MB", "bytes of the stored tensors, in 10^6", _aligned("bytes", 1e-6))
-SMALLER = Column(
-    "smaller", "the original's bytes over these", lambda run, stage: times(run.times_smaller(stage))
-)
-BITS = Column(
-    "bits/weight",
-    "8 * bytes / parameters, scales included",
-    lambda run, stage: fixed(stage.number("bits_per_weight"), 2),
-)
-PARAMETERS = Column("parameters", "of the dense model", lambda run, stage: count(stage.number("parameters")))
-PERPLEXITY = Column("perplexity", "exp of the mean loss on held-out text", _aligned("perplexity"))
-KL = Column(
-    "KL", "mean KL(original || this), nats per token", lambda run, stage: significant(stage.number("kl_mean"))
-)
-KL_P99 = Column(
-    "KL p99", "99th percentile of the tokens' KL", lambda run, stage: significant(stage.number("kl_p99"))
-)
-TOP1 = Column(
-    "top-1 %",
-    "tokens whose likeliest successor is the original's",
-    lambda run, stage: percent(stage.number("top1_agreement"), 1),
-)
-KEPT = Column(
-    "quality kept %",
-    "next tokens predicted right, as a share of those of the original",
-    lambda run, stage: percent(stage.number("quality_kept"), 1),
-)
-PREFILL = Column(
-    "prefill tok/s",
-    "prompt tokens read per second",
-    lambda run, stage: fixed(stage.number("prefill_tokens_per_s")),
-)
-DECODE = Column(
-    "decode tok/s",
-    "tokens made per second, one sequence",
-    lambda run, stage: fixed(stage.number("decode_tokens_per_s")),
-)
-
-TERMINAL = (MB, SMALLER, BITS, PERPLEXITY, KEPT, KL, TOP1, DECODE)
-REPORT = (MB, SMALLER, BITS, PARAMETERS, PERPLEXITY, KEPT, KL, KL_P99, TOP1, PREFILL, DECODE)

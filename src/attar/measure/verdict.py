@@ -1,4 +1,4 @@
-"""A run in one line, and what it shows in a few more: each sentence is a comparison of measured numbers."""
+"""The result of a run in one line, and its findings: sentences that compare measured numbers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from attar.measure.run_folder import RunRecord, StageRecord
 
 
 def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
-    """How much smaller, and how much of the original is kept: ``8.1x smaller, keeps 93 % of its next-token
-    accuracy, KL 0.21 nats`` (top-1 choices where a run has no accuracy).
+    """How much smaller a stage is and how much quality it keeps: ``8.1x smaller, keeps 93 % of its
+    next-token accuracy, KL 0.21 nats`` (top-1 choices where a run has no accuracy).
 
     Args:
-        stage: which one; None: the last that was measured.
+        stage: None: the last that was measured.
     """
     stage = stage or run.last
     smaller, kl = run.times_smaller(stage), stage.number("kl_mean")
-    kept, what = stage.number("quality_kept"), "its next-token accuracy"
+    kept, measure = stage.number("quality_kept"), "its next-token accuracy"
     if kept is None:
-        kept, what = stage.number("top1_agreement"), "top-1 choices"
+        kept, measure = stage.number("top1_agreement"), "top-1 choices"
     parts = [f"{times(smaller)} smaller" if smaller is not None else None]
-    parts.append(f"keeps {percent(kept)} % of {what}" if kept is not None else None)
+    parts.append(f"keeps {percent(kept)} % of {measure}" if kept is not None else None)
     parts.append(f"KL {significant(kl, 2)} nats" if kl is not None else None)
     if kept is None and kl is None and stage.number("perplexity") is not None:
         parts.append(f"perplexity {significant(stage.number('perplexity'))}")
@@ -27,9 +27,9 @@ def verdict(run: RunRecord, stage: StageRecord | None = None) -> str:
 
 
 def findings(run: RunRecord) -> list[str]:
-    """What recovery won back and what a method gained over another at the same bits, one sentence each."""
+    """What recovery won back, and what a method gained over round-to-nearest at the same bits."""
     recovered = (_recovery(run, stage) for stage in run.stages if stage.verb == "recover")
-    compared = (_rival(run, stage) for stage in run.stages if stage.verb == "quantize")
+    compared = (_against_rtn(run, stage) for stage in run.stages if stage.verb == "quantize")
     return [sentence for sentence in (*recovered, *compared) if sentence]
 
 
@@ -40,7 +40,7 @@ def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
         before = run.parent(before)
     if pruned is None or before is None or before is pruned:
         return None
-    start, low, high = (each.number("kl_mean") for each in (before, pruned, stage))
+    start, low, high = (point.number("kl_mean") for point in (before, pruned, stage))
     if start is None or low is None or high is None or low <= start:
         return None
     share = (low - high) / (low - start)
@@ -52,25 +52,25 @@ def _recovery(run: RunRecord, stage: StageRecord) -> str | None:
     )
 
 
-def _rival(run: RunRecord, stage: StageRecord) -> str | None:
+def _against_rtn(run: RunRecord, stage: StageRecord) -> str | None:
     """This method against round-to-nearest from the same parent at the same scheme and group size."""
     if stage.settings.get("method") == "rtn":
         return None
-    alike = ("scheme", "group_size", "embedding_bits")
+    same_settings = ("scheme", "group_size", "embedding_bits")
     for other in run.stages:
-        same = all(other.settings.get(key) == stage.settings.get(key) for key in alike)
+        same = all(other.settings.get(key) == stage.settings.get(key) for key in same_settings)
         if (
             other.verb == "quantize"
             and other.settings.get("method") == "rtn"
             and other.parents == stage.parents
             and same
         ):
-            return _closer(run, stage, other)
+            return _kl_difference(run, stage, other)
     return None
 
 
-def _closer(run: RunRecord, stage: StageRecord, other: StageRecord) -> str | None:
-    """Compare what both cost on top of their common parent."""
+def _kl_difference(run: RunRecord, stage: StageRecord, other: StageRecord) -> str | None:
+    """Compare the KL that both add to their parent's."""
     parent = run.parent(stage) or run.original
     base = parent.number("kl_mean")
     ours, theirs = stage.number("kl_mean"), other.number("kl_mean")

@@ -1,12 +1,15 @@
-"""From config.json to a transformers config and the class it names.
+"""config.json to a transformers config and its model class; transformers kept quiet, its errors on one line.
 
-Only code that transformers ships is run: a family that it does not know is refused, also one that brings its
-own Python files.
+Only code that transformers ships is run: an unknown family is refused, also one that brings its own Python
+files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,9 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
 
 from attar.errors import CheckpointError, ModelError
-from attar.models.library import first_line, quiet
 
 OWN_CODE_HINT = "attar runs no code that comes with a checkpoint; convert it to a transformers architecture"
 
@@ -65,3 +68,26 @@ def _check_known(config: Mapping[str, Any], where: str) -> None:
     raise ModelError(
         problem, hint=OWN_CODE_HINT if config.get("auto_map") else "a newer transformers may know it"
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and warnings off the terminal; what matters is raised."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__

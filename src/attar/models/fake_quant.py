@@ -30,7 +30,7 @@ from attar.formats.rules import ActivationRule
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """What attention modules call the cache among their arguments."""
 
-Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KVTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """``change(keys, values)``, each (batch, heads, tokens, width): what takes their place."""
 
 
@@ -143,7 +143,7 @@ def round_cache(
     return on_keys_and_values(attention, change)
 
 
-def on_keys_and_values(attention: nn.Module, change: Change) -> RemovableHandle:
+def on_keys_and_values(attention: nn.Module, change: KVTransform) -> RemovableHandle:
     """Let a function see and replace keys and values on their way into an attention module's cache (whether
     there is one or not). Calibration looks with a ``change`` that returns what it got.
 
@@ -168,7 +168,7 @@ def on_keys_and_values(attention: nn.Module, change: Change) -> RemovableHandle:
 class _Cache:
     """A cache, or none, that changes what goes in; everything else is the cache's."""
 
-    def __init__(self, cache: Any, change: Change) -> None:
+    def __init__(self, cache: Any, change: KVTransform) -> None:
         self._cache, self._change = cache, change
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -96,7 +96,7 @@ def _known_model(config: dict[str, Any]) -> Any | None:
 
 
 def _check_tensors(view: Any, model: nn.Module, packed: bool) -> None:
-    from attar.models.names import stored_names
+    from attar.models.stored import stored_names
 
     names = stored_names(model, view, strict=False)
     wanted = {stored: tuple(model.get_parameter(name).shape) for name, stored in names.items()}

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.blocks import is_linear
+from attar.models.anatomy import is_linear
 from attar.models.parts import Attention, Block
-from attar.models.probe import Probe, Response, alike
-from attar.models.rebuild import named_config
+from attar.models.probe import BlockProbe, BlockResponse, alike
+from attar.models.surgery import named_config
 
 __all__ = ["Fold", "Foldable", "Rescale", "foldable", "rescaled", "rescales"]
 
@@ -109,7 +109,7 @@ def foldable(model: Any) -> Foldable:
     Args:
         model: a transformers model, or a parsed config.json; weights are neither needed nor read.
     """
-    probe = Probe(model if isinstance(model, Mapping) else named_config(model))
+    probe = BlockProbe(model if isinstance(model, Mapping) else named_config(model))
     folds: list[Fold] = []
     left: dict[str, str] = {}
     for block in probe.anatomy.blocks:
@@ -178,7 +178,7 @@ def _outputs(module: Any) -> int:
     return int(module.weight.shape[1 if is_linear(module) and not isinstance(module, nn.Linear) else 0])
 
 
-def norm_fold(probe: Probe, block: Block, base: Response, norm: str) -> Fold | None:
+def norm_fold(probe: BlockProbe, block: Block, base: BlockResponse, norm: str) -> Fold | None:
     """The fold of a norm, where all that its output reaches are Linears."""
     offset = norm_offset(probe.model.get_submodule(norm))
     if offset is None:
@@ -190,7 +190,7 @@ def norm_fold(probe: Probe, block: Block, base: Response, norm: str) -> Fold | N
     return Fold("norm", norm, consumers, tuple(range(width)), offset) if consumers else None
 
 
-def v_fold(probe: Probe, block: Block, base: Response) -> Fold | None:
+def v_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
     """The fold of v into o."""
     attention = block.attention
     rows, source = attention.v.stored_rows(), _v_source(attention)
@@ -207,14 +207,14 @@ def _v_source(attention: Attention) -> tuple[int, ...]:
     )
 
 
-def _up_fold(probe: Probe, block: Block, base: Response) -> Fold | None:
+def _up_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
     """The fold of up into down, where what stands between is homogeneous."""
     rows = block.mlp.up.stored_rows()
     fold = Fold("up", block.mlp.up.name, (block.mlp.down.name,), tuple(rows))
     return fold if _confirmed(probe, block, base, fold, rows) else None
 
 
-def _confirmed(probe: Probe, block: Block, base: Response, fold: Fold, rows: Sequence[int]) -> bool:
+def _confirmed(probe: BlockProbe, block: Block, base: BlockResponse, fold: Fold, rows: Sequence[int]) -> bool:
     """Whether factors on these rows of the producer arrive as factors on the consumer's columns, and nowhere
     else."""
     factor = torch.ones(_outputs(probe.model.get_submodule(fold.producer)))
@@ -223,7 +223,7 @@ def _confirmed(probe: Probe, block: Block, base: Response, fold: Fold, rows: Seq
     return _reached(block, base, seen, factor[list(fold.source)]) == fold.consumers
 
 
-def _reached(block: Block, base: Response, seen: Response, factor: Tensor) -> tuple[str, ...]:
+def _reached(block: Block, base: BlockResponse, seen: BlockResponse, factor: Tensor) -> tuple[str, ...]:
     """The Linears whose inputs were multiplied by the factor; none of them if anything else changed."""
     names = []
     for name in block.linears:

@@ -22,10 +22,9 @@ from transformers import AutoTokenizer
 from transformers.initialization import no_init_weights
 
 from attar.errors import CheckpointError, ModelError
-from attar.models.configs import load_config, model_class, parse_config
+from attar.models.configs import first_line, load_config, model_class, parse_config, quiet
 from attar.models.device import pick_device
 from attar.models.fit import report_misfits
-from attar.models.library import first_line, quiet
 from attar.models.plain_tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     elif not compressed_tensors.is_packed(checkpoint.config):
         return
     assert said is not None
-    scheme = compressed_tensors.Scheme(said)
+    scheme = compressed_tensors.CompressedTensorsConfig(said)
     if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
         return
     from attar.models.anatomy import discover, is_linear

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Linear:
+class Projection:
     """One projection: a module of its own, or its part of a fused module.
 
     Attributes:
@@ -55,7 +55,7 @@ class Linear:
         return [row for group in range(groups) for row in self.run(group, groups)]
 
 
-class Group(NamedTuple):
+class KVGroup(NamedTuple):
     """What belongs to one KV head: rows of the stored q, k and v weights, and input columns of o."""
 
     q_rows: range
@@ -73,20 +73,20 @@ class Attention:
     """
 
     name: str
-    q: Linear
-    k: Linear
-    v: Linear
-    o: Linear
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
     heads: int
     kv_heads: int
     head_dim: int
     norms: tuple[str, ...] = ()
 
-    def groups(self) -> list[Group]:
-        """One :class:`Group` for each KV head: the smallest piece that can be removed."""
+    def groups(self) -> list[KVGroup]:
+        """One :class:`KVGroup` for each KV head: the smallest piece that can be removed."""
         n, width = self.kv_heads, self.o.in_features // self.kv_heads
         return [
-            Group(self.q.run(g, n), self.k.run(g, n), self.v.run(g, n), range(g * width, (g + 1) * width))
+            KVGroup(self.q.run(g, n), self.k.run(g, n), self.v.run(g, n), range(g * width, (g + 1) * width))
             for g in range(n)
         ]
 
@@ -100,9 +100,9 @@ class Mlp:
     """
 
     name: str
-    up: Linear
-    gate: Linear | None
-    down: Linear
+    up: Projection
+    gate: Projection | None
+    down: Projection
     neurons: int
     activation: str
 
@@ -156,3 +156,9 @@ class Anatomy:
     tied: bool
     hidden_size: int
     vocab_size: int
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight (N, K) of a Linear, Embedding or Conv1D (stored transposed), a view of the parameter."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T

@@ -191,3 +191,17 @@ def _norms(plain: PlainConfig) -> dict[str, tuple[int, ...]]:
     heads = ["self_attn.q_norm", "self_attn.k_norm"] if plain.model_type == "qwen3" else []
     wide: dict[str, tuple[int, ...]] = {f"{name}.weight": (plain.hidden_size,) for name in names}
     return wide | {f"{name}.weight": (plain.head_dim,) for name in heads}
+
+
+def end_tokens(*sources: Any) -> tuple[int, ...]:
+    """Tokens that end a completion: those of the first source that names any.
+
+    Args:
+        sources: generation config, config, tokenizer, in this order: mappings, objects or None.
+    """
+    for source in sources:
+        mapping = isinstance(source, Mapping)
+        ids = source.get("eos_token_id") if mapping else getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()

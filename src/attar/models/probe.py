@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attar.models.anatomy import discover
-from attar.models.blocks import is_linear
+from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy, Block
 
 TOKENS = 5
 
-Change = Callable[[Tensor], Tensor]
+OutputChange = Callable[[Tensor], Tensor]
 """What is done to a module's output (..., width)."""
 
 
 @dataclass(frozen=True)
-class Response:
+class BlockResponse:
     """What a block did.
 
     Attributes:
@@ -45,7 +44,7 @@ class _Stop(Exception):  # noqa: N818  (control flow, not an error)
     pass
 
 
-class Probe:
+class BlockProbe:
     """A model whose Linears are invented.
 
     Args:
@@ -55,7 +54,7 @@ class Probe:
     def __init__(self, config: Mapping[str, Any] | Any) -> None:
         self.model = empty_model(config)
         self.anatomy: Anatomy = discover(self.model)
-        self.changes: Mapping[str, Change] = {}
+        self.changes: Mapping[str, OutputChange] = {}
         self.inputs: dict[str, Tensor] = {}
         for name, parameter in list(self.model.named_parameters()):
             if not name.startswith(f"{self.anatomy.blocks_name}."):  # zeros that occupy four bytes
@@ -65,8 +64,8 @@ class Probe:
         self.calls = self._record()
 
     def run(
-        self, block: Block, changes: Mapping[str, Change] | None = None, hidden: Tensor | None = None
-    ) -> Response:
+        self, block: Block, changes: Mapping[str, OutputChange] | None = None, hidden: Tensor | None = None
+    ) -> BlockResponse:
         """Run one block.
 
         Args:
@@ -82,7 +81,7 @@ class Probe:
                 output = block.module(hidden, *args[1:], **kwargs)
             else:
                 output = block.module(**{**kwargs, "hidden_states": hidden})
-        return Response(self.inputs, output if isinstance(output, Tensor) else output[0])
+        return BlockResponse(self.inputs, output if isinstance(output, Tensor) else output[0])
 
     def hidden(self) -> Tensor:
         """Random hidden states (1, 5, D) of mean 1, the same each time."""

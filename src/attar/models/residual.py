@@ -20,8 +20,8 @@ from torch import nn
 from attar.errors import ModelError
 from attar.models.folding import norm_fold, norm_offset, v_fold
 from attar.models.parts import Block
-from attar.models.probe import Change, Probe, Response, alike
-from attar.models.rebuild import named_config
+from attar.models.probe import BlockProbe, BlockResponse, OutputChange, alike
+from attar.models.surgery import named_config
 
 __all__ = ["HeadValues", "NormRead", "Residual", "residual"]
 
@@ -87,7 +87,7 @@ def residual(model: Any) -> Residual:
     Raises:
         ModelError: it cannot: norms behind the Linears, no head, or something else between; says what.
     """
-    probe = Probe(model if isinstance(model, Mapping) else named_config(model))
+    probe = BlockProbe(model if isinstance(model, Mapping) else named_config(model))
     anatomy = probe.anatomy
     if anatomy.head is None or anatomy.final_norm is None:
         missing = "head" if anatomy.head is None else "final norm"
@@ -125,7 +125,7 @@ def _writers(block: Block) -> tuple[str, str]:
     return block.attention.o.name, block.mlp.down.name
 
 
-def _readers(probe: Probe, block: Block, base: Response) -> list[NormRead]:
+def _readers(probe: BlockProbe, block: Block, base: BlockResponse) -> list[NormRead]:
     """The norms of a block, each with its readers; every Linear but the writers is one's reader."""
     found = []
     for norm in block.norms:
@@ -142,7 +142,7 @@ def _readers(probe: Probe, block: Block, base: Response) -> list[NormRead]:
     return found
 
 
-def _final(probe: Probe) -> float:
+def _final(probe: BlockProbe) -> float:
     """The final norm's offset; gives it plain numbers."""
     name = probe.anatomy.final_norm
     assert name is not None
@@ -155,7 +155,7 @@ def _final(probe: Probe) -> float:
     return offset
 
 
-def _check_outside(probe: Probe) -> None:
+def _check_outside(probe: BlockProbe) -> None:
     """Nothing with weights may stand outside the blocks but embeddings, final norm and head."""
     anatomy = probe.anatomy
     known = (anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head, anatomy.blocks_name)
@@ -164,7 +164,7 @@ def _check_outside(probe: Probe) -> None:
             raise _refusal(anatomy.family, f"{name} stands between the embedding and the blocks")
 
 
-def _is_centred(probe: Probe, norms: Sequence[NormRead]) -> bool:
+def _is_centred(probe: BlockProbe, norms: Sequence[NormRead]) -> bool:
     """Whether only rotations that keep the mean leave the blocks alone. Tried on every block and on the final
     norm, with the weights of all norms set to one.
 
@@ -194,7 +194,7 @@ def _plain(norm: nn.Module, offset: float) -> None:
         setattr(norm, leaf, nn.Parameter(torch.full(parameter.shape, value), requires_grad=False))
 
 
-def _turns(probe: Probe, block: Block, turn: Change, read: Iterable[str]) -> bool:
+def _turns(probe: BlockProbe, block: Block, turn: OutputChange, read: Iterable[str]) -> bool:
     """Whether a block whose input and writers are turned gives its readers turned inputs, and a turned
     output."""
     base = probe.run(block)
@@ -205,7 +205,7 @@ def _turns(probe: Probe, block: Block, turn: Change, read: Iterable[str]) -> boo
     )
 
 
-def _reflection(width: int, centred: bool) -> Change:
+def _reflection(width: int, centred: bool) -> OutputChange:
     """x -> x - 2 (x . u) u: an orthogonal map that mixes up to 64 channels strongly; ``centred``: one that
     keeps the mean."""
     u = torch.zeros(width)

@@ -1,13 +1,16 @@
-"""Surgery: a smaller model that computes what the larger one does with the removed parts silenced.
+"""Surgery: a smaller model that computes what the larger one does with the removed parts zeroed.
 
-Heads go in whole KV groups (the KV head and all query heads that read it), neurons and layers one by one.
-Rows, biases and columns are really cut, the config is rewritten, and a new model is built from that config:
-whatever the config cannot say shows as a shape that does not fit, and is an error. The model given is not
-changed, and the new one shares no memory with it. Models on the meta device are cut as well, for their sizes.
+Heads are removed in whole KV groups (the KV head and all query heads that read it), neurons and layers one
+by one. Rows, biases and columns are cut, the config is changed, and an empty model is built from that
+config, as ``from_pretrained`` will build it, and compared with the cut tensors name by name and shape by
+shape. So no table lists what a family's config can express: transformers' own code decides. The given model
+is not changed and shares no memory with the new one. Models on the meta device can be cut too, for their
+sizes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,14 +18,13 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.models.anatomy import discover, text_config
-from attar.models.blocks import NEURONS
+from attar.models.anatomy import NEURONS, discover, text_config
+from attar.models.configs import parse_config, quiet
 from attar.models.load import empty_model
-from attar.models.parts import Anatomy, Linear
-from attar.models.rebuild import fitting_model, named_config, rebuild
+from attar.models.parts import Anatomy, Projection
 
 
-class Cut:
+class RowColumnCut:
     """Rows and columns to remove, by module."""
 
     def __init__(self) -> None:
@@ -30,12 +32,12 @@ class Cut:
         self.columns: dict[str, set[int]] = {}
         self.kinds: dict[str, str] = {}
 
-    def remove_rows(self, part: Linear, rows: Iterable[int]) -> None:
+    def remove_rows(self, part: Projection, rows: Iterable[int]) -> None:
         """Remove stored output rows of a projection (of the whole fused weight, where it is fused)."""
         self.kinds[part.name] = part.kind
         self.rows.setdefault(part.name, set()).update(rows)
 
-    def remove_columns(self, part: Linear, columns: Iterable[int]) -> None:
+    def remove_columns(self, part: Projection, columns: Iterable[int]) -> None:
         """Remove input columns of a projection."""
         self.kinds[part.name] = part.kind
         self.columns.setdefault(part.name, set()).update(columns)
@@ -99,7 +101,7 @@ def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
     anatomy = discover(model)
     before = [block.mlp.neurons for block in anatomy.blocks]
     count = _check_keep(keep, before, "neurons")
-    cut = Cut()
+    cut = RowColumnCut()
     for block, kept in zip(anatomy.blocks, keep, strict=True):
         mlp, stays = block.mlp, set(kept)
         removed = [index for index in range(mlp.neurons) if index not in stays]
@@ -174,7 +176,7 @@ def _without_heads(
     state: Mapping[str, Tensor], anatomy: Anatomy, keep: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
     """A copy of a state dict that has only the KV groups ``keep`` of each block."""
-    cut = Cut()
+    cut = RowColumnCut()
     for block, kept in zip(anatomy.blocks, keep, strict=True):
         attention = block.attention
         for index, group in enumerate(attention.groups()):
@@ -241,3 +243,77 @@ def _check_keep(keep: Sequence[Sequence[int]], limits: Sequence[int], what: str)
             hint="a config has one number for all layers; keep as many in each",
         )
     return counts[0]
+
+
+# Llama's config wants hidden_size to be a multiple of the number of heads although head_dim is free.
+# Mistral's does not, and without a sliding window it is the same network with the same tensor names.
+SIBLINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("mistral", "Mistral", {"sliding_window": None}),
+}
+
+
+def rebuild(model: Any, state: dict[str, Tensor], changes: dict[str, Any]) -> Any:
+    """A model of the changed config that holds ``state``."""
+    new = fitting_model(model, state, changes)
+    new.load_state_dict(state, strict=True, assign=True)
+    new.tie_weights()
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        new.to(device)
+    if model.can_generate():
+        new.generation_config = copy.deepcopy(model.generation_config)
+    return new.train(model.training)
+
+
+def fitting_model(model: Any, state: Mapping[str, Tensor], changes: dict[str, Any]) -> Any:
+    """An empty model of the changed config whose tensors have the names and shapes of ``state``."""
+    family, refusal = text_config(model).model_type, ""
+    for config in _configs(model, changes):
+        try:
+            new = empty_model(parse_config(config))
+        except ModelError as error:
+            refusal = refusal or error.message
+            continue
+        wrong = _misfit(new.state_dict(), state)
+        if wrong is None:
+            with quiet():
+                new.set_attn_implementation(model.config._attn_implementation)
+            return new
+        refusal = refusal or f"it builds {wrong}"
+    wish = ", ".join(f"{key} {value}" for key, value in changes.items() if isinstance(value, int))
+    raise ModelError(f"{family}: its config cannot express {wish}: {refusal}")
+
+
+def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """The changed config of the model's own family, then that of a sibling family."""
+    config = named_config(model)
+    for key, value in changes.items():
+        try:
+            setattr(config.get_text_config(), key, value)
+        except Exception as error:  # a property without a setter, or a validator of the config class
+            raise ModelError(f"{config.model_type}: its config's {key} cannot be {value}: {error}") from error
+    own = config.to_dict()
+    if config.model_type not in SIBLINGS:
+        return [own]
+    kind, prefix, extra = SIBLINGS[config.model_type]
+    ours, theirs = type(config)().to_dict(), parse_config({"model_type": kind}).to_dict()
+    shared = {key: value for key, value in own.items() if key in theirs or key not in ours}
+    name = prefix + type(model).__name__.removeprefix(type(config).__name__.removesuffix("Config"))
+    return [own, {**shared, **extra, "model_type": kind, "architectures": [name]}]
+
+
+def named_config(model: Any) -> Any:
+    """A copy of the model's config that names the model's class."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return config
+
+
+def _misfit(built: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str | None:
+    """The first tensor that differs in name or shape, in words; None when all fit."""
+    for name in sorted(built.keys() | state.keys()):
+        have = list(built[name].shape) if name in built else "nothing"
+        want = list(state[name].shape) if name in state else "nothing"
+        if have != want:
+            return f"{name} {have} where the cut needs {want}"
+    return None

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
 from attar.models.device import pick_device
@@ -27,7 +26,7 @@ from attar.models.load import load_tokenizer
 from attar.progress import Progress
 from attar.quantization.plan import QuantizationPlan, static_inputs
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.sweep import Nothing, sweep
+from attar.walks.sweep import sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -144,9 +143,8 @@ def static_scales(
     sweep(
         checkpoint,
         batches_of(checkpoint, settings),
-        Nothing(),
+        None,
         work=work / "ranges",
-        select=lambda name: False,
         precision=settings.calibration.precision,
         prepare=prepare,
         device=torch.device(pick_device(settings.device)),

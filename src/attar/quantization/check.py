@@ -21,7 +21,7 @@ from attar.progress import SILENT, Progress
 from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
 from attar.quantization.plan import QuantizationPlan
 from attar.quantization.settings import QuantizeSettings
-from attar.walks.compare import Compared, compare
+from attar.walks.compare import Comparison, compare
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -82,7 +82,7 @@ def check_result(
     return results | ({"sample": samples["text"]} if "text" in samples else {})
 
 
-def culprit(compared: Compared, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
+def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
     """The layer that most likely caused the error: in the block where the drift jumps, the worst report."""
     blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
     inside = [
@@ -123,7 +123,7 @@ def _compare(
     settings: QuantizeSettings,
     work: Path,
     progress: Progress,
-) -> Compared:
+) -> Comparison:
     return compare(
         original,
         Decoded(written),

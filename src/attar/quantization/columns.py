@@ -90,7 +90,7 @@ def in_original_order(
     return RoundingResult(QuantizedTensor(grid, restored, parameters), factor.damp, int(factor.dead.sum()))
 
 
-def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.Tiles | None:
+def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
     """Scales as the compiled loop takes them; None where it does not support the grid, or does not run.
 
     Args:
@@ -101,7 +101,7 @@ def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> ker
     if book is None or not kernel.available(parameters.scale.device):
         return None
     across = parameters.each(lambda value: value.float().T.contiguous())
-    return kernel.Tiles(book, across.scale, across.zero, across.minimum, group)
+    return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
 
 
 def _round_in_torch(

@@ -13,13 +13,13 @@ from torch import nn
 
 from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
-from attar.formats.compressed_tensors import EMBEDDING, Group
+from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
 from attar.formats.stated import refuse_packed
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
-from attar.models.names import stored_names
 from attar.models.parts import Anatomy
+from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
 from attar.quantization.settings import StorageSettings
@@ -333,12 +333,12 @@ def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any
     groups = []
     if found.embedding:
         head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
-        groups.append(Group((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
+        groups.append(ConfigGroup((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
     for name in sorted(schemes, key=lambda name: name == first):
         modules = tuple(site.module for site in sites if site.scheme.name == name)
         scheme = schemes[name]
         targets = ("Linear",) if name == first else modules
-        groups.append(Group(targets, scheme.weights, scheme.activations, scheme.form))
+        groups.append(ConfigGroup(targets, scheme.weights, scheme.activations, scheme.form))
     alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
     return compressed_tensors.quantization_config(
         groups,

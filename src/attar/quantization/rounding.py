@@ -21,7 +21,7 @@ from torch import Tensor
 from attar.data.packing import pack, row_length
 from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
+from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
 from attar.quantization.calibration import batches_of
@@ -49,10 +49,9 @@ from attar.quantization.settings import (
     SmoothQuantSettings,
     YAQASettings,
 )
-from attar.walks.objectives import agreement
-from attar.walks.precision import resolve
+from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
-from attar.walks.sweep import Behind, Swept, sweep
+from attar.walks.sweep import AfterBlocks, SweepResult, sweep
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -83,7 +82,7 @@ class RoundingTask:
     settings: QuantizeSettings
     work: Path
     progress: Progress
-    after_blocks: Behind | None = None
+    after_blocks: AfterBlocks | None = None
 
     def batches(self) -> list[Tensor]:
         """The calibration batches, int64 (B, S)."""
@@ -163,7 +162,7 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         work=task.work / "blocks",
         select=layers.__contains__,
         precision=precision,
-        behind=task.after_blocks,
+        after_blocks=task.after_blocks,
         device=torch.device(pick_device(settings.device)),
         progress=task.progress,
         what=settings.method,
@@ -195,7 +194,7 @@ def sweep_blocks(task: RoundingTask) -> RoundedModel:
         work=task.work / "blocks",
         select=grids.__contains__,
         precision=precision,
-        behind=task.after_blocks,
+        after_blocks=task.after_blocks,
         device=torch.device(pick_device(settings.device)),
         progress=task.progress,
         what=settings.method,
@@ -232,7 +231,7 @@ def train(task: RoundingTask) -> RoundedModel:
         {name: rule for name, rule in rules.items() if rule is not None},
         rows,
         _schedule(settings, options),
-        loss=agreement(teacher, options.distill),
+        loss=distillation_loss(soft_loss(teacher), options.distill),
         train="scales" if options.train == "scales" else "weights",
         work=task.work / "train",
         progress=task.progress,
@@ -279,7 +278,7 @@ class SweepCodes:
     """Codes that a sweep wrote, one file a block. One block is kept in memory: tensors are read in file
     order."""
 
-    def __init__(self, plan: QuantizationPlan, swept: Swept) -> None:
+    def __init__(self, plan: QuantizationPlan, swept: SweepResult) -> None:
         self.plan, self.swept = plan, swept
         self.block: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 

@@ -25,7 +25,7 @@ from attar.data.seen import note_texts, record
 from attar.data.sources import fingerprint
 from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.stored import stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import static_scales
 from attar.quantization.check import check_result

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attar.errors import RecipeError
-from attar.recipe.located import Entry, Located, parse_yaml
-from attar.recipe.origin import did_you_mean
+from attar.errors import RecipeError, did_you_mean
+from attar.yaml import Located, YamlEntry, parse_yaml
 
 Names = Callable[[Located], list[str]]
 
@@ -50,9 +49,9 @@ def _replace(node: Located, parts: list[str], new: Located, where: str, names: N
         node = Located({}, where)
     if not isinstance(node.value, dict):
         raise RecipeError(f"{where}: {node.value!r} has no keys, so {head!r} cannot be set in it")
-    old = node.value.get(head, Entry(where, Located(None, where)))
+    old = node.value.get(head, YamlEntry(where, Located(None, where)))
     return Located(
-        node.value | {head: Entry(where, _replace(old.value, rest, new, where, names))}, node.where
+        node.value | {head: YamlEntry(where, _replace(old.value, rest, new, where, names))}, node.where
     )
 
 

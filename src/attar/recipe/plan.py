@@ -22,12 +22,11 @@ from attar.data.auto import fit
 from attar.data.sources import fingerprint
 from attar.errors import CheckpointError
 from attar.progress import SILENT, Progress
-from attar.recipe.estimate import Estimate, estimate, evaluation_seconds
+from attar.recipe.estimate import Estimate, Shape, after, estimate, evaluation_seconds, shape_of
 from attar.recipe.machine import Rates, measure_rates
-from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt
+from attar.recipe.runfolder import ORIGINAL_RECEIPT, Receipt, read_receipt
 from attar.recipe.schema import ORIGINAL, Recipe, StageEntry
 from attar.recipe.settings import plain
-from attar.recipe.shape import Shape, after, shape_of
 from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
 
 DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
@@ -161,7 +160,7 @@ class _RecipePlanner:
         parents = [keys[name] for name in entry.parents]
         stage = STAGES[entry.stage]
         if stage.merges:
-            parents += load("attar.merging.parents:outside")(entry.settings.config, entry.merged)
+            parents += load("attar.merging.parents:unnamed_fingerprints")(entry.settings.config, entry.merged)
         return identity(
             entry.stage, stage.version(), plain(entry.settings), parents + _data(entry.settings, data)
         )

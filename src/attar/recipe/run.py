@@ -20,33 +20,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attar.checkpoint.atomic import write_bytes
+from attar.checkpoint.atomic import write_bytes, write_json
 from attar.checkpoint.card import Card
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import finished
 from attar.checkpoint.readme import with_new_readme
+from attar.checkpoint.units import seconds_text
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.recipe.journal import original_entry, stage_entry, write_run
-from attar.recipe.lock import locked
-from attar.recipe.machine import versions
+from attar.recipe.machine import machine, versions
 from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, error_factor, fitted, make_plan
-from attar.recipe.receipts import ORIGINAL_RECEIPT, Receipt, read_receipt, sizes, write_receipt
 from attar.recipe.runfolder import (
+    ORIGINAL_RECEIPT,
     RECIPE,
     REPORT,
+    RUN,
     SIGNAL,
+    Receipt,
     check_folder,
+    locked,
     missing_folders,
     own_folders,
+    read_receipt,
     remove_own,
+    sizes,
     undo,
+    write_receipt,
 )
 from attar.recipe.schema import ORIGINAL, Recipe
+from attar.recipe.settings import plain, title
 from attar.recipe.show import plan_text
 from attar.recipe.stages import STAGES, load
-from attar.recipe.table import seconds_text
 
 if TYPE_CHECKING:
     from attar.measure.run_folder import RunRecord as RunRecord
@@ -259,3 +264,79 @@ class _RecipeRun:
         if self.reference is not None and not self.reference.kept:
             self.reference = None
         gc.collect()
+
+
+def write_run(
+    plan: RecipePlan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
+) -> dict[str, Any]:
+    """Write ``run.json``, whole; ``folders`` are those that the run may replace or remove.
+
+    Args:
+        plan: the plan.
+        versions: of what the run runs on.
+        entries: the rows so far, the original's first.
+        finished: whether these are all rows.
+
+    Returns:
+        what was written.
+    """
+    announced = [step.folder.name for step in plan.steps]
+    content = {
+        "attar": versions["attar"],
+        "recipe": plan.recipe.to_dict(),
+        "machine": machine(),
+        "versions": versions,
+        "stages": entries,
+        "finished": finished,
+        "folders": list(dict.fromkeys([*own_folders(plan.out), *announced])),
+    }
+    written = jsonable(content)
+    assert isinstance(written, dict)
+    write_json(plan.out / RUN, written)
+    return written
+
+
+def original_entry(plan: RecipePlan) -> dict[str, Any]:
+    """The row of the model that the recipe starts from."""
+    receipt = read_receipt(plan.out, ORIGINAL_RECEIPT)
+    return _entry(
+        ORIGINAL, ORIGINAL, plan.recipe.model, plan.original.path, receipt, plan.original_evaluation_key
+    ) | {
+        "key": plan.original_key,
+        "bytes": plan.original.nbytes,
+    }
+
+
+def stage_entry(plan: RecipePlan, step: RecipeStep) -> dict[str, Any]:
+    """The row of a finished stage."""
+    entry = step.entry
+    receipt = read_receipt(plan.out, entry.folder)
+    made = open_checkpoint(step.folder)
+    title_ = title(entry.settings)
+    return _entry(entry.name, entry.stage, title_, Path(entry.folder), receipt, step.evaluation_key) | {
+        "settings": plain(entry.settings),
+        "parents": list(entry.parents),
+        "key": step.key,
+        "bytes": made.nbytes,
+        "details": made.card.details if made.card else {},
+    }
+
+
+def _entry(
+    name: str, stage: str, title: str, path: Path, receipt: Receipt | None, evaluation_key: str
+) -> dict[str, Any]:
+    measured = receipt is not None and evaluation_key != "" and receipt.measurements_key == evaluation_key
+    return {
+        "name": name,
+        "stage": stage,
+        "title": title,
+        "settings": {},
+        "parents": [],
+        "path": str(path),
+        "key": "",
+        "bytes": 0,
+        "seconds": receipt.seconds if receipt and receipt.finished else None,
+        "peak_rss_bytes": receipt.peak_rss_bytes if receipt else None,
+        "measurements": receipt.measurements if receipt and measured else {},
+        "details": {},
+    }

@@ -6,15 +6,20 @@ its own files.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import hidden
+from attar.checkpoint.atomic import explain_os_errors, hidden, write_json
+from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.readme import FILE as README
 from attar.errors import CheckpointError, OutputError
-from attar.recipe.lock import FILE as LOCK
-from attar.recipe.receipts import ORIGINAL_RECEIPT, RECEIPTS, read_receipt
 
 RUN, RECIPE, REPORT = "run.json", "recipe.yaml", "report.html"
 """What a run writes beside its stages."""
@@ -118,3 +123,107 @@ def undo(run: Path, created: list[Path]) -> None:
         if any(folder.iterdir()):
             return
         folder.rmdir()
+
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the run folder (made if need be) while the block runs.
+
+    Raises:
+        OutputError: another run is at work there, or the folder cannot be written.
+    """
+    path = run / LOCK
+    with explain_os_errors(path):
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise OutputError(
+                f"{error.filename}: a file is in the way", hint="choose another folder"
+            ) from None
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(descriptor, run)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _take(descriptor: int, run: Path) -> None:
+    try:
+        # not flock: forked children would inherit that, and an orphaned worker would block the next run
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        hint = "wait for it, stop it, or choose another folder with -o"
+        raise OutputError(f"{run}: another run is at work there (process {holder})", hint=hint) from None
+
+
+RECEIPTS = "receipts"
+ORIGINAL_RECEIPT = "00-original"
+"""Name of the receipt of the model that the recipe starts from: it has measurements and no folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """What is known of one stage's work.
+
+    Args:
+        key: identity of the work (stage, code version, settings, inputs).
+        finished: the checkpoint was written.
+        seconds: time spent on it so far, over all attempts.
+        peak_rss_bytes: the most memory the process held while it worked.
+        estimated: seconds it was estimated to take; with ``seconds`` it says by how much estimates of such
+            work are wrong here; 0 where the time is not that of the whole work.
+        files: file name to size in bytes, card and README.md excepted.
+        measurements_key: identity of the evaluation, empty where there was none.
+        measurements: what the evaluation found.
+    """
+
+    key: str
+    finished: bool = False
+    seconds: float = 0.0
+    peak_rss_bytes: int | None = None
+    estimated: float = 0.0
+    files: dict[str, int] = field(default_factory=dict)
+    measurements_key: str = ""
+    measurements: dict[str, Any] = field(default_factory=dict)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether the finished checkpoint still stands there, with every file at its size."""
+        if not self.finished or not (folder / CARD).is_file():
+            return False
+        return all(
+            (folder / name).is_file() and (folder / name).stat().st_size == n
+            for name, n in self.files.items()
+        )
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Relative name to size of every file of a checkpoint; not the card and README.md, which get measurements
+    later."""
+    later = (folder / CARD, folder / README)
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path not in later)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+
+
+def read_receipt(run: Path, name: str) -> Receipt | None:
+    """The receipt of a stage folder, or None where there is none that can be read: the work is done again."""
+    try:
+        content = read_json(run / RECEIPTS / f"{name}.json")
+        known = {item.name: content[item.name] for item in fields(Receipt) if item.name in content}
+        return Receipt(**known)  # an earlier version's may lack a field
+    except (CheckpointError, TypeError):
+        return None
+
+
+def write_receipt(run: Path, name: str, receipt: Receipt) -> None:
+    """Write a receipt, whole. Raises OutputError."""
+    folder = run / RECEIPTS
+    with explain_os_errors(folder):
+        folder.mkdir(exist_ok=True)
+    write_json(folder / f"{name}.json", asdict(receipt))

@@ -17,20 +17,19 @@ merges.py). All other keys are the stage's settings. This file imports nothing h
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attar.data.settings import SOURCES
-from attar.errors import RecipeError
-from attar.recipe.located import Entry, Located, parse_yaml, read_yaml
-from attar.recipe.merges import read_merge
-from attar.recipe.origin import RecipeOrigin, did_you_mean
+from attar.errors import RecipeError, did_you_mean
 from attar.recipe.overrides import override
-from attar.recipe.settings import parse, plain, settings_of
+from attar.recipe.settings import RecipeOrigin, parse, plain, settings_of
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, StageSpec, load
+from attar.yaml import Located, YamlEntry, parse_yaml, read_yaml
 
 ORIGINAL = "original"
 """Name of the model that the recipe starts from."""
@@ -146,7 +145,7 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(f"{root.where}: a recipe is a mapping with the keys {', '.join(_TOP)}")
     for text in overrides:
         root = override(root, text, stage_names)
-    top: Mapping[str, Entry] = root.value
+    top: Mapping[str, YamlEntry] = root.value
     for name, entry in top.items():
         if name not in _TOP:
             raise RecipeError(f"{entry.where}: unknown key {name!r} in the recipe{did_you_mean(name, _TOP)}")
@@ -163,7 +162,7 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
     )
 
 
-def _typed(mapping: Mapping[str, Entry], name: str, kind: type, allowed: str, default: Any = None) -> Any:
+def _typed(mapping: Mapping[str, YamlEntry], name: str, kind: type, allowed: str, default: Any = None) -> Any:
     """A scalar of a known type, or the default where the key is absent."""
     if name not in mapping:
         return default
@@ -173,7 +172,7 @@ def _typed(mapping: Mapping[str, Entry], name: str, kind: type, allowed: str, de
     return value
 
 
-def _evaluate(entry: Entry | None, defaults: Mapping[str, Entry], root: Located) -> Any | None:
+def _evaluate(entry: YamlEntry | None, defaults: Mapping[str, YamlEntry], root: Located) -> Any | None:
     """EvaluateSettings, or None where the recipe says false."""
     given = True if entry is None else entry.value.value
     if given is False:
@@ -188,8 +187,8 @@ def _evaluate(entry: Entry | None, defaults: Mapping[str, Entry], root: Located)
 
 def _settings(
     cls: type,
-    given: Mapping[str, Entry],
-    defaults: Mapping[str, Entry],
+    given: Mapping[str, YamlEntry],
+    defaults: Mapping[str, YamlEntry],
     what: str,
     where: str,
     extra: tuple[str, ...],
@@ -204,7 +203,7 @@ def _settings(
     return parse(cls, values, RecipeOrigin(what, where, places, extra))
 
 
-def _stages(root: Located, defaults: Mapping[str, Entry], path: str) -> tuple[StageEntry, ...]:
+def _stages(root: Located, defaults: Mapping[str, YamlEntry], path: str) -> tuple[StageEntry, ...]:
     entry = root.value.get("stages")
     if entry is None:
         raise RecipeError(f"{root.where}: the key 'stages' is missing", hint="stages: [{stage: quantize}]")
@@ -267,10 +266,10 @@ def _verb(item: Located) -> StageSpec:
 
 
 def _stage(
-    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry], path: str
+    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, YamlEntry], path: str
 ) -> StageEntry:
     verb = _verb(item)
-    keys: Mapping[str, Entry] = item.value
+    keys: Mapping[str, YamlEntry] = item.value
     if verb.merges:
         return _merge(item, name, done, defaults, path)
     common = (*_COMMON, "teacher") if verb.teacher else _COMMON
@@ -282,10 +281,10 @@ def _stage(
 
 
 def _merge(
-    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, Entry], path: str
+    item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, YamlEntry], path: str
 ) -> StageEntry:
     """A stage that takes the models that its configuration names."""
-    keys: dict[str, Entry] = dict(item.value)
+    keys: dict[str, YamlEntry] = dict(item.value)
     what = f"stage {name!r}"
     if "from" in keys:
         raise RecipeError(f"{keys['from'].where}: {what} has no 'from'", hint="its config names its models")
@@ -301,7 +300,7 @@ def _merge(
     return StageEntry(len(done) + 1, verb.verb, name, source, None, settings, item.where, read.stages)
 
 
-def _reference(keys: Mapping[str, Entry], key: str, done: list[StageEntry], default: str) -> str:
+def _reference(keys: Mapping[str, YamlEntry], key: str, done: list[StageEntry], default: str) -> str:
     """The name of an earlier stage."""
     if key not in keys:
         return default
@@ -321,3 +320,48 @@ def _unpruned(source: str, done: list[StageEntry]) -> str:
     while name in by_name and by_name[name].stage == "prune":
         name = by_name[name].source
     return name if name != source else ORIGINAL
+
+
+@dataclass(frozen=True)
+class MergeEntry:
+    """What a recipe's merge reads.
+
+    Args:
+        config: the configuration's text, in place of what the recipe said.
+        stages: the earlier stages that it names, in its order, "original" included.
+    """
+
+    config: YamlEntry
+    stages: tuple[str, ...]
+
+
+def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntry:
+    """Read the configuration of a merge.
+
+    Args:
+        entry: the recipe's key ``config``: a mapping, a path beside the recipe, or a text.
+        recipe: the recipe's file.
+        known: names of earlier stages.
+
+    Raises:
+        RecipeError: the configuration is wrong; names file and line.
+    """
+    value = entry.value
+    if isinstance(value.value, dict):
+        documents: Any = load("attar.merging.config.documents:parse_located")(value)
+        text = _dump(value.plain())
+    elif not isinstance(value.value, str):
+        raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
+    else:
+        sibling = str(Path(recipe).parent / value.value)
+        path = sibling if os.path.isfile(sibling) else value.value  # noqa: PTH113 (Path's raises at long names)
+        documents, text = load("attar.merging.config.documents:read_configs")(path, value.where)
+    names = [reference.model for document in documents for reference in document.models()]
+    stages = tuple(dict.fromkeys(name for name in names if name in known))
+    return MergeEntry(YamlEntry(entry.where, Located(text, value.where)), stages)
+
+
+def _dump(content: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000))

@@ -12,13 +12,12 @@ import dataclasses
 import numbers
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, Union, get_args, get_origin
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
-from attar.errors import SettingsError, nearest
+from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
 from attar.options import flatten, listed, misplaced, nest, option_fields
-from attar.recipe.located import scalar
-from attar.recipe.origin import Origin
+from attar.yaml import scalar
 
 T = TypeVar("T")
 
@@ -80,7 +79,7 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
     )
 
 
-def parse(cls: type[T], given: Mapping[str, object], origin: Origin) -> T:
+def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> T:
     """Make settings from a mapping.
 
     Args:
@@ -185,7 +184,7 @@ class _WrongTypeError(Exception):
     pass
 
 
-def _value(setting: SettingField, value: object, origin: Origin) -> Any:
+def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
     """The value in the field's type, one of its choices."""
     try:
         result = _convert(setting.kind, value, origin.text)
@@ -245,3 +244,106 @@ def _number(kind: type, value: numbers.Real) -> int | float:
     if number.is_integer():  # 1e3 is a whole number
         return int(number)
     raise _WrongTypeError
+
+
+class SettingsOrigin(Protocol):
+    """Makes the error for a setting that is unknown or has a wrong value."""
+
+    @property
+    def text(self) -> bool:
+        """Whether every value arrives as text and is to be read as one (the command line)."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether defaults may be written out for options that the chosen method does not take (recipes)."""
+
+    def unknown(self, name: str, known: Sequence[str]) -> UsageError:
+        """The error for a setting that does not exist."""
+
+    def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
+        """The error for a value that is not allowed."""
+
+
+@dataclass(frozen=True)
+class PythonOrigin:
+    """Keyword arguments of a Python verb.
+
+    Args:
+        verb: name of the function.
+    """
+
+    verb: str
+    text: bool = False
+    resolved: bool = False
+
+    def unknown(self, name: str, known: Sequence[str]) -> UsageError:
+        """Name the keyword and the verb."""
+        return UsageError(f"unknown setting {name!r} of {self.verb}{did_you_mean(name, known)}")
+
+    def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
+        """Name the keyword."""
+        return _settings_error(name, value, allowed, hint)
+
+
+@dataclass(frozen=True)
+class CommandOrigin:
+    """Options of the command line.
+
+    Args:
+        verb: name of the verb.
+    """
+
+    verb: str
+    text: bool = True
+    resolved: bool = False
+
+    def unknown(self, name: str, known: Sequence[str]) -> UsageError:
+        """Name the option and the verb."""
+        options = [option(each) for each in known]
+        return UsageError(
+            f"no option {option(name)!r} in attar {self.verb}{did_you_mean(option(name), options)}"
+        )
+
+    def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
+        """Name the option, and point to the verb's help."""
+        return _settings_error(option(name), value, allowed, hint or f"attar {self.verb} --help")
+
+
+@dataclass(frozen=True)
+class RecipeOrigin:
+    """Keys of a mapping in a recipe.
+
+    Args:
+        what: the mapping in words, e.g. ``stage 'prune'``.
+        where: ``file:line`` of the mapping.
+        places: ``file:line`` of each key.
+        extra: keys that are allowed beside the settings; named when a misspelt key is close to one.
+    """
+
+    what: str
+    where: str
+    places: Mapping[str, str]
+    extra: Sequence[str] = field(default=())
+    text: bool = False
+    resolved: bool = True
+
+    def unknown(self, name: str, known: Sequence[str]) -> UsageError:
+        """Name file, line, key and the nearest key."""
+        tail = did_you_mean(name, [*known, *self.extra])
+        return RecipeError(f"{self.places.get(name, self.where)}: unknown key {name!r} in {self.what}{tail}")
+
+    def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
+        """Name file, line, key, value and what is allowed."""
+        place = self.places.get(name, self.where)
+        return RecipeError(f"{place}: {name} is {value!r}, but must be {allowed}", hint=hint)
+
+
+def option(name: str) -> str:
+    """The command-line spelling of a setting: ``group_size`` becomes ``--group-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def _settings_error(name: str, value: object, allowed: str, hint: str | None) -> SettingsError:
+    error = SettingsError(name, value, allowed)
+    error.hint = hint
+    return error

@@ -7,12 +7,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.units import bytes_text
+from attar.checkpoint.units import bytes_text, seconds_text, table
 from attar.recipe.estimate import Estimate
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
 from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
-from attar.recipe.table import seconds_text, table
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
 _WIDTH = 120  # of the table where no terminal says

@@ -1,8 +1,7 @@
-"""The runtime: one KV cache, a scheduler, runners, sampling and the engine that joins them.
+"""The runtime: a paged KV cache, a scheduler, runners, sampling and the engine that joins them.
 
     request → scheduler → step → runner → logits → sampling → scheduler
 
-Bookkeeping (``kv/blocks.py``, ``table.py``, ``radix.py``, ``manager.py``; ``sequence.py``, ``queue.py``,
-``scheduler.py``) knows integers only: no torch, no model. A runner sees only a ``Step`` (``step.py``):
-tokens, positions and slots.
+The scheduler and the block manager know integers only: no torch, no model. A runner sees only a ``StepInput``
+(``step.py``): tokens, positions, slots.
 """

@@ -1,19 +1,21 @@
-"""What may run, and what is refused before it waits.
+"""Which requests are refused at once, and the order in which the others start.
 
-A request that could never run, even alone, is refused by name at once, and one that comes when the queue is
-full is refused with the word to come back: nothing waits for what will not happen.
+A request that could never run, even alone, is refused by the name of the setting; one that arrives when the
+queue is full is refused as busy.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
 from attar.errors import AttarError, DataError, SettingsError
-from attar.runtime.kv.compose import Asked, check_together
-from attar.runtime.kv.manager import Manager
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.kv.compose import FeatureRequests, check_together
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sequence import Request
+from attar.runtime.sequence import Request, Sequence
 
 
 class BusyError(AttarError):
@@ -25,13 +27,13 @@ class Limits:
     """How much runs at a time, and how much may wait.
 
     Args:
-        step_tokens: tokens of one step at most.
-        sequences: sequences that run at the same time at most.
-        chunk: tokens of one prompt in one step at most; None: as many as the step has room for.
-        waiting: requests that wait at most; None: any number.
-        waiting_tokens: tokens of their prompts at most; None: any number.
+        step_tokens: most tokens of a step.
+        sequences: most sequences that run at the same time.
+        chunk: most tokens of one prompt in a step; None: as many as the step has room for.
+        waiting: most requests that wait; None: any number.
+        waiting_tokens: most tokens of their prompts; None: any number.
         prefix_first: among waiting requests of equal priority the longest published prefix goes first.
-        patience_s: a request that waited so long is served in the order of arrival all the same.
+        patience_s: a request that waited this long is served in the order of arrival all the same.
     """
 
     step_tokens: int = 512
@@ -54,15 +56,15 @@ class Limits:
             raise SettingsError("patience_s", self.patience_s, "0 or more seconds")
 
 
-def check_params(params: SamplingParams, features: Asked, *, words: bool, grammars: bool) -> None:
-    """Raises SettingsError where they ask for what the model cannot do.
+def check_params(params: SamplingParams, features: FeatureRequests, *, decodes: bool, grammars: bool) -> None:
+    """Raises SettingsError where the model cannot do what the parameters ask for.
 
     Args:
         features: of the runner, rows of ``kv/compose.py``.
-        words: tokens can be made text.
-        grammars: texts can be held to one.
+        decodes: tokens can be decoded to text.
+        grammars: output can be constrained by a grammar.
     """
-    if not words and params.stop:
+    if not decodes and params.stop:
         raise SettingsError("stop", params.stop, "empty, for the model has no tokenizer")
     if params.n > 1:
         check_together({**features, "fork": ("n", params.n)})
@@ -72,16 +74,14 @@ def check_params(params: SamplingParams, features: Asked, *, words: bool, gramma
 
 
 def check_tokens(prompt: Tokens[int], vocabulary: int) -> None:
-    """Raises DataError at the first token that is not of the vocabulary."""
-    for place, token in enumerate(prompt):
+    """Raises DataError at the first token outside the vocabulary."""
+    for index, token in enumerate(prompt):
         if not 0 <= token < vocabulary:
-            raise DataError(
-                f"token {token} at place {place} of the prompt is not of the vocabulary of {vocabulary:,}"
-            )
+            raise DataError(f"token {token} at position {index} of the prompt is outside [0, {vocabulary:,})")
 
 
-def most_tokens(request: Request, manager: Manager, limits: Limits, context: int | None) -> int:
-    """Tokens, the prompt's included, that each text of a request may have.
+def most_tokens(request: Request, manager: BlockManager, limits: Limits, context: int | None) -> int:
+    """Most tokens, the prompt's included, of each completion of a request.
 
     Args:
         context: positions of the model; None: no limit.
@@ -104,7 +104,7 @@ def most_tokens(request: Request, manager: Manager, limits: Limits, context: int
 
 
 def refuse_if_busy(request: Request, limits: Limits, waiting: int, waiting_tokens: int) -> None:
-    """Raises BusyError when ``waiting`` requests with ``waiting_tokens`` prompt tokens leave no room."""
+    """Raises BusyError where ``waiting`` requests with ``waiting_tokens`` prompt tokens fill the queue."""
     if limits.waiting is not None and waiting >= limits.waiting:
         raise BusyError(
             f"{waiting:,} requests are waiting, the limit is {limits.waiting:,}", hint="try again later"
@@ -115,8 +115,8 @@ def refuse_if_busy(request: Request, limits: Limits, waiting: int, waiting_token
         raise BusyError(message, hint="try again later")
 
 
-def _within(request: Request, manager: Manager, context: int | None) -> int:
-    """The limit of tokens by ``max_tokens``, context and pool; the last token needs no place in the pool."""
+def _within(request: Request, manager: BlockManager, context: int | None) -> int:
+    """The limit by ``max_tokens``, context and pool; the last token needs no slot in the pool."""
     prompt, pool = len(request.prompt), manager.capacity * manager.block_size
     limit = min(prompt + (request.max_tokens or pool + 1), context or prompt + pool + 1)
     if manager.fits(limit - 1):
@@ -126,3 +126,66 @@ def _within(request: Request, manager: Manager, context: int | None) -> int:
     raise SettingsError(
         "prompt + max_tokens", limit, f"at most {pool + 1:,}: the key-value pool holds {pool:,} tokens"
     )
+
+
+class WaitingQueue:
+    """Waiting sequences, which hold no blocks, in the order in which they start.
+
+    By priority; inside one, preempted sequences first, then by arrival. With ``prefix_first`` the longest
+    published prefix goes before the earlier arrival, so that cached blocks are used before they are evicted;
+    a sequence that waited longer than the patience goes first all the same, so that none starves.
+
+    Args:
+        manager: knows the published prefixes.
+        limits: ``prefix_first`` and ``patience_s``.
+    """
+
+    def __init__(self, manager: BlockManager, limits: Limits) -> None:
+        self._manager, self._limits = manager, limits
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """By priority, preempted ones first, then by arrival."""
+        return iter(self._sequences)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(sequence.prompt for sequence in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_waiting_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+
+    def ordered(self, now: float) -> list[Sequence]:
+        """All sequences in the order in which they start.
+
+        Args:
+            now: seconds on the clock of the arrivals.
+        """
+        if not self._limits.prefix_first:
+            return list(self._sequences)
+        return sorted(self._sequences, key=lambda sequence: self._prefix_order(sequence, now))
+
+    def check(self) -> None:
+        """Raises AssertionError naming what is wrong."""
+        ordered = sorted(self._sequences, key=_waiting_order)
+        assert self._sequences == ordered, "waiting sequences are out of order"
+
+    def _prefix_order(
+        self, sequence: Sequence, now: float
+    ) -> tuple[int, bool, bool, int, tuple[int, float, int]]:
+        request, matched = sequence.request, 0
+        patient = now - request.arrival < self._limits.patience_s
+        if patient and not request.prompt_logits:
+            matched = self._manager.matched(sequence.tokens, request.salt)
+        return (request.priority, not sequence.preempted, patient, -matched, sequence.order)
+
+
+def _waiting_order(sequence: Sequence) -> tuple[int, bool, tuple[int, float, int]]:
+    return (sequence.request.priority, not sequence.preempted, sequence.order)

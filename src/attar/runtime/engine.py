@@ -1,16 +1,17 @@
 """The loop that joins scheduler, runner and sampling.
 
-    add(prompt, params) → id          refused here, or never
-    step() → events                   schedule → run → commit → draw (or verify) → append or finish
+    add(prompt, params) → id
+    step() → events           schedule → run → commit → sample (or verify drafts) → append or finish
     cancel(id) → events
 
-One thread calls it (``stream.py`` is for several). It knows tokens; text only through ``decode``.
+One thread calls it (``async_engine.py`` serves several callers). It handles tokens, and text only through
+``decode``.
 
-An error ends its own request, with all its texts, and no other: its blocks come back, and its last events
-have the reason "error" and the exception. That holds for a step that cannot be run (``retry.py`` finds out
-whose fault it is), for memory (``scheduler.py``, ``packing.py``), for drawing, log-probabilities, text,
-grammar and stops, for drafts that are judged. What is not one sequence's fault ends those that run. Only a
-failed ``check``, which means that the engine's books are wrong, is raised.
+An error ends its own request with all its completions, and no other request: the blocks are released, and the
+last events have the reason "error" and the exception. This holds for a step that fails on the runner
+(``execution.py`` finds the sequence at fault), for cache memory, sampling, log-probabilities, text, grammars,
+stop strings and verification. An error that cannot be assigned to one sequence ends all running ones. Only a
+failed ``check``, which means that the engine's bookkeeping is wrong, is raised.
 """
 
 from __future__ import annotations
@@ -25,29 +26,27 @@ from typing import TypeVar
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.runtime import retry
+from attar.runtime import execution
 from attar.runtime.admission import check_params, check_tokens
-from attar.runtime.batch import Output, Planned
-from attar.runtime.drawing import Drawn, draw_tokens, score_prompt
-from attar.runtime.job import Job, make_texts
+from attar.runtime.completion import Completion, RequestState
 from attar.runtime.kv.evict import Eviction
-from attar.runtime.packing import pack_due
 from attar.runtime.results import Event, FinishReason
 from attar.runtime.sampling.grammar import Grammars, Matcher
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.sampling.sample import sample
+from attar.runtime.sampling.sampled_tokens import SampledTokens, token_logprob
+from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Request
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.step import Runner, Step
-from attar.runtime.text import Text
+from attar.runtime.step import Runner, StepInput
 
 T = TypeVar("T")
-Words = Callable[[Sequence[int], bool], str]
-"""Tokens to text; the flag says whether special tokens are left out."""
+DecodeTokens = Callable[[Sequence[int], bool], str]
+"""Tokens to text; the flag leaves special tokens out."""
 DEFAULT = SamplingParams()
 CHECK_S = 10.0
-"""Seconds between two full checks of an idle engine."""
+"""Least seconds between two full checks of an idle engine."""
 
 
 class Engine:
@@ -59,9 +58,9 @@ class Engine:
         ends: the model's end tokens.
         decode: tokens to text; None: events have tokens only, and stop strings are refused.
         vocabulary: columns of the logits that stand for a token; None: all.
-        eviction: asked after each step which sequences are packed; a runner that packs goes with it.
-        grammars: of the tokenizer; None: texts that keep to a grammar are refused.
-        speculator: drafts tokens; None: every pass gives one token a text.
+        eviction: decides after each step which sequences are packed; the runner must support it.
+        grammars: of the tokenizer; None: requests with a grammar are refused.
+        speculator: drafts tokens; None: every step gives one token for each completion.
         clock: seconds; arrivals and deadlines are on it.
     """
 
@@ -71,7 +70,7 @@ class Engine:
         scheduler: Scheduler,
         *,
         ends: Sequence[int] = (),
-        decode: Words | None = None,
+        decode: DecodeTokens | None = None,
         vocabulary: int | None = None,
         eviction: Eviction | None = None,
         grammars: Grammars | None = None,
@@ -81,9 +80,9 @@ class Engine:
         self.runner, self.scheduler, self.clock, self.speculator = runner, scheduler, clock, speculator
         self.ends, self.decode, self.eviction, self.grammars = tuple(ends), decode, eviction, grammars
         self.vocabulary = min(vocabulary or runner.vocabulary, runner.vocabulary)
-        self._jobs: dict[str, Job] = {}
+        self._requests: dict[str, RequestState] = {}
         self._numbers = map(str, itertools.count())
-        self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are rounded
+        self._inside = "kivi" in getattr(runner, "features", ())  # full blocks are quantized
         self._ran, self._last_check = False, -math.inf  # whether anything ran since the last check
 
     @property
@@ -102,33 +101,32 @@ class Engine:
         salt: str = "",
         matcher: Matcher | None = None,
     ) -> str:
-        """Put a request among the waiting ones.
+        """Add a request to the waiting ones.
 
         Args:
             prompt: token ids, at least one.
             id: its name; None: a number.
             priority: smaller goes first.
-            deadline_s: seconds from now after which it is given up.
+            deadline_s: seconds from now after which the request is ended.
             salt: the tenant; prefixes are shared inside a salt only.
             matcher: of the parameters' grammar where it is compiled already; None: it is compiled now.
 
         Returns:
-            its name.
+            its id.
 
         Raises:
-            DataError: the prompt is empty, or a token is not of the vocabulary.
+            DataError: the prompt is empty, or a token is outside the vocabulary.
             SettingsError: the parameters do not suit the model, or the request can never run. GrammarError,
-                a kind of it: the grammar takes more than is allowed.
-            MissingExtraError: a grammar is asked for, and llguidance is not installed.
-            BusyError: too much is waiting already.
+                a subclass: the grammar exceeds the limits.
+            MissingExtraError: there is a grammar, and llguidance is not installed.
+            BusyError: the queue is full.
         """
         now = self.clock()
-        self._check(prompt, params, id)
+        self._check_request(prompt, params, id)
         if matcher is None and self.grammars is not None:
             matcher = self.grammars.matcher(params)
-        name = self._name() if id is None else id
         request = Request(
-            id=name,
+            id=self._next_id() if id is None else id,
             prompt=tuple(prompt),
             max_tokens=params.max_tokens,
             n=params.n,
@@ -139,46 +137,50 @@ class Engine:
             prompt_logits=params.prompt_logprobs is not None,
         )
         sequence = self.scheduler.add(request)
-        left = sequence.limit - len(request.prompt)
-        decode = self.decode and partial(_decoded, self.decode, params.skip_special_tokens)
+        limit = sequence.limit - len(request.prompt)
+        decode = self.decode and partial(_decode, self.decode, params.skip_special_tokens)
         try:
-            texts = make_texts(request, params, ends=self.ends, limit=left, decode=decode, matcher=matcher)
+            self._requests[request.id] = RequestState.of(
+                request, params, ends=self.ends, limit=limit, decode=decode, matcher=matcher
+            )
         except BaseException:
             self.scheduler.finish(sequence, "error")
             raise
-        self._jobs[name] = Job(name, request.prompt, params, texts, now)
-        return name
+        return request.id
 
     def step(self) -> list[Event]:
-        """Run one step; the news of every text that has any. Without work nothing happens."""
+        """Run one step; an event of each completion that got tokens or ended. Without work nothing
+        happens."""
         now = self.clock()
-        step, events = self._scheduled(now)
+        step, events = self._schedule(now)
         if step is None:
-            return self._rested(events)
-        self._started(step, now)
-        step, logits, failures = retry.run(self.runner, step)
-        running = {each.id: each for each in self.scheduler.running}
+            return self._after_step(events)
+        running = {sequence.id: sequence for sequence in self.scheduler.running}
+        for span in step.spans:
+            self._requests[running[span.sequence].request.id].start(now, span.start)
+        step, logits, failures = execution.run(self.runner, step)
         for sequence, failure in failures.items():
             events += self._fail(running[sequence], failure)
         outputs = self.scheduler.commit(step)
-        events += self._finished()
-        events += self._drawn(outputs, logits[:, : self.vocabulary])
+        events += self._scheduler_events()
+        events += self._sample(outputs, logits[:, : self.vocabulary])
         if self.eviction is not None:
-            for packed, failure in pack_due(self.scheduler, self.eviction, self.runner):  # type: ignore[arg-type]
+            for packed, failure in execution.pack_due(self.scheduler, self.eviction, self.runner):  # type: ignore[arg-type]
                 events += self._fail(packed, failure)
-        return self._rested(events)
+        return self._after_step(events)
 
     def cancel(self, id: str) -> list[Event]:
         """End what is left of a request; unknown and finished ones are no error."""
-        return self._rested([e for each in self.scheduler.cancel(id) for e in self._ended(each)])
+        sequences = self.scheduler.cancel(id)
+        return self._after_step([event for sequence in sequences for event in self._last_events(sequence)])
 
-    def rest(self) -> float | None:
-        """Look at the books of an idle engine: count its blocks, or check them one by one if that was not
-        done for CHECK_S seconds. Call it behind a step whose events have gone out, for with a large pool it
-        takes a while.
+    def check_idle(self) -> float | None:
+        """Check the bookkeeping of an idle engine: count its blocks, or run the full :meth:`check` if the
+        last one is CHECK_S seconds ago. Call it once a step's events are delivered: a full check of a large
+        pool takes a while.
 
         Returns:
-            seconds after which it is worth calling again; None: there is nothing to look at.
+            seconds after which it should be called again; None: nothing is left to check.
 
         Raises:
             AssertionError: as :meth:`check`.
@@ -196,137 +198,185 @@ class Engine:
         return left
 
     def check(self) -> None:
-        """Raises AssertionError naming what is wrong: blocks that leaked, a request without a sequence."""
+        """Raises AssertionError naming what is wrong: leaked blocks, a request without a sequence."""
         self.scheduler.check()
-        assert not self.idle or not self._jobs, f"requests {list(self._jobs)} have no sequence"
+        assert not self.idle or not self._requests, f"requests {list(self._requests)} have no sequence"
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams, id: str | None) -> None:
-        if id in self._jobs:
+    def _check_request(self, prompt: Sequence[int], params: SamplingParams, id: str | None) -> None:
+        if id in self._requests:
             raise SettingsError("id", id, "one that no running request has")
         params.fit(self.vocabulary)
         features = getattr(self.runner, "features", {})
-        check_params(params, features, words=self.decode is not None, grammars=self.grammars is not None)
+        check_params(params, features, decodes=self.decode is not None, grammars=self.grammars is not None)
         check_tokens(prompt, self.runner.vocabulary)
 
-    def _name(self) -> str:
-        """The next number that no request has taken for a name."""
-        return next(number for number in self._numbers if number not in self._jobs)
+    def _next_id(self) -> str:
+        """The next number that is no request's id."""
+        return next(number for number in self._numbers if number not in self._requests)
 
-    def _text(self, sequence: Running) -> Text:
-        return self._jobs[sequence.request.id].texts[sequence.index]
+    def _completion(self, sequence: Running) -> Completion:
+        return self._requests[sequence.request.id].completions[sequence.index]
 
-    def _rested(self, events: list[Event]) -> list[Event]:
-        """The same events; with the last of all requests there is something to look at."""
+    def _after_step(self, events: list[Event]) -> list[Event]:
+        """The same events; after the last request's, the engine has something to check."""
         if events and self.idle:
-            self._with_drafts(lambda speculator: speculator.follow(()))
+            self._with_speculator(lambda speculator: speculator.follow(()))
             self._ran = True
         return events
 
-    def _scheduled(self, now: float) -> tuple[Step | None, list[Event]]:
-        """The next step, and what ended before it."""
+    def _schedule(self, now: float) -> tuple[StepInput | None, list[Event]]:
+        """The next step, and the events of what ended before it."""
         try:
-            step = self.scheduler.schedule(now, None if self.speculator is None else self._drafts)
+            step = self.scheduler.schedule(now, None if self.speculator is None else self._plan_drafts)
         except Exception as failure:
             step, events = None, []
             for sequence in [*self.scheduler.running] or [*self.scheduler.waiting][:1]:
                 events += self._fail(sequence, failure)
             if not events:
                 raise
-            return step, self._finished() + events
-        return step, self._finished()
+            return step, self._scheduler_events() + events
+        return step, self._scheduler_events()
 
-    def _drafts(self, planned: Planned) -> Planned:
-        """The planned step with drafts, or as it was."""
-        drafted = self._with_drafts(
-            lambda speculator: speculator.plan(planned, self.scheduler, self._text, self._inside)
+    def _plan_drafts(self, planned: Planned) -> Planned:
+        """The planned step with draft tokens, or unchanged where the speculator fails."""
+        drafted = self._with_speculator(
+            lambda speculator: speculator.plan(planned, self.scheduler, self._completion, self._inside)
         )
         if drafted is None:
             for sequence, _ in planned:
                 sequence.drafts, sequence.parents = [], None
         return planned if drafted is None else drafted
 
-    def _with_drafts(self, act: Callable[[Speculator], T]) -> T | None:
-        """Ask the speculator; where it fails, texts go on without."""
+    def _with_speculator(self, call: Callable[[Speculator], T]) -> T | None:
+        """Call the speculator; after a failure it is off, and decoding goes on without drafts."""
         if self.speculator is None or self.speculator.stopped:
             return None
         try:
-            return act(self.speculator)
+            return call(self.speculator)
         except Exception as failure:
             self.speculator.stop(failure)
             return None
 
-    def _started(self, step: Step, now: float) -> None:
-        running = {sequence.id: sequence for sequence in self.scheduler.running}
-        for span in step.spans:
-            self._jobs[running[span.sequence].request.id].start(now, span.start)
-
-    def _drawn(self, outputs: Sequence[Output], logits: Tensor) -> list[Event]:
-        """Tokens for every sequence that is due some."""
+    def _sample(self, outputs: Sequence[StepOutput], logits: Tensor) -> list[Event]:
+        """New tokens for every sequence whose last token was run."""
         events: list[Event] = []
         for output in outputs:
             try:
                 if not output.sequence.finished:
-                    score_prompt(self._jobs[output.sequence.request.id], output, logits)
+                    score_prompt(self._requests[output.sequence.request.id], output, logits)
             except Exception as failure:
                 events += self._fail(output.sequence, failure)
         due = [output for output in outputs if output.draws and not output.sequence.finished]
-        texts = [self._text(output.sequence) for output in due]
-        found = draw_tokens(logits, due, texts, self.speculator)
-        self._with_drafts(lambda speculator: speculator.note(due, found, logits))
-        for output, text, drawn in zip(due, texts, found, strict=True):
-            if isinstance(drawn, Exception):
-                events += self._fail(output.sequence, drawn)
+        completions = [self._completion(output.sequence) for output in due]
+        results = sample_tokens(logits, due, completions, self.speculator)
+        self._with_speculator(lambda speculator: speculator.note(due, results, logits))
+        for output, completion, sampled in zip(due, completions, results, strict=True):
+            if isinstance(sampled, Exception):
+                events += self._fail(output.sequence, sampled)
             elif not output.sequence.finished:
-                events += self._grown(output.sequence, text, drawn, logits)
+                events += self._append(output.sequence, completion, sampled, logits)
         return events
 
-    def _grown(self, sequence: Running, text: Text, drawn: Drawn, logits: Tensor) -> list[Event]:
-        """A text has more tokens, and may end with one of them."""
+    def _append(
+        self, sequence: Running, completion: Completion, sampled: SampledTokens, logits: Tensor
+    ) -> list[Event]:
+        """A completion gets its tokens, and may end with one of them."""
         try:
-            event = text.take(drawn.tokens, drawn.logprobs(logits, text.params.logprobs))
+            event = completion.append(sampled.tokens, sampled.logprobs(logits, completion.params.logprobs))
         except Exception as failure:
             return self._fail(sequence, failure)
-        job = self._jobs[event.request]
-        job.drafted, job.accepted = job.drafted + drawn.drafted, job.accepted + len(drawn.path)
+        state = self._requests[event.request]
+        state.drafted, state.accepted = state.drafted + sampled.drafted, state.accepted + len(sampled.path)
         if event.finish_reason is not None:
             self.scheduler.finish(sequence, event.finish_reason)
-            return [self._stamped(event)]
+            return [self._complete(event)]
         try:
-            self._append(sequence, drawn)
+            table = self.scheduler.manager.table(sequence.id)
+            if moves := sampled.moves(table.length):
+                self.runner.move([(table.slot(old), table.slot(new)) for old, new in moves])
+            self.scheduler.append(sequence, sampled.tokens)
         except Exception as failure:
-            return [self._stamped(event), *self._fail(sequence, failure)]
-        return [self._stamped(event)]
-
-    def _append(self, sequence: Running, drawn: Drawn) -> None:
-        table = self.scheduler.manager.table(sequence.id)
-        if moves := drawn.moves(table.length):
-            self.runner.move([(table.slot(old), table.slot(new)) for old, new in moves])
-        self.scheduler.append(sequence, drawn.tokens)
+            return [self._complete(event), *self._fail(sequence, failure)]
+        return [self._complete(event)]
 
     def _fail(self, sequence: Running, failure: Exception) -> list[Event]:
-        """Something went wrong with a sequence: its request ends, with all its texts that have not."""
+        """The request of a sequence ends with an error, with all its unfinished completions."""
         ended = self.scheduler.cancel(sequence.request.id, "error", failure)
-        return [event for each in ended for event in self._ended(each)]
+        return [event for sequence in ended for event in self._last_events(sequence)]
 
-    def _finished(self) -> list[Event]:
-        """The last events of what the scheduler finished by itself."""
-        return [event for sequence in self.scheduler.ended() for event in self._ended(sequence)]
+    def _scheduler_events(self) -> list[Event]:
+        """The last events of sequences that the scheduler finished by itself."""
+        return [event for sequence in self.scheduler.ended() for event in self._last_events(sequence)]
 
-    def _ended(self, sequence: Running) -> list[Event]:
-        """The last events of a sequence that the scheduler finished: of n texts where it had not forked."""
+    def _last_events(self, sequence: Running) -> list[Event]:
+        """The last events of a finished sequence: of all n completions where it had not forked."""
         reason: FinishReason = sequence.reason  # type: ignore[assignment]
-        texts = self._jobs[sequence.request.id].texts[sequence.index : sequence.index + sequence.width]
-        return [self._stamped(text.end(reason, sequence.failure)) for text in texts]
+        completions = self._requests[sequence.request.id].completions
+        completions = completions[sequence.index : sequence.index + sequence.width]
+        return [self._complete(completion.finish(reason, sequence.failure)) for completion in completions]
 
-    def _stamped(self, event: Event) -> Event:
-        job = self._jobs[event.request]
-        event = job.stamped(event, self.clock())
-        if job.finished:
-            del self._jobs[event.request]
+    def _complete(self, event: Event) -> Event:
+        """The event with what concerns the whole request, which is forgotten after its last event."""
+        state = self._requests[event.request]
+        event = state.complete(event, self.clock())
+        if state.finished:
+            del self._requests[event.request]
         return event
 
 
-def _decoded(decode: Words, skip: bool, ids: Sequence[int]) -> str:
+def sample_tokens(
+    logits: Tensor,
+    outputs: Sequence[StepOutput],
+    completions: Sequence[Completion],
+    speculator: Speculator | None = None,
+) -> list[SampledTokens | Exception]:
+    """Tokens for each output, from all rows of the step (R, V). An error is returned in the place of the
+    output that it concerns; the other outputs get their tokens."""
+    results: dict[int, SampledTokens | Exception] = {}
+    plain = []
+    for index, (output, completion) in enumerate(zip(outputs, completions, strict=True)):
+        if speculator is None or not speculator.has(output):
+            plain.append(index)
+            continue
+        try:
+            results[index] = speculator.judge(output, logits, completion)
+        except Exception as error:
+            results[index] = error
+    rows = [outputs[index].rows[-1] for index in plain]
+    tokens = _sample_rows(logits, rows, [completions[index] for index in plain])
+    for index, row, token in zip(plain, rows, tokens, strict=True):
+        results[index] = token if isinstance(token, Exception) else SampledTokens((token,), (row,))
+    return [results[index] for index in range(len(outputs))]
+
+
+def _sample_rows(
+    logits: Tensor, rows: Sequence[int], completions: Sequence[Completion]
+) -> list[int | Exception]:
+    """A token for each of some rows of (R, V): together, or one by one where that fails."""
+    if not completions:
+        return []
+    try:
+        selected = logits if rows == list(range(len(logits))) else logits[rows]
+        return list(sample(selected, [one.row() for one in completions], [one.key() for one in completions]))
+    except Exception as error:
+        if len(completions) == 1:
+            return [error]
+        pairs = zip(rows, completions, strict=True)
+        return [_sample_rows(logits, [row], [completion])[0] for row, completion in pairs]
+
+
+def score_prompt(state: RequestState, output: StepOutput, logits: Tensor) -> None:
+    """Log-probabilities of the prompt's tokens, where asked for; ``state`` keeps them."""
+    count = state.params.prompt_logprobs
+    if count is None or output.sequence.index:
+        return
+    prompt = state.request.prompt
+    for position, row in enumerate(output.rows, output.position + 1):
+        if position < len(prompt):
+            state.prompt_logprobs.append(token_logprob(logits[row], prompt[position], count))
+
+
+def _decode(decode: DecodeTokens, skip: bool, ids: Sequence[int]) -> str:
     """Text of tokens; a panic of the tokenizer's library, which is no Exception, becomes one."""
     try:
         return decode(ids, skip)

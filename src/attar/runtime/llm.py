@@ -3,7 +3,7 @@
     llm = LLM("attar:tiny")
     llm.generate(["def ", "class "], SamplingParams(temperature=0.7, n=2))  → one Result per prompt
     for event in llm.stream("def "): ...                                      → pieces as they come
-    async with llm.streams() as streams: ...                                  → many at a time (stream.py)
+    async with llm.streams() as streams: ...                                  → many at a time, for asyncio
 
 One thread uses it.
 """
@@ -18,7 +18,7 @@ from attar.checkpoint import Checkpoint
 from attar.errors import NumericsError, SettingsError
 from attar.progress import SILENT, Progress
 from attar.runtime.admission import Limits
-from attar.runtime.codec import Codec, Prompt, each_prompt
+from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.describe import Description, describe
 from attar.runtime.engine import DEFAULT, Engine
 from attar.runtime.kv.compose import evicting
@@ -28,10 +28,10 @@ from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
-from attar.runtime.speculate.build import speculator as make_speculator
+from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.wanted import Wanted
-from attar.runtime.stream import Streams
+from attar.runtime.speculate.wanted import SpeculationSettings
+from attar.runtime.tokenizer import Prompt, PromptTokenizer, list_prompts
 
 
 class LLM:
@@ -85,7 +85,9 @@ class LLM:
         drafts: int | None = None,
         verification: str | None = None,
     ) -> None:
-        wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
+        wanted = SpeculationSettings(
+            speculate=speculate, draft=draft, drafts=drafts, verification=verification
+        )
         wanted.check_with(evicting(eviction))
         alike: dict[str, Any] = {"device": device, "block_size": block_size}  # a draft keeps its own dtype
         alike["activations"] = activations
@@ -114,7 +116,11 @@ class LLM:
         limits = limits or Limits()
         manager = loaded.manager(limits, prefix_cache)
         scheduler = Scheduler(manager, limits, context=runner.context, memory=runner)
-        self.name, self.tokenizer, self.codec = loaded.name, loaded.tokenizer, Codec(loaded.tokenizer)
+        self.name, self.tokenizer, self.codec = (
+            loaded.name,
+            loaded.tokenizer,
+            PromptTokenizer(loaded.tokenizer),
+        )
         vocabulary, speaks = runner.vocabulary, loaded.tokenizer is not None
         if speaks:
             vocabulary = min(vocabulary, len(loaded.tokenizer))
@@ -149,7 +155,7 @@ class LLM:
             SettingsError: parameters that do not suit the model or the prompt.
             NumericsError: the model's logits are NaN.
         """
-        asked = each_prompt(prompts)
+        asked = list_prompts(prompts)
         wished = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(wished) != len(asked):
             raise SettingsError(
@@ -211,24 +217,24 @@ class LLM:
         finally:
             self._drop(names)
 
-    def streams(self) -> Streams:
+    def streams(self) -> AsyncEngine:
         """For asyncio: the engine runs in a thread of its own, and nothing else may use this object then."""
-        return Streams(self.engine)
+        return AsyncEngine(self.engine)
 
     def describe(self) -> Description:
         """What runs the model, and how: for people, logs and metrics."""
         return describe(self.name, self.engine, self._why)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """See :meth:`Codec.encode`."""
+        """See :meth:`PromptTokenizer.encode`."""
         return self.codec.encode(prompt)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """See :meth:`Codec.encode_chat`."""
+        """See :meth:`PromptTokenizer.encode_chat`."""
         return self.codec.encode_chat(messages)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """See :meth:`Codec.decode`."""
+        """See :meth:`PromptTokenizer.decode`."""
         return self.codec.decode(ids, skip_special_tokens)
 
     def _add(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Iterator[str]:
@@ -268,4 +274,4 @@ class LLM:
         for name in names:
             self.engine.cancel(name)
             del self._inbox[name]
-        self.engine.rest()
+        self.engine.check_idle()

@@ -17,16 +17,17 @@ from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
 from attar.formats.decoded import Decoded
-from attar.kernels.build import slower
+from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
+from attar.models.plain_config import end_tokens
 from attar.models.plain_tokenizer import TOKENIZER_FILES, plain_tokenizer
 from attar.runtime.admission import Limits
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import check_together, evicting
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV
-from attar.runtime.kv.manager import Manager
-from attar.runtime.runner.choice import Asked, obstacle
-from attar.runtime.runner.codes import Codes, codes_of
+from attar.runtime.runner.choice import RunnerSettings, obstacle
+from attar.runtime.runner.codes import PackedCodes, codes_of
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.compiled_weights import EMBEDDING, model_weights
 from attar.runtime.runner.step_config import step_config
@@ -65,7 +66,7 @@ class Loaded:
     most: Callable[[int], int | None] = lambda chunk: None
     why: str = ""
 
-    def manager(self, limits: Limits, prefix_cache: bool | None = None) -> Manager:
+    def manager(self, limits: Limits, prefix_cache: bool | None = None) -> BlockManager:
         """The memory of its sequences.
 
         Args:
@@ -82,7 +83,7 @@ class Loaded:
         window, sinks = self.lookback
         most = self.most(limits.chunk or limits.step_tokens)
         size = self.runner.block_size
-        return Manager(self.runner.capacity, size, reuse=reuse, window=window, sinks=sinks, most=most)
+        return BlockManager(self.runner.capacity, size, reuse=reuse, window=window, sinks=sinks, most=most)
 
 
 def load(
@@ -92,10 +93,10 @@ def load(
     **settings: Any,
 ) -> Loaded:
     """Load a model; the arguments and errors are those of :class:`attar.runtime.llm.LLM`, ``settings`` those
-    of :class:`attar.runtime.runner.choice.Asked`."""
+    of :class:`attar.runtime.runner.choice.RunnerSettings`."""
     if kv_tokens is not None and kv_tokens < 1:
         raise SettingsError("kv_tokens", kv_tokens, "at least 1")
-    asked = Asked(**settings)
+    asked = RunnerSettings(**settings)
     checkpoint = open_checkpoint(model)
     why = obstacle(checkpoint, asked)
     runner: Compiled | Modules | None = None
@@ -110,14 +111,17 @@ def load(
         runner = _modules(checkpoint, asked, kv_tokens)
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
     if why and asked.runner == "auto" and pick_device(asked.device).type == "cpu":
-        slower(f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}")
+        warn_slower(
+            f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
+        )
     tokenizer = _tokenizer(checkpoint)
-    ends = end_tokens(checkpoint, tokenizer)
+    stored = checkpoint.path / "generation_config.json"
+    ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
     return Loaded(runner, tokenizer, ends, checkpoint.name, asked.eviction, _lookback(runner), most, why)
 
 
-def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Compiled:
+def _compiled(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | None) -> Compiled:
     """The compiled runner, weights read one at a time."""
     config = step_config(checkpoint)
     packed = readers.method(checkpoint)
@@ -128,7 +132,7 @@ def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Co
         check_finite(name, value, checkpoint.path)
         return value
 
-    def coded(name: str) -> Codes | None:
+    def coded(name: str) -> PackedCodes | None:
         grid = view.uniform(name) if view.coded(name) else None
         return None if grid is None else codes_of(grid)
 
@@ -145,7 +149,7 @@ def _compiled(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Co
     return Compiled(made, blocks=blocks, block_size=asked.block_size, kv_dtype=kept, bits=asked.bits)
 
 
-def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Modules:
+def _modules(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | None) -> Modules:
     """transformers' modules; Linears keep their codes where the checkpoint has codes and the CPU runs it."""
     from attar.models.load import load_model
     from attar.runtime.runner.modules import Modules
@@ -157,7 +161,7 @@ def _modules(checkpoint: Checkpoint, asked: Asked, kv_tokens: int | None) -> Mod
         try:
             loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:
-            slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
+            warn_slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
     if loaded is None:
         loaded = load_model(checkpoint, dtype=torch_dtype(asked.dtype, asked.device), device=asked.device)
     if not loaded.can_generate():
@@ -199,16 +203,6 @@ def pool_tokens(token_bytes: int, context: int | None) -> int:
     """Tokens that a pool holds where nobody says: POOL_BYTES, and no more than CONTEXTS full texts."""
     most = POOL_BYTES // token_bytes
     return max(min(most, CONTEXTS * context) if context else most, 1)
-
-
-def end_tokens(checkpoint: Checkpoint, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a text: those of generation_config.json, else of config.json, else the tokenizer's."""
-    beside = checkpoint.path / "generation_config.json"
-    said = read_json(beside).get("eos_token_id") if beside.is_file() else None
-    for ids in (said, checkpoint.config.get("eos_token_id"), getattr(tokenizer, "eos_token_id", None)):
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
 
 
 def torch_dtype(name: str, device: str) -> torch.dtype | None:

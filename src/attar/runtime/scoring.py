@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.runtime.step import Runner, Span, Step
+from attar.runtime.step import Runner, StepInput, TokenSpan
 
 LOGIT_BYTES = 256 * 2**20  # of one step
 STEP_TOKENS = 4096  # of one step, unless a prompt is longer
@@ -69,12 +69,12 @@ def _steps(
         yield first, len(prompts)
 
 
-def _step(runner: Runner, prompts: Sequence[Sequence[int]], wants: Sequence[int]) -> Step:
+def _step(runner: Runner, prompts: Sequence[Sequence[int]], wants: Sequence[int]) -> StepInput:
     """All prompts from their first token, each in blocks of its own."""
-    spans: list[Span] = []
+    spans: list[TokenSpan] = []
     block = 0
     for number, (prompt, rows) in enumerate(zip(prompts, wants, strict=True)):
         end = block + -(-len(prompt) // runner.block_size)
-        spans.append(Span(number, 0, len(prompt), tuple(range(block, end)), rows))
+        spans.append(TokenSpan(number, 0, len(prompt), tuple(range(block, end)), rows))
         block = end
-    return Step([token for prompt in prompts for token in prompt], tuple(spans))
+    return StepInput([token for prompt in prompts for token in prompt], tuple(spans))

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import Tensor
 
-Integers = NDArray[np.int64]
-HOLE = -1  # a block table's entry whose block was given back
+IntArray = NDArray[np.int64]
+FREED = -1  # a block table's entry whose block was given back
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """One sequence's part of a step.
 
     Args:
@@ -66,17 +66,17 @@ class Span:
         """Places in use after the span."""
         return self.place + self.count
 
-    def slots(self, block_size: int) -> Integers:
+    def slots(self, block_size: int) -> IntArray:
         """Slots that the span's tokens are written to; int64 (count,)."""
         return slots(self.blocks, self.place, self.end, block_size)
 
-    def context(self, block_size: int) -> Integers:
+    def context(self, block_size: int) -> IntArray:
         """Slots of every place [0, end), the span's own last; int64 (end,). A hole gives negative slots."""
         return slots(self.blocks, 0, self.end, block_size)
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInput:
     """One pass through the model.
 
     Args:
@@ -89,7 +89,7 @@ class Step:
     """
 
     tokens: Sequence[int]
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     copies: tuple[tuple[int, int], ...] = ()
     parents: tuple[tuple[int, ...] | None, ...] | None = None
 
@@ -112,30 +112,30 @@ class Step:
         return tuple(found)
 
     @cached_property
-    def positions(self) -> Integers:
+    def positions(self) -> IntArray:
         """Position of each token, for the rotary embedding; int64 (T,)."""
         return _joined([span.start + depths(span.count, tree) for span, tree in self.trees()])
 
     @cached_property
-    def rows(self) -> Integers:
+    def rows(self) -> IntArray:
         """Tokens of the step whose logits are wanted, in the order of the spans; int64 (W,)."""
         ends = zip(self.spans, self.offsets[1:], strict=True)
         return _joined([np.arange(stop - span.wants, stop) for span, stop in ends])
 
-    def slots(self, block_size: int) -> Integers:
+    def slots(self, block_size: int) -> IntArray:
         """Slot that each token's key and value are written to; int64 (T,)."""
         return _joined([span.slots(block_size) for span in self.spans])
 
-    def trees(self) -> list[tuple[Span, tuple[int, ...] | None]]:
+    def trees(self) -> list[tuple[TokenSpan, tuple[int, ...] | None]]:
         """Every span with its parents, None for a chain."""
         return list(zip(self.spans, self.parents or [None] * len(self.spans), strict=True))
 
-    def part(self, spans: Sequence[int]) -> Step:
+    def part(self, spans: Sequence[int]) -> StepInput:
         """The same step with some of its spans only, by their indices; all its copies."""
         ranges = [slice(self.offsets[index], self.offsets[index + 1]) for index in spans]
         tokens = [token for some in ranges for token in self.tokens[some]]
         parents = None if self.parents is None else tuple(self.parents[index] for index in spans)
-        return Step(tokens, tuple(self.spans[index] for index in spans), self.copies, parents)
+        return StepInput(tokens, tuple(self.spans[index] for index in spans), self.copies, parents)
 
     def repeatable(self, block_size: int) -> bool:
         """Whether its copies may be made again after it was run in part: no target is read, and nothing is
@@ -200,7 +200,7 @@ class Runner(Protocol):
         """Most positions the model was made for; None where nothing says so."""
         ...
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         ...
 
@@ -218,7 +218,7 @@ class Runner(Protocol):
         ...
 
 
-def slots(blocks: Sequence[int], start: int, stop: int, block_size: int) -> Integers:
+def slots(blocks: Sequence[int], start: int, stop: int, block_size: int) -> IntArray:
     """Slots of places [start, stop) of a block table; int64 (stop - start,)."""
     if stop == start + 1:  # decoding: most spans
         return np.array([blocks[start // block_size] * block_size + start % block_size], dtype=np.int64)
@@ -228,7 +228,7 @@ def slots(blocks: Sequence[int], start: int, stop: int, block_size: int) -> Inte
     return near[places // block_size - first] * block_size + places % block_size
 
 
-def depths(count: int, parents: Sequence[int] | None) -> Integers:
+def depths(count: int, parents: Sequence[int] | None) -> IntArray:
     """Distance of each token of a span to the span's prefix: 0 for the first; int64 (count,)."""
     found = np.arange(count)
     if parents is not None:
@@ -237,7 +237,7 @@ def depths(count: int, parents: Sequence[int] | None) -> Integers:
     return found
 
 
-def _check_span(span: Span, tree: Sequence[int] | None, block_size: int) -> None:
+def _check_span(span: TokenSpan, tree: Sequence[int] | None, block_size: int) -> None:
     name = f"sequence {span.sequence}"
     assert 0 <= span.start < span.stop, f"{name} runs [{span.start}, {span.stop})"
     assert 0 <= span.wants <= span.count, f"{name} wants {span.wants} of {span.count} logits"
@@ -249,5 +249,5 @@ def _check_span(span: Span, tree: Sequence[int] | None, block_size: int) -> None
         assert ordered, f"{name}: a parent comes after its child"
 
 
-def _joined(parts: list[Integers]) -> Integers:
+def _joined(parts: list[IntArray]) -> IntArray:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

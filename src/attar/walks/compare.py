@@ -1,11 +1,11 @@
-"""Two checkpoints side by side, block by block: how far apart they drift, and how far apart they end.
+"""Two checkpoints compared block by block: the drift of their hidden states, and the KL of their outputs.
 
     drift_b = || h'_b - h_b ||^2 / || h_b ||^2        h_b, h'_b: hidden states after block b
     KL = mean over tokens of sum_v p_v (log p_v - log p'_v)
 
-Like the sweep it never holds more than a block of each, and at the end one head and the logits of some tokens
-(:data:`KEPT`), so that a model too large for memory can be compared with what was made of it. Where the
-result is bad, the block at which the drift jumps is the one to look at.
+As in the sweep, one block of each is in memory, and at the end one head and the logits of some tokens
+(:data:`KEPT`), so that a model too large for memory can be compared with its compressed form. Where the
+result is bad, look at the block at which the drift jumps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attar.models.device import bf16_products
 from attar.progress import SILENT, Progress
-from attar.walks.activations import Activations
-from attar.walks.objectives import Total
-from attar.walks.passes import arithmetic
-from attar.walks.skeleton import Call, Skeleton
+from attar.walks.objectives import DistanceSum
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton
 
 KEPT = 2**28  # bytes of the original's logits in memory at a time
 CHUNK = 2**25  # bytes of logits that one pass through a head makes
@@ -30,15 +29,14 @@ LOGIT = 650  # multiplications that take as long as the softmax, its logarithm a
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """How a changed model differs from the original.
 
     Attributes:
         kl: mean KL(original || changed) per token, in nats; None for a model without a head; NaN or infinite
             where the changed model's logits are.
-        top1: fraction of tokens where both would choose the same one; None without a head.
-        blind: the KL of the one distribution that knows the original's average but nothing of the context;
-            None without a head.
+        top1: fraction of tokens with the same likeliest next token; None without a head.
+        blind: KL(original || its average distribution), which ignores the context; None without a head.
         tokens: tokens compared.
         drift: relative squared error of the hidden states after each block.
     """
@@ -51,16 +49,16 @@ class Compared:
 
     @property
     def worst(self) -> int:
-        """The block at which the drift grows by the greatest factor, or is no number first."""
+        """The block at which the drift grows by the greatest factor, or is first not finite."""
         for number, value in enumerate(self.drift):
             if not value < float("inf"):
                 return number
         floor = 1e-12
-        grown = [
+        growth = [
             value / max(before, floor) if number else value / max(self.drift[-1] / len(self.drift), floor)
             for number, (before, value) in enumerate(zip((0.0, *self.drift), self.drift, strict=False))
         ]
-        return max(range(len(grown)), key=grown.__getitem__)
+        return max(range(len(growth)), key=growth.__getitem__)
 
 
 def compare(
@@ -73,40 +71,39 @@ def compare(
     spill_bytes: int = 2**30,
     prepare: Any = None,
     progress: Progress = SILENT,
-) -> Compared:
+) -> Comparison:
     """Run both checkpoints over some tokens.
 
     Args:
-        original, changed: checkpoints with dense tensors, or views that decode packed ones; of one shape
+        original, changed: checkpoints with dense tensors, or views that decode packed ones; equal shapes
             outside the quantized weights.
         batches: int64 (B, S) token batches, none padded.
         work: folder for hidden states beyond the limit.
-        prepare: called with the changed model (parameters on meta) before it runs, to attach what its scheme
-            does to activations.
+        prepare: called with the changed model (parameters on meta) before it runs, to attach the rounding of
+            activations of its scheme.
     """
-    place = torch.device(device)
-    sides = [Skeleton(checkpoint, place) for checkpoint in (original, changed)]
+    sides = [Skeleton(checkpoint, torch.device(device)) for checkpoint in (original, changed)]
     if prepare is not None:
         prepare(sides[1].model)
-    stores = [Activations(work / f"compare-{number}", spill_bytes) for number in range(2)]
+    stores = [HiddenStates(work / f"compare-{number}", spill_bytes) for number in range(2)]
     drift = []
     head = _head_units(sides[0])
     with torch.no_grad(), progress.task("compare", total=len(sides[0].blocks) + head) as task:
         calls = [side.trace(batches, store) for side, store in zip(sides, stores, strict=True)]
         for index in range(len(sides[0].blocks)):
-            for side, store, how in zip(sides, stores, calls, strict=True):
-                _advance(side, store, how, index)
+            for side, store, block_calls in zip(sides, stores, calls, strict=True):
+                _advance(side, store, block_calls, index)
             drift.append(_drift(*stores))
             task.advance(drift=drift[-1])
-        result = _end(sides, stores, batches)
+        result = _output_distance(sides, stores, batches)
         task.advance(head)
     for store in stores:
         store.clear()
-    return Compared(*result, tuple(drift))
+    return Comparison(*result, tuple(drift))
 
 
 def _head_units(side: Skeleton) -> int:
-    """About how many blocks take as long as the head and what is computed of its logits; at least 1."""
+    """About how many blocks take as long as the head and the statistics of its logits; at least 1."""
     head = side.anatomy.head
     if not head:
         return 1
@@ -116,35 +113,36 @@ def _head_units(side: Skeleton) -> int:
 
 
 def _advance(
-    side: Skeleton, store: Activations, calls: dict[tuple[int, ...], list[Call]], index: int
+    side: Skeleton, store: HiddenStates, calls: dict[tuple[int, ...], list[BlockCall]], index: int
 ) -> None:
     block = side.blocks[index]
-    with side.loaded(block), arithmetic(side.device, False):
+    with side.loaded(block), bf16_products(side.device, False):
         for number in range(len(store)):
             hidden = store[number].to(side.device)
             output = calls[tuple(hidden.shape[:2])][index](block.module, hidden)
             store[number] = output if isinstance(output, Tensor) else output[0]
 
 
-def _drift(theirs: Activations, ours: Activations) -> float:
-    lost = whole = 0.0
-    for number in range(len(theirs)):
-        h, changed = theirs[number].double(), ours[number].double()
-        lost += float((changed - h).square().sum())
-        whole += float(h.square().sum())
-    return lost / max(whole, 1e-30)
+def _drift(original: HiddenStates, changed: HiddenStates) -> float:
+    error = energy = 0.0
+    for number in range(len(original)):
+        h, other = original[number].double(), changed[number].double()
+        error += float((other - h).square().sum())
+        energy += float(h.square().sum())
+    return error / max(energy, 1e-30)
 
 
-def _end(
-    sides: Sequence[Skeleton], stores: Sequence[Activations], batches: Sequence[Tensor]
+def _output_distance(
+    sides: Sequence[Skeleton], stores: Sequence[HiddenStates], batches: Sequence[Tensor]
 ) -> tuple[float | None, float | None, float | None, int]:
-    """KL, agreement and the blind KL of the logits; one head in memory at a time. The original's logits are
-    kept for as many tokens as fit in :data:`KEPT` bytes; then the other head has its turn, and so on."""
+    """KL, agreement and the blind KL of the logits; one head in memory at a time. The original's logits of
+    as many tokens as fit in :data:`KEPT` bytes are computed, then the changed model's of the same tokens,
+    and so on."""
     width = min(_vocabulary(side) for side in sides)
     tokens = sum(batch.numel() for batch in batches)
     if not width:
         return None, None, None, tokens
-    total = Total()
+    total = DistanceSum()
     for spans in _rounds(batches, width):
         used = torch.cat([batches[number][rows, columns].flatten() for number, rows, columns in spans])
         with sides[0].headed(used.unique()):
@@ -155,11 +153,11 @@ def _end(
     return (*total.distance()[:3], tokens)
 
 
-Span = tuple[int, slice, slice]
+TokenSpan = tuple[int, slice, slice]
 """Number of a batch, rows and columns of it."""
 
 
-def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[Span]]:
+def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[TokenSpan]]:
     """All tokens, cut into spans whose logits take :data:`CHUNK` bytes at most, and these into rounds of
     :data:`KEPT` bytes."""
     step = max(1, CHUNK // (4 * vocabulary))
@@ -174,13 +172,13 @@ def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[Span]]:
 
 
 def _vocabulary(side: Skeleton) -> int:
-    """How many logits a token has; 0 for a model without a head."""
+    """Logits per token; 0 for a model without a head."""
     head = side.anatomy.head
     return int(side.model.get_submodule(head).weight.shape[0]) if head else 0
 
 
-def _logits(side: Skeleton, store: Activations, batches: Sequence[Tensor], span: Span) -> Tensor:
-    """Logits (tokens, V) of a span, float32: what follows the blocks looks at one token at a time."""
+def _logits(side: Skeleton, store: HiddenStates, batches: Sequence[Tensor], span: TokenSpan) -> Tensor:
+    """Logits (tokens, V) of a span, float32: after the blocks, tokens are independent."""
     number, rows, columns = span
     logits = side.logits(batches[number][rows, columns], store[number][rows, columns].to(side.device))
     assert logits is not None, "a model with a head gives logits"

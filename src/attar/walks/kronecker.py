@@ -2,9 +2,9 @@
 Sa 2025, "Model-Preserving Adaptive Rounding" (YAQA), arXiv 2505.22988, the sketches over tokens and over
 sequences.
 
-At the original weights the Hessian of the KL in one weight is the Fisher matrix F = E[ vec G vec G^T ], G the
-gradient of the log-likelihood of labels drawn from the model's own output. The nearest Kronecker product H_O
-(x) H_I is found by power iteration:
+At the original weights the Hessian of the KL in one weight is the Fisher matrix F = E[ vec G vec G^T ], G
+the gradient of the log-likelihood of labels sampled from the model's own output. The nearest Kronecker
+product H_O (x) H_I is found by power iteration:
 
     H_I <- E[ G^T H_O G ] ,  H_O <- E[ G H_I G^T ]          both from the factors of the round before
 
@@ -12,17 +12,17 @@ Letters: N outputs, K inputs of a Linear; x_t (K,) its input and g_t (N,) the gr
 t; G (N, K) = sum over the tokens of a span of g_t x_t^T; S tokens a sequence; X (c, K) and D (c, N) inputs
 and gradients of a span of c tokens, so that G^T H_O G = X^T (D H_O D^T) X and no G is formed.
 
-The span: a label's loss reaches a layer through several tokens (attention), so products of g_t x_t^T and g_u
-x_u^T of different tokens belong to the Hessian. With a span of the whole sequence (0) F is exact in the mean,
-but a sequence is one sample, drowned in products of labels at different positions, whose mean is zero: it
-takes thousands of sequences. With a span of 1 every token is a sample, and products between tokens are left
-out.
+The span: a label's loss reaches a layer through several tokens (attention), so products of g_t x_t^T and
+g_u x_u^T of different tokens belong to the Hessian. With a span of the whole sequence (0) F is exact in the
+mean, but a sequence is one sample, and the products of labels at different positions, whose mean is zero,
+dominate it: it takes thousands of sequences. With a span of 1 every token is a sample, and products between
+tokens are left out.
 
 Scale: H_O has trace N (mean diagonal 1) and H_I carries the rest, tr(H_O) tr(H_I) = E ||G||^2 a token, so
 that 1/2 tr(E^T H_O E H_I) estimates the KL, in nats per token, that a change E of the weight costs.
 
-Differs from the paper: every round draws fresh labels, so that what one round's factor owes to chance is not
-met again in the next; contexts are the calibration text as it is.
+Differs from the paper: every round samples fresh labels, so that the noise of one round's factors is
+independent of the next round's; contexts are the calibration text.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from torch import Tensor, nn
 from attar.errors import ModelError, NumericsError
 from attar.progress import SILENT, Progress
 
-Seen = Callable[[str, Tensor, Tensor], None]  # name, inputs (B, S, K), output gradients (B, S, N)
+GradientCallback = Callable[[str, Tensor, Tensor], None]
+"""``callback(name, inputs, gradients)``: (B, S, K) and (B, S, N)."""
 
 
 @dataclass(frozen=True)
-class Kronecker:
+class KroneckerFactors:
     """The factors of one Linear's Hessian.
 
     Attributes:
@@ -67,16 +68,16 @@ def collect(
     autocast: torch.dtype | None = None,
     progress: Progress = SILENT,
     device: str | torch.device = "cpu",
-) -> dict[str, Kronecker]:
-    """The factors of some Linears. Memory beside the model and one backward pass: 2 (N^2 + K^2) numbers for
-    each; ask for the modules in portions where that is too much. Does not modify the model.
+) -> dict[str, KroneckerFactors]:
+    """The factors of some Linears. Memory besides the model and one backward pass: 2 (N^2 + K^2) numbers
+    for each; for less, call it for some modules at a time. Does not modify the model.
 
     Args:
         model: a causal language model in memory, in evaluation mode, on ``device``.
         batches: int64 (B, S) token batches, none padded.
         names: paths of ``nn.Linear`` or Conv1D modules.
         rounds: power iterations from H_O = 1, H_I = 1; each is one pass over the batches.
-        draws: label sets drawn for a batch in each round; more of them is less noise.
+        draws: label sets sampled for a batch in each round; more of them is less noise.
         span: c, tokens whose products with each other count; 0: all of a sequence.
         seed: of the labels.
         autocast: run the model in this type (bfloat16); the factors are float32 all the same.
@@ -88,15 +89,15 @@ def collect(
     """
     shapes = {name: _shape(model, name) for name in names}
     factors = {
-        name: Kronecker(torch.eye(N, device=device), torch.eye(K, device=device))
+        name: KroneckerFactors(torch.eye(N, device=device), torch.eye(K, device=device))
         for name, (N, K) in shapes.items()
     }
     generator = torch.Generator(device).manual_seed(seed)
     with progress.task("kronecker", total=rounds * draws * len(batches)) as task:
         for _ in range(rounds):
             sums = {name: _Sums(factor, span) for name, factor in factors.items()}
-            watch = _Watch(names, partial(_add, sums))
-            passes = _gradients(model, batches, watch, draws, generator, autocast)
+            hooks = _GradientHooks(names, partial(_add, sums))
+            passes = _gradients(model, batches, hooks, draws, generator, autocast)
             for _ in passes:
                 task.advance()
             factors = {name: total.value() for name, total in sums.items()}
@@ -110,54 +111,10 @@ def _add(sums: dict[str, _Sums], name: str, x: Tensor, g: Tensor) -> None:
     sums[name].add(x, g)
 
 
-def token_importance(
-    model: nn.Module,
-    batches: Sequence[Tensor],
-    names: Sequence[str],
-    *,
-    draws: int = 1,
-    seed: int = 0,
-    autocast: torch.dtype | None = None,
-    progress: Progress = SILENT,
-    device: str | torch.device = "cpu",
-) -> dict[str, list[Tensor]]:
-    """How much each token's output of a Linear matters to the model's KL: g_t^T g_t.
-
-    A Hessian of inputs weighted by it is :func:`collect`'s H_I after one round with a span of 1. One
-    pass, and no memory to speak of. Does not modify the model.
-
-    Args:
-        as for :func:`collect`.
-
-    Returns:
-        for each name, for each batch, float32 (B * S,) with mean 1 over all batches, in the order of the
-        batch's tokens.
-    """
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    for name in names:
-        _shape(model, name)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def add(name: str, _: Tensor, g: Tensor) -> None:
-        found[name].append(g.float().square().sum(-1).flatten())
-
-    with progress.task("token importance", total=draws * len(batches)) as task:
-        for _ in _gradients(model, batches, _Watch(names, add), draws, generator, autocast):
-            task.advance()
-    return {name: _normalised(values, draws) for name, values in found.items()}
-
-
-def _normalised(values: list[Tensor], draws: int) -> list[Tensor]:
-    """The mean over the draws of each batch, divided by the mean over all tokens."""
-    means = [torch.stack(values[at : at + draws]).mean(0) for at in range(0, len(values), draws)]
-    whole = torch.cat(means).mean().clamp(min=1e-30)
-    return [mean / whole for mean in means]
-
-
 class _Sums:
     """Sums of G^T H_O G and G H_I G^T over spans of tokens."""
 
-    def __init__(self, factor: Kronecker, span: int) -> None:
+    def __init__(self, factor: KroneckerFactors, span: int) -> None:
         self.factor, self.span = factor, span
         self.output, self.input = torch.zeros_like(factor.output), torch.zeros_like(factor.input)
         self.energy = torch.zeros((), dtype=torch.float64, device=factor.output.device)
@@ -172,12 +129,12 @@ class _Sums:
         self.energy += ((D @ D.mT) * (X @ X.mT)).sum(dtype=torch.float64)
         self.tokens += x.shape[0] * x.shape[1]
 
-    def value(self) -> Kronecker:
+    def value(self) -> KroneckerFactors:
         """The factors, with the scale in H_I; a Linear that no gradient reached has a zero H_I."""
         output, into = _symmetric(self.output), _symmetric(self.input)
         N, energy = len(output), (self.energy / max(self.tokens, 1)).float()
         output = output * (N / output.trace().clamp(min=1e-30))
-        return Kronecker(output, into * (energy / N / into.trace().clamp(min=1e-30)))
+        return KroneckerFactors(output, into * (energy / N / into.trace().clamp(min=1e-30)))
 
 
 def _spans(value: Tensor, span: int) -> Tensor:
@@ -191,72 +148,72 @@ def _symmetric(H: Tensor) -> Tensor:
     return (H + H.T) / 2
 
 
-class _Watch:
-    """Hooks that give ``seen`` the input and the output gradient of each named module, sequence by sequence.
-    Backward goes no deeper than the first of them.
+class _GradientHooks:
+    """Hooks that pass the input and the output gradient of each named module to ``callback``, by sequence.
+    Backward ends at the first of them.
 
     Attributes:
         shape: (B, S) of the batch that is running.
     """
 
-    def __init__(self, names: Sequence[str], seen: Seen) -> None:
-        self.names, self.seen = names, seen
+    def __init__(self, names: Sequence[str], callback: GradientCallback) -> None:
+        self.names, self.callback = names, callback
         self.shape = (0, 0)
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        """Hooks set, and no gradients of parameters: only what flows through the activations is wanted."""
-        asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        """Hooks set, and no gradients of parameters: only those of activations are needed."""
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         handles = []
         for name in self.names:
             module = model.get_submodule(name)
-            handles.append(module.register_forward_pre_hook(self._start))
-            handles.append(module.register_forward_hook(partial(self._note, name)))
+            handles.append(module.register_forward_pre_hook(self._require_gradient))
+            handles.append(module.register_forward_hook(partial(self._hook_output, name)))
         try:
-            for parameter in asked:
+            for parameter in trainable:
                 parameter.requires_grad_(False)
             yield
         finally:
-            for parameter in asked:
+            for parameter in trainable:
                 parameter.requires_grad_(True)
             for handle in handles:
                 handle.remove()
 
     @staticmethod
-    def _start(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _require_gradient(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         return None if args[0].requires_grad else (args[0].detach().requires_grad_(True), *args[1:])
 
-    def _note(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _hook_output(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         x = self._sequences(args[0].detach())
-        output.register_hook(lambda g: self.seen(name, x, self._sequences(g)))
+        output.register_hook(lambda g: self.callback(name, x, self._sequences(g)))
 
     def _sequences(self, value: Tensor) -> Tensor:
-        """(B, S, features). Some families flatten the batch before a Linear; an expert that sees some of the
-        tokens gets them as one sequence."""
+        """(B, S, features). Some families flatten the batch before a Linear; the tokens of an expert count
+        as one sequence."""
         if value.ndim == 3:
             return value
-        whole = value.shape[0] == self.shape[0] * self.shape[1]
-        return value.reshape(self.shape[0] if whole else 1, -1, value.shape[-1])
+        complete = value.shape[0] == self.shape[0] * self.shape[1]
+        return value.reshape(self.shape[0] if complete else 1, -1, value.shape[-1])
 
 
 def _gradients(
     model: nn.Module,
     batches: Sequence[Tensor],
-    watch: _Watch,
+    hooks: _GradientHooks,
     draws: int,
     generator: torch.Generator,
     autocast: torch.dtype | None,
 ) -> Iterator[None]:
     """Run each batch forward and, with each set of labels drawn from its output, backward."""
     device = generator.device
-    with watch.on(model):
+    with hooks.on(model):
         for batch in batches:
-            watch.shape = (batch.shape[0], batch.shape[1])
+            hooks.shape = (batch.shape[0], batch.shape[1])
             context = torch.autocast(device.type, autocast) if autocast else nullcontext()
             with torch.enable_grad(), context:
                 logits = _logits(model, batch.to(device)).flatten(0, -2).float()
             for left in reversed(range(draws)):
-                labels = _drawn(logits.detach(), generator)
+                labels = _sampled_labels(logits.detach(), generator)
                 with torch.enable_grad():
                     loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
                 loss.backward(retain_graph=left > 0)
@@ -268,8 +225,8 @@ def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
-def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A label for each row of logits (T, V), drawn from their softmax: int64 (T,)."""
+def _sampled_labels(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """A label for each row of logits (T, V), sampled from their softmax: int64 (T,)."""
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 

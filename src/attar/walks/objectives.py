@@ -1,14 +1,25 @@
-"""Language-modelling losses that several stages need: next token for decoders, masked token for encoders; and
-how far a changed model's predictions are from the original's."""
+"""Losses of language models that several stages share (next token, masked token, distillation), and the
+distance of a changed model's predictions from the original's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+"""``loss(model, tokens)``: tokens int64 (B, S), -100 where there is none, to the mean over the predicted
+tokens."""
+
+SoftLoss = Callable[[Tensor, Tensor], Tensor]
+"""``soft(logits, tokens)``: the student's logits (B, S, V) and the tokens (B, S) to a scalar, the mean over
+the predicted tokens of how far the student is from its teacher."""
+
+Objective = Callable[[Tensor, Tensor, float], Tensor]
+"""``objective(student, teacher, temperature)``: logits (n, V) to a scalar, the mean over tokens."""
 
 MASKED = 0.15  # fraction of tokens hidden from an encoder (Devlin et al. 2018, arXiv 1810.04805, section 3.1)
 
@@ -24,13 +35,13 @@ def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def masked_token_loss(model: nn.Module, tokens: Tensor, mask_token: int, seed: int = 0) -> Tensor:
-    """Cross-entropy at 15 % of the places, hidden behind the mask token, in nats, mean over those places.
+    """Cross-entropy at 15 % of the positions, replaced by the mask token, in nats, mean over those positions.
 
     Args:
         model: gives ``.logits`` (B, S, V).
         tokens: int64 (B, S).
         mask_token: its number.
-        seed: of the choice of places.
+        seed: of the choice of positions.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(tokens.shape, generator=generator) < MASKED
@@ -49,8 +60,8 @@ def token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
         KL = sum_v e^x_v (x_v - y_v) / P + ln Q - ln P      x, y: logits less their maximum
                                                             P, Q: sums of e^x, e^y
 
-    Written so because the difference of two log-softmaxes in float32 is off by 1e-6, which is what one layer
-    at 8 bits costs; this is exactly 0 for equal logits and else off by a few 1e-8.
+    The difference of two log-softmaxes in float32 is off by 1e-6, which is what one layer at 8 bits costs;
+    this is exactly 0 for equal logits and else off by a few 1e-8.
 
     Args:
         p_logits: (N, V) of the reference, any float type.
@@ -70,13 +81,13 @@ def _chunk_kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 class Distance(NamedTuple):
-    """How far a model's predictions are from the reference's.
+    """The distance of a model's predictions from the reference's.
 
     Attributes:
-        kl: mean KL(reference || model), nats a token; not a number where the model's logits are not finite.
-        top1: fraction of tokens at which both prefer the same next token.
-        blind: the KL of the one distribution that knows the reference's average but nothing of the context,
-            H(mean p) - mean H(p): who is as far away as this has forgotten the context.
+        kl: mean KL(reference || model), nats a token; NaN where the model's logits are not finite.
+        top1: fraction of tokens with the same likeliest next token.
+        blind: KL(reference || its average distribution) = H(mean p) - mean H(p): a model as far away as
+            this ignores the context.
         tokens: how many were counted.
     """
 
@@ -86,23 +97,8 @@ class Distance(NamedTuple):
     tokens: int
 
 
-def model_kl(reference: nn.Module, model: nn.Module, batches: Iterable[Tensor]) -> Distance:
-    """Compare two models of one vocabulary over batches of tokens.
-
-    Args:
-        reference: gives ``.logits`` (B, S, V); in evaluation mode.
-        model: likewise; may be on another device.
-        batches: int64 (B, S), padded on the right with negative numbers, which are left out.
-    """
-    total = Total()
-    for batch in batches:
-        kept = batch.flatten() >= 0
-        total.add(*(_flat_logits(each, batch, kept) for each in (reference, model)))
-    return total.distance()
-
-
-class Total:
-    """Sums over tokens from which a :class:`Distance` follows; temporaries have :data:`CHUNK_ELEMENTS`."""
+class DistanceSum:
+    """Sums over tokens that give a :class:`Distance`; temporaries have :data:`CHUNK_ELEMENTS` numbers."""
 
     def __init__(self) -> None:
         self.kl, self.entropy, self.same, self.tokens = 0.0, 0.0, 0, 0
@@ -115,10 +111,10 @@ class Total:
         self.same += int((p.argmax(-1).cpu() == q.argmax(-1).cpu()).sum())
         self.tokens += len(p)
         for part in p.split(max(1, CHUNK_ELEMENTS // p.shape[-1])):
-            known = part.float().softmax(-1)
-            self.entropy -= float(torch.special.xlogy(known, known).sum(dtype=torch.float64))
-            seen = known.sum(0, dtype=torch.float64).cpu()
-            self.mean = seen if self.mean is None else self.mean.add_(seen)
+            probabilities = part.float().softmax(-1)
+            self.entropy -= float(torch.special.xlogy(probabilities, probabilities).sum(dtype=torch.float64))
+            total = probabilities.sum(0, dtype=torch.float64).cpu()
+            self.mean = total if self.mean is None else self.mean.add_(total)
 
     def distance(self) -> Distance:
         """The means over all tokens."""
@@ -129,16 +125,8 @@ class Total:
         return Distance(self.kl / self.tokens, self.same / self.tokens, blind, self.tokens)
 
 
-def _flat_logits(model: Any, batch: Tensor, kept: Tensor) -> Tensor:
-    """Logits (N, V) of the tokens that are no padding."""
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=batch.clamp(min=0).to(device)).logits.flatten(0, 1)
-    return logits if bool(kept.all()) else logits[kept.to(logits.device)]
-
-
 def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The train walk's plainest loss: :func:`next_token_loss` of the model's logits.
+    """The plain loss of training: :func:`next_token_loss` of the model's logits.
 
     Args:
         model: gives ``.logits`` (B, S, V).
@@ -147,26 +135,19 @@ def next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     return next_token_loss(model(input_ids=tokens.clamp(min=0)).logits, tokens)
 
 
-def agreement(
-    teacher: nn.Module, alpha: float = 1.0, temperature: float = 1.0
-) -> Callable[[nn.Module, Tensor], Tensor]:
-    """A loss for the train walk: alpha T^2 KL(teacher || model) + (1 - alpha) cross-entropy, in nats, mean
-    over the predicted tokens.
+def distillation_loss(soft: SoftLoss, alpha: float = 1.0) -> Loss:
+    """A loss for the train walk: alpha * soft + (1 - alpha) * cross-entropy, mean over the predicted tokens.
 
     Args:
-        teacher: run beside the model, without gradients; it must not share the parameters that are trained.
-        alpha: weight of the soft loss, 0 to 1.
-        temperature: T.
+        soft: the soft loss, see :data:`SoftLoss`.
+        alpha: its weight, 0 to 1.
     """
 
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        shown, predicted = tokens.clamp(min=0), tokens[:, 1:] >= 0
-        logits = model(input_ids=shown).logits
+        logits = model(input_ids=tokens.clamp(min=0)).logits
         total = logits.new_zeros((), dtype=torch.float32)
         if alpha > 0.0:
-            with torch.no_grad():
-                guide = teacher(input_ids=shown).logits[:, :-1][predicted]
-            total = total + alpha * divergence(logits[:, :-1][predicted], guide, temperature)
+            total = total + alpha * soft(logits, tokens)
         if alpha < 1.0:
             total = total + (1.0 - alpha) * next_token_loss(logits, tokens)
         return total
@@ -174,8 +155,30 @@ def agreement(
     return loss
 
 
-def divergence(logits: Tensor, guide: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(softmax(guide / T) || softmax(logits / T)) in nats, mean over tokens; both (n, V)."""
-    log_q = F.log_softmax(logits.float() / temperature, dim=-1)
-    log_p = F.log_softmax(guide.float() / temperature, dim=-1)
+def soft_loss(teacher: nn.Module, temperature: float = 1.0, objective: Objective | None = None) -> SoftLoss:
+    """The soft loss of a teacher that runs beside the student; padding is left out.
+
+    Args:
+        teacher: run without gradients; it must not share the parameters that are trained.
+        temperature: T.
+        objective: of the logits (n, V) of the predicted tokens; by default :func:`divergence`.
+            Vocabularies padded to different widths are compared over the common part.
+    """
+
+    def soft(logits: Tensor, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(input_ids=tokens.clamp(min=0)).logits
+        width, predicted = min(target.shape[-1], logits.shape[-1]), tokens[:, 1:] >= 0
+        student, target = (z[:, :-1, :width] for z in (logits, target))
+        if not bool(predicted.all()):
+            student, target = student[predicted], target[predicted]
+        return (objective or divergence)(student.flatten(0, -2), target.flatten(0, -2), temperature)
+
+    return soft
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(teacher || student) in nats, mean over tokens; logits (n, V)."""
+    log_q = F.log_softmax(student.float() / temperature, dim=-1)
+    log_p = F.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)

@@ -1,4 +1,4 @@
-"""Settings of the train walk: how long, how fast, in what precision. Shared by every stage that trains."""
+"""Settings of the training loop, shared by every stage that trains."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TrainSettings:
     )
     checkpoint_every: int = field(default=50, metadata={"help": "steps between resumable states"})
     patience: int = field(
-        default=0, metadata={"help": "stop after so many held-out losses without a better one; 0: never"}
+        default=0, metadata={"help": "stop after this many held-out losses without a better one; 0: never"}
     )
     data: str = data_field()
     bos: str = bos_field()

@@ -1,37 +1,110 @@
-"""A model with nothing loaded but what stands before its blocks, and one block at a time.
+"""A model of which only what runs before the blocks is loaded, and one block at a time; hidden states
+between blocks.
 
-The blocks are on the meta device. What runs before them (embeddings, positions) is loaded for the length of
-the trace only, and of the embedding only the rows that the tokens use. The trace runs the model with every
-block replaced by a recorder, so that each block's own arguments (masks, rotary tables, which differ by layer
-in some families) are known without a line per family.
+The blocks are on the meta device. What runs before them (embeddings, positions) is loaded for the trace
+only, and of the embedding only the rows that the tokens use. The trace runs the model with every block
+replaced by a recorder, so that each block's own arguments (masks, rotary tables, which differ by layer in
+some families) are known without a table of families.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attar.errors import CheckpointError, NumericsError
 from attar.models.anatomy import discover
 from attar.models.load import empty_model
-from attar.models.names import stored_names
-from attar.walks.activations import Activations
+from attar.models.stored import stored_names
 from attar.walks.passes import StopForward
 
 
+class HiddenStates:
+    """Hidden states (B, S, D) by batch number: in memory up to a limit, on disk beyond it.
+
+    Args:
+        folder: for those beyond the limit.
+        limit: bytes held in memory.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit, self.nbytes = folder, limit, 0
+        self.batches: dict[int, Tensor | Path] = {}
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __setitem__(self, number: int, hidden: Tensor) -> None:
+        hidden = hidden.detach().to("cpu")
+        old = self.batches.get(number)
+        if isinstance(old, Tensor):
+            self.nbytes -= old.nbytes
+        if self.nbytes + hidden.nbytes <= self.limit:
+            self.batches[number] = hidden
+            self.nbytes += hidden.nbytes
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"{number}.safetensors"
+        save_file({"hidden": hidden.contiguous()}, file)
+        self.batches[number] = file
+
+    def __getitem__(self, number: int) -> Tensor:
+        hidden = self.batches[number]
+        if isinstance(hidden, Tensor):
+            return hidden
+        with safe_open(hidden, framework="pt") as opened:
+            read: Tensor = opened.get_tensor("hidden").clone()
+        return read
+
+    def clear(self) -> None:
+        """Delete everything, on disk too."""
+        for hidden in self.batches.values():
+            if isinstance(hidden, Path):
+                hidden.unlink(missing_ok=True)
+        self.batches.clear()
+        if self.folder.is_dir():
+            self.folder.rmdir()
+
+
+@contextmanager
+def fixed_output(block: nn.Module, hidden: Tensor, extra: int | None) -> Iterator[None]:
+    """The block returns ``hidden`` for any input, inside the context.
+
+    Args:
+        extra: further entries of the tuple that the block returns; None: it returns a tensor.
+    """
+    with _forward_replaced(block, lambda *_, **__: hidden if extra is None else (hidden, *[None] * extra)):
+        yield
+
+
+@contextmanager
+def _forward_replaced(block: Any, forward: Any) -> Iterator[None]:
+    before = block.__dict__.get("forward")
+    block.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del block.forward
+        else:
+            block.forward = before
+
+
 @dataclass(frozen=True)
-class Call:
-    """How the model calls a block: everything but the hidden states."""
+class BlockCall:
+    """The arguments with which the model calls a block, but for the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    keyword: bool  # the hidden states come as a keyword argument
+    keyword: bool  # the hidden states are a keyword argument
 
     def __call__(self, module: nn.Module, hidden: Tensor) -> Any:
         if self.keyword:
@@ -40,7 +113,7 @@ class Call:
 
 
 class Skeleton:
-    """The model with nothing loaded but what stands before its blocks."""
+    """The model on the meta device, parts of which are loaded for a while."""
 
     def __init__(self, checkpoint: Any, device: torch.device) -> None:
         self.checkpoint, self.device = checkpoint, device
@@ -49,24 +122,24 @@ class Skeleton:
         self.blocks = self.anatomy.blocks
         self.names = stored_names(self.model, checkpoint)
         self.first_names = _first_names(self.model)
-        self.kinds: int | None = None
+        self.extra: int | None = None  # further entries of the tuple that a block returns
 
-    def trace(self, batches: Sequence[Tensor], store: Activations) -> dict[tuple[int, ...], list[Call]]:
-        """Run what stands before the blocks: hidden states go to the store; returns, by batch shape, how each
-        block is called."""
+    def trace(self, batches: Sequence[Tensor], store: HiddenStates) -> dict[tuple[int, ...], list[BlockCall]]:
+        """Run what comes before the blocks: hidden states go to the store; the calls of all blocks by batch
+        shape."""
         self._load_outer(torch.cat([batch.flatten() for batch in batches]).unique())
-        self.kinds = kinds = self._output_kind(batches[0])
-        calls: dict[tuple[int, ...], list[Call]] = {}
+        self.extra = self._extra_outputs(batches[0])
+        calls: dict[tuple[int, ...], list[BlockCall]] = {}
         for number, batch in enumerate(batches):
-            seen, hidden = self._record(batch, kinds)
-            calls.setdefault(tuple(batch.shape), seen)
+            recorded, hidden = self._record(batch, self.extra)
+            calls.setdefault(tuple(batch.shape), recorded)
             store[number] = hidden
         self._drop_outer()
         return calls
 
     @contextmanager
     def headed(self, used: Tensor) -> Iterator[None]:
-        """All that stands outside the blocks in memory (the embedding's used rows, final norm, head), for
+        """Everything outside the blocks in memory (the embedding's used rows, final norm, head), for
         :meth:`logits`."""
         self._load_outer(used)
         after = {name: shape for name, shape in self._after().items() if name not in self._outer_names()}
@@ -81,18 +154,14 @@ class Skeleton:
             self._drop_outer()
 
     def logits(self, batch: Tensor, hidden: Tensor) -> Tensor | None:
-        """Logits (B, S, V) of a batch whose hidden states (B, S, D) after the last block are known; None for
-        a model without a head. After :meth:`trace`, inside :meth:`headed`."""
-        kinds = self.kinds
-        for block in self.blocks:
-            block.module.forward = lambda *_, **__: hidden if kinds is None else (hidden, *[None] * kinds)
-        try:
-            output = self.model(input_ids=batch.to(self.device), **self._no_cache())
-        finally:
+        """Logits (B, S, V) from the hidden states (B, S, D) after the last block; None for a model without a
+        head. After :meth:`trace`, inside :meth:`headed`."""
+        with ExitStack() as stack:
             for block in self.blocks:
-                del block.module.forward
-        found: Tensor | None = getattr(output, "logits", None)
-        return found
+                stack.enter_context(fixed_output(block.module, hidden, self.extra))
+            output = self.model(input_ids=batch.to(self.device), **self._no_cache())
+        logits: Tensor | None = getattr(output, "logits", None)
+        return logits
 
     def _after(self) -> dict[str, torch.Size]:
         """Parameters of what runs after the blocks (final norm, head), tied ones too, with their shapes."""
@@ -106,46 +175,40 @@ class Skeleton:
     def _outer_names(self) -> set[str]:
         return {name for name, _ in self._outer()}
 
-    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[Call], Tensor]:
-        """One pass with every block replaced by a recorder that returns what it is given."""
-        seen: list[Call] = []
+    def _record(self, batch: Tensor, extra: int | None) -> tuple[list[BlockCall], Tensor]:
+        """One pass with every block replaced by a recorder that returns its input."""
+        calls: list[BlockCall] = []
         first: list[Tensor] = []
 
         def recorder(*args: Any, **kwargs: Any) -> Any:
             keyword = not args
             hidden = kwargs.pop("hidden_states") if keyword else args[0]
             first.append(hidden)
-            seen.append(Call(args[1:], kwargs, keyword))
-            if len(seen) == len(self.blocks):
+            calls.append(BlockCall(args[1:], kwargs, keyword))
+            if len(calls) == len(self.blocks):
                 raise StopForward
             return hidden if extra is None else (hidden, *[None] * extra)
 
-        for block in self.blocks:
-            block.module.forward = recorder
-        try:
-            self.model(input_ids=batch.to(self.device), **self._no_cache())
-        except StopForward:
-            pass
-        finally:
+        with ExitStack() as stack:
             for block in self.blocks:
-                del block.module.forward
-        return seen, first[0]
+                stack.enter_context(_forward_replaced(block.module, recorder))
+            with suppress(StopForward):
+                self.model(input_ids=batch.to(self.device), **self._no_cache())
+        return calls, first[0]
 
     def _no_cache(self) -> dict[str, bool]:
         return {"use_cache": False} if self.anatomy.causal else {}
 
-    def _output_kind(self, batch: Tensor) -> int | None:
-        """None when a block returns a tensor; the number of further entries when it returns a tuple.
-
-        Found out on the meta device, without a weight.
-        """
+    def _extra_outputs(self, batch: Tensor) -> int | None:
+        """How many entries follow the hidden states in a block's output; None when it is a tensor. Run on the
+        meta device, without a weight."""
         call, hidden = self._record_first(batch[:1])
-        output = Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
+        output = BlockCall(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
             self.blocks[0].module, hidden.to("meta")
         )
         return None if isinstance(output, Tensor) else len(output) - 1
 
-    def _record_first(self, batch: Tensor) -> tuple[Call, Tensor]:
+    def _record_first(self, batch: Tensor) -> tuple[BlockCall, Tensor]:
         blocks, self.blocks = self.blocks, self.blocks[:1]
         try:
             calls, hidden = self._record(batch, None)
@@ -154,7 +217,7 @@ class Skeleton:
         return calls[0], hidden
 
     def _load_outer(self, used: Tensor) -> None:
-        """Materialise what runs before the blocks; of the embedding only the rows that the tokens use."""
+        """Load what runs before the blocks; of the embedding only the rows that the tokens use."""
         for name, _ in self._outer():
             module, leaf = self._owner(name)
             if name == f"{self.anatomy.embedding}.weight":
@@ -176,7 +239,7 @@ class Skeleton:
         self.remap.remove()
 
     def _outer(self) -> list[tuple[str, Tensor]]:
-        """Parameters outside the blocks and before them: neither final norm nor head is ever run."""
+        """Parameters outside the blocks and before them: not those of final norm and head."""
         after = tuple(f"{name}." for name in (self.anatomy.final_norm, self.anatomy.head) if name)
         inside = f"{self.anatomy.blocks_name}."
         return [
@@ -191,7 +254,7 @@ class Skeleton:
 
     @contextmanager
     def loaded(self, block: Any) -> Iterator[None]:
-        """The block's parameters in memory, in float32, for the length of the context."""
+        """The block's parameters in memory, in float32, inside the context."""
         names = [name for name, _ in block.module.named_parameters()]
         for name in names:
             full = f"{block.name}.{name}"
@@ -234,26 +297,26 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def stored_rows(checkpoint: Any, name: str, used: Tensor, chunk: int = 8192) -> Tensor:
-    """The used rows of a stored matrix, read a chunk at a time so that the matrix is never whole in memory (a
+    """The used rows of a stored matrix, read in chunks so that the whole matrix is never in memory (a
     packed one is decoded as a whole)."""
     if getattr(checkpoint, "decodes", False):
         decoded: Tensor = checkpoint.load(name)[used]
         return decoded
     info = checkpoint.tensors[name]
-    kept = []
+    chunks = []
     for start in range(0, info.shape[0], chunk):
-        wanted = used[(used >= start) & (used < start + chunk)] - start
-        if len(wanted):
+        inside = used[(used >= start) & (used < start + chunk)] - start
+        if len(inside):
             with safe_open(info.file, framework="pt") as opened:
-                kept.append(opened.get_slice(name)[start : start + chunk][wanted])
-    rows = torch.cat(kept)
+                chunks.append(opened.get_slice(name)[start : start + chunk][inside])
+    rows = torch.cat(chunks)
     if len(rows) != len(used):
         raise CheckpointError(f"the data has token {int(used.max())}, but {name} has {info.shape[0]} rows")
     return rows
 
 
 def _remap(module: Any, used: Tensor) -> Any:
-    """Make an embedding that holds the used rows only take the original token numbers."""
+    """Let an embedding that holds the used rows only take the original token numbers."""
     lookup = torch.zeros(module.num_embeddings, dtype=torch.int64, device=used.device)
     lookup[used] = torch.arange(len(used), device=used.device)
     module.padding_idx = None

@@ -1,10 +1,10 @@
-"""The stream walk: tensor by tensor in the order of the file, nothing instantiated.
+"""The stream: tensor by tensor in the order of the file, no model instantiated.
 
-    for each stored tensor:  read it into memory of its own;  transform;  write the results to their places
+    for each stored tensor:  read it;  transform;  write the results to their offsets in the shards
 
-Peak memory is the largest tensor with what the transform makes of it, whatever the model's size. What comes
-out is declared before anything is read (the layout), so that shards are written in place, a killed walk goes
-on at the first unfinished shard, and the same input gives the same bytes.
+Peak memory is the largest tensor with its results, whatever the model's size. The output's names, types and
+shapes are declared before anything is read (the layout), so that shards are written in place, a killed run
+continues at the first unfinished shard, and the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 2_000_000_000
 
-Layout = Callable[["TensorInfo"], Sequence["TensorSpec"]]
+TensorLayout = Callable[["TensorInfo"], Sequence["TensorSpec"]]
 """What a stored tensor becomes: names, types and shapes. An empty sequence drops it."""
 
 Transform = Callable[[str, Callable[[], Tensor]], Mapping[str, Tensor]]
-"""``transform(name, load)``: the tensors of the layout, by name; ``load()`` reads the stored tensor, and need
-not be called."""
+"""``transform(name, load)``: the tensors of the layout, by name; ``load()`` reads the stored tensor."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """Some tensors of the output, and what makes them.
+class WriteStep:
+    """Some tensors of the output, and the function that computes them.
 
     Attributes:
-        slots: their names, types and shapes.
-        make: reads what they are made of, and makes them; may be called in any thread.
-        nbytes: how much it reads into memory.
+        specs: their names, types and shapes.
+        make: reads the inputs and returns the tensors by name; may be called in any thread.
+        nbytes: bytes that it reads into memory.
     """
 
-    slots: Sequence[TensorSpec]
+    specs: Sequence[TensorSpec]
     make: Callable[[], Mapping[str, Tensor]]
     nbytes: int = 0
 
 
 def stream(
     checkpoint: Checkpoint,
-    layout: Layout,
+    layout: TensorLayout,
     transform: Transform,
     folder: Path,
     *,
@@ -61,14 +60,14 @@ def stream(
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
-    """Walk over a checkpoint's tensors and write what becomes of them.
+    """Transform a checkpoint's tensors one by one and write the results.
 
     Args:
         checkpoint: read, never changed.
-        layout: see :data:`Layout`; asked once for every tensor before any is read.
+        layout: see :data:`TensorLayout`; called once for every tensor before any is read.
         transform: see :data:`Transform`.
-        folder: where the shards and their index go.
-        work: where unfinished shards survive a kill; by default ``folder``.
+        folder: for the shards and their index.
+        work: for unfinished shards, which a resumed run completes; by default ``folder``.
         shard_bytes: bytes of a shard at most.
 
     Returns:
@@ -78,7 +77,7 @@ def stream(
         OutputError: no space, or no permission.
     """
     steps = [
-        Step(
+        WriteStep(
             list(layout(info)),
             lambda name=info.name: transform(name, lambda: checkpoint.load(name)),  # type: ignore[misc]
         )
@@ -88,7 +87,7 @@ def stream(
 
 
 def stream_steps(
-    steps: Sequence[Step],
+    steps: Sequence[WriteStep],
     folder: Path,
     *,
     work: Path | None = None,
@@ -97,13 +96,13 @@ def stream_steps(
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
-    """Make a checkpoint's tensors step by step, from wherever they come.
+    """Write a checkpoint's tensors step by step, from any source.
 
     Args:
         steps: in the order of the output.
-        together: bytes that steps may read side by side, one thread each; a step that reads more works alone.
+        together: bytes that concurrent steps may read, one thread each; a step that reads more runs alone.
             0: one after the other.
-        folder, work, shard_bytes, progress, what: as of :func:`stream`.
+        folder, work, shard_bytes, progress, what: as in :func:`stream`.
 
     Returns:
         the files written.
@@ -115,40 +114,42 @@ def stream_steps(
 
     if work is not None:
         work.mkdir(parents=True, exist_ok=True)
-    slots = [slot for step in steps for slot in step.slots]
-    writer = ShardWriter(folder, slots, max_shard_bytes=shard_bytes, work=work)
+    specs = [spec for step in steps for spec in step.specs]
+    writer = ShardWriter(folder, specs, max_shard_bytes=shard_bytes, work=work)
     missing = frozenset(writer.missing())
-    todo = [step for step in steps if any(slot.name in missing for slot in step.slots)]
+    todo = [step for step in steps if any(spec.name in missing for spec in step.specs)]
 
-    def do(step: Step) -> None:
-        made = step.make()
-        for slot in step.slots:
-            if slot.name in missing:
-                writer.add(slot.name, made[slot.name])
+    def run(step: WriteStep) -> None:
+        tensors = step.make()
+        for spec in step.specs:
+            if spec.name in missing:
+                writer.add(spec.name, tensors[spec.name])
 
     with progress.task(what, total=len(steps), done=len(steps) - len(todo)) as task:
-        for _ in _side_by_side(todo, do, together) if together else map(do, todo):
+        for _ in _concurrently(todo, run, together) if together else map(run, todo):
             task.advance()
     return writer.finish()
 
 
-def _side_by_side(steps: Sequence[Step], do: Callable[[Step], None], together: int) -> Iterator[None]:
-    """Do steps in as many threads as torch has, each of one thread itself; yields after each step."""
+def _concurrently(
+    steps: Sequence[WriteStep], run: Callable[[WriteStep], None], together: int
+) -> Iterator[None]:
+    """Run steps in as many threads as torch has, torch itself with one in each; yields after each step."""
     threads = torch.get_num_threads()
-    held: dict[Future[None], int] = {}
+    running: dict[Future[None], int] = {}
 
     def wait_for_one() -> Iterator[None]:
-        for future in wait(held, return_when=FIRST_COMPLETED).done:
-            del held[future]
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            del running[future]
             yield future.result()
 
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
         for step in steps:
-            while held and (len(held) == threads or sum(held.values()) + step.nbytes > together):
+            while running and (len(running) == threads or sum(running.values()) + step.nbytes > together):
                 yield from wait_for_one()
-            held[pool.submit(do, step)] = step.nbytes
-        while held:
+            running[pool.submit(run, step)] = step.nbytes
+        while running:
             yield from wait_for_one()
     finally:
         pool.shutdown(cancel_futures=True)

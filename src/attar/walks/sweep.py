@@ -1,20 +1,20 @@
-"""The sweep walk: block by block, with calibration activations, never more than one block in memory.
+"""The sweep: over the model block by block, with calibration activations, one block in memory at a time.
 
     hidden states of all batches = embeddings(tokens)
     for block in blocks:
         load the block's tensors
-        for group of Linears with one input, in the order they run:      (true sequential)
+        for group of Linears with one input, in forward order:      (true sequential)
             run the batches up to the group; its inputs go to one accumulator
             new weights = solver(weights, accumulator);  put them in place
-        run the batches on through the new block: its outputs are the next block's inputs
-        write what the solver made of the block to disk, drop the block
+        run the batches through the new block: its outputs are the next block's inputs
+        write the solver's tensors of the block to disk, drop the block
 
-A solver may also ask for the inputs that the original model has at the same place (two streams of hidden
-states), or take a block whole (learned rounding). Peak memory is the block, its activations (which spill to
-disk past a limit) and the accumulators of one group, whatever the depth. Linears that get the very same input
-tensor (q/k/v, gate/up) form a group and share an accumulator, found by running the block, not by their names.
-A finished block is one file; a killed sweep reads the finished ones back, re-runs their forward passes only,
-and goes on.
+A solver may also get the original model's inputs of the same Linears (two streams of hidden states), or
+solve a block as a whole (learned rounding). Peak memory is the block, its activations (which spill to disk
+beyond a limit) and the accumulators of one group, whatever the depth. Linears that get the very same input
+tensor (q/k/v, gate/up) form a group and share an accumulator; groups are found by running the block, not by
+names. Each finished block is one file. A resumed sweep reads these files, runs their forward passes only,
+and continues.
 """
 
 from __future__ import annotations
@@ -32,25 +32,23 @@ from torch import Tensor, nn
 
 from attar.checkpoint import atomic
 from attar.errors import NumericsError
-from attar.models.device import free_memory
+from attar.models.device import bf16_products, free_memory, resolve, trim_memory
+from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
-from attar.walks.activations import Activations
-from attar.walks.freed import give_back
-from attar.walks.passes import Passes, arithmetic
-from attar.walks.precision import resolve
-from attar.walks.skeleton import Call, Skeleton, on_meta
+from attar.walks.passes import BlockPasses
+from attar.walks.skeleton import BlockCall, HiddenStates, Skeleton, on_meta
 
-Select = Callable[[str], bool]
-Behind = Callable[[Skeleton, Sequence[Tensor], Activations], None]
+AfterBlocks = Callable[[Skeleton, Sequence[Tensor], HiddenStates], None]
+"""``after_blocks(skeleton, batches, hidden)``: gets the hidden states after the last block."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a solver makes of one Linear.
+    """A solver's result for one Linear.
 
     Attributes:
-        weight: (N, K) the weight to go on with.
-        tensors: what to keep on disk, by short name ("codes", "scale").
+        weight: (N, K) the weight that the rest of the sweep uses.
+        tensors: what is stored, by short name ("codes", "scale").
         report: numbers for the card.
     """
 
@@ -63,7 +61,7 @@ class Solver(Protocol):
     """An algorithm that works on one group of Linears at a time. Pure: no model, no files.
 
     Attributes:
-        original: the accumulator wants the original model's inputs too: ``add(x, original)`` instead of
+        original: the accumulator also needs the original model's inputs: ``add(x, original)`` instead of
             ``add(x)``, both (B, S, K).
     """
 
@@ -74,29 +72,11 @@ class Solver(Protocol):
     def accumulator(self, names: Sequence[str], inputs: int) -> Any:
         """A fresh accumulator for a group of Linears with K inputs."""
 
-    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
+    def solve(self, weights: dict[str, Tensor], accumulator: Any) -> dict[str, Solution]:
         """New weights for a group of Linears (N, K) by name, given their filled accumulator."""
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight (N, K) of a solution read back from disk."""
-
-
-class Nothing:
-    """A solver with nothing to solve: for walks that only look, with ``select`` never true."""
-
-    original = False
-
-    def accumulator(self, names: Sequence[str], inputs: int) -> Any:
-        """Never asked."""
-        raise AssertionError(names)
-
-    def solve(self, weights: dict[str, Tensor], seen: Any) -> dict[str, Solution]:
-        """Never asked."""
-        raise AssertionError(list(weights))
-
-    def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """Never asked."""
-        raise AssertionError(name)
 
 
 class BlockSolver(Protocol):
@@ -127,7 +107,7 @@ class BlockView:
     _runner: _BlockRunner
 
     def inputs(self, number: int) -> Tensor:
-        """Hidden states (B, S, D) behind the quantized prefix."""
+        """Hidden states (B, S, D) after the blocks solved so far."""
         return self._runner.store[number].to(self._runner.device)
 
     def targets(self, number: int) -> Tensor:
@@ -141,7 +121,7 @@ class BlockView:
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """Where a sweep left its solutions: one safetensors file per block, tensors named ``module/short``.
 
     Attributes:
@@ -164,84 +144,83 @@ class Swept:
 def sweep(
     checkpoint: Any,
     batches: Sequence[Tensor],
-    solver: Solver | BlockSolver,
+    solver: Solver | BlockSolver | None,
     *,
     work: Path,
-    select: Select = lambda name: True,
+    select: Callable[[str], bool] = lambda name: True,
     spill_bytes: int = 4 * 2**30,
     waiting_bytes: int | None = None,
     precision: str = "auto",
     prepare: Callable[[nn.Module], None] | None = None,
-    behind: Behind | None = None,
+    after_blocks: AfterBlocks | None = None,
     device: str | torch.device = "cpu",
     progress: Progress = SILENT,
     what: str = "sweep",
-) -> Swept:
+) -> SweepResult:
     """Walk over the blocks of a checkpoint.
 
     Args:
         checkpoint: an opened checkpoint (attar.checkpoint.Checkpoint) with dense tensors.
         batches: int64 (B, S) token batches, none padded.
-        solver: what to do with each Linear, or each block.
+        solver: for each Linear, or each block; None: nothing is solved, the hooks of ``prepare`` observe.
         work: folder for finished blocks and spilled activations; the sweep resumes from it.
         select: which Linears, by full module name, are solved.
-        spill_bytes: hidden states beyond so many bytes live on disk.
-        waiting_bytes: what passes that wait between two groups may hold; beyond it they start again for each
-            group, which costs two to three times the time and no memory. None: a quarter of the memory that
-            is free when the walk begins.
+        spill_bytes: hidden states beyond this many bytes are on disk.
+        waiting_bytes: memory for passes that wait between two groups; beyond it they start again for each
+            group, which takes two to three times as long and no memory. None: a quarter of the memory that is
+            free at the start.
         precision: of the passes: "fp32", "bf16", or "auto" (bf16 where the device has fast products of it).
         prepare: called with the model, its parameters on the meta device, before anything runs: to hook what
             a solver does not see (keys and values, say). Hooks are also called with meta tensors.
-        behind: called at the end with the hidden states behind the last (new) block.
+        after_blocks: called at the end, see :data:`AfterBlocks`.
         device: where the blocks run; weights and hidden states between blocks are float32.
 
     Raises:
         NumericsError: a block's output is not finite.
     """
     work.mkdir(parents=True, exist_ok=True)
-    place = torch.device(device)
-    precision = resolve(precision, place, work)
+    device = torch.device(device)
+    precision = resolve(precision, device, work)
     fast = precision == "bf16"
-    waiting = free_memory(place) // 4 if waiting_bytes is None else waiting_bytes
-    skeleton = Skeleton(checkpoint, place)
+    waiting = free_memory(device) // 4 if waiting_bytes is None else waiting_bytes
+    skeleton = Skeleton(checkpoint, device)
     if prepare is not None:
         prepare(skeleton.model)
-    store = Activations(work / "activations", spill_bytes)
-    whole = hasattr(solver, "solve_block")
-    two = whole or cast(Solver, solver).original
-    originals = Activations(work / "originals", spill_bytes) if two else None
+    store = HiddenStates(work / "activations", spill_bytes)
+    needs_originals = hasattr(solver, "solve_block") or bool(getattr(solver, "original", False))
+    originals = HiddenStates(work / "originals", spill_bytes) if needs_originals else None
+    files: list[Path] = []
+    reports: list[dict[str, Any]] = []
+    block_of: dict[str, int] = {}
     with torch.no_grad(), progress.task(what, total=len(skeleton.blocks)) as task:
         calls = skeleton.trace(batches, store)
         if originals is not None:
             for number in range(len(store)):
                 originals[number] = store[number]
-        files: list[Path] = []
-        reports: list[dict[str, Any]] = []
-        block_of: dict[str, int] = {}
         for index, block in enumerate(skeleton.blocks):
             file = work / f"block-{index:05d}.safetensors"
-            runner = _BlockRunner(block, calls, index, store, originals, place, fast, waiting)
-            groups = runner.groups(select)
+            runner = _BlockRunner(block, calls, index, store, originals, device, fast, waiting)
+            groups = runner.groups(select) if solver is not None else []
             with skeleton.loaded(block):
                 if file.exists():
                     runner.restore(solver, file)
-                elif whole:
+                elif hasattr(solver, "solve_block"):
                     runner.solve_whole(cast(BlockSolver, solver), groups, file)
                 else:
                     runner.solve(cast(Solver, solver), groups, file)
-            found = _read(file)[1]
+            solved = _read(file)[1]
             files.append(file)
-            reports.extend(found)
-            block_of.update({report["name"]: index for report in found})
-            errors = [float(report["error"]) for report in found if "error" in report]
+            reports.extend(solved)
+            block_of.update({report["name"]: index for report in solved})
+            errors = [float(report["error"]) for report in solved if "error" in report]
             task.advance(**({"error": sum(errors) / len(errors)} if errors else {}))
-            give_back()
-    if behind is not None:
-        behind(skeleton, batches, store)
+            trim_memory()
+    if after_blocks is not None:
+        after_blocks(skeleton, batches, store)
     store.clear()
     if originals is not None:
         originals.clear()
-    return Swept(tuple(files), tuple(reports), block_of, precision)
+    return SweepResult(tuple(files), tuple(reports), block_of, precision)
 
 
 def _write(file: Path, solutions: dict[str, Solution]) -> None:
@@ -257,36 +236,25 @@ def _write(file: Path, solutions: dict[str, Solution]) -> None:
 
 def _read(file: Path) -> tuple[dict[str, dict[str, Tensor]], list[dict[str, Any]]]:
     """A block file: solution tensors by module, and the reports."""
-    found: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118  (not a dict)
             name, _, short = key.rpartition("/")
-            found.setdefault(name, {})[short] = opened.get_tensor(key)
+            tensors.setdefault(name, {})[short] = opened.get_tensor(key)
         reports = json.loads(opened.metadata()["reports"])
-    return found, reports
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The weight (N, K) of a Linear or a Conv1D (which stores it transposed)."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear) else weight.T
-
-
-def put_weight(module: nn.Module, weight: Tensor) -> None:
-    """Replace the weight (N, K) of a Linear or a Conv1D in place."""
-    weight_of(module).copy_(weight)
+    return tensors, reports
 
 
 class _BlockRunner:
-    """One block, its inputs, and how the model calls it."""
+    """One block with its hidden states, and how the model calls it."""
 
     def __init__(
         self,
         block: Any,
-        calls: dict[tuple[int, ...], list[Call]],
+        calls: dict[tuple[int, ...], list[BlockCall]],
         index: int,
-        store: Activations,
-        originals: Activations | None,
+        store: HiddenStates,
+        originals: HiddenStates | None,
         device: torch.device,
         fast: bool,
         waiting_bytes: int,
@@ -301,11 +269,9 @@ class _BlockRunner:
         output = self.calls[tuple(hidden.shape[:2])][self.index](module, hidden)
         return output if isinstance(output, Tensor) else output[0]
 
-    def groups(self, select: Select) -> list[list[str]]:
-        """The selected Linears in the order they run, those with the very same input together.
-
-        Found out while the block is on the meta device, without arithmetic.
-        """
+    def groups(self, select: Callable[[str], bool]) -> list[list[str]]:
+        """The selected Linears in forward order, those with the very same input together; found by running
+        the block on the meta device."""
         order: list[tuple[str, Tensor]] = []
         hooks = []
         for name in self.block.linears:
@@ -315,7 +281,9 @@ class _BlockRunner:
         hidden = self.store[0]
         call = self.calls[tuple(hidden.shape[:2])][self.index]
         try:
-            Call(on_meta(call.args), on_meta(call.kwargs), call.keyword)(self.block.module, hidden.to("meta"))
+            BlockCall(on_meta(call.args), on_meta(call.kwargs), call.keyword)(
+                self.block.module, hidden.to("meta")
+            )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -330,59 +298,63 @@ class _BlockRunner:
         return groups
 
     def solve(self, solver: Solver, groups: list[list[str]], file: Path) -> None:
-        """Solve the groups in order; hidden states move on to the block's outputs."""
-        twin = copy.deepcopy(self.block.module) if self.originals is not None else None
+        """Solve the groups in forward order."""
+        original_passes = None
+        if self.originals is not None:
+            original_passes = self._passes(copy.deepcopy(self.block.module), self.originals, groups)
         passes = self._passes(self.block.module, self.store, groups)
-        theirs = None if twin is None else self._passes(twin, cast(Activations, self.originals), groups)
         solutions: dict[str, Solution] = {}
         try:
             for number, group in enumerate(groups):
-                seen = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
-                if theirs is None:
+                accumulator = solver.accumulator(group, weight_of(self.modules[group[0]]).shape[1])
+                if original_passes is None:
                     for x in passes.inputs(number):
-                        seen.add(x)
+                        accumulator.add(x)
                 else:
-                    for x, original in zip(passes.inputs(number), theirs.inputs(number), strict=True):
-                        seen.add(x, original)
+                    for x, original in zip(
+                        passes.inputs(number), original_passes.inputs(number), strict=True
+                    ):
+                        accumulator.add(x, original)
                 weights = {name: weight_of(self.modules[name]).clone() for name in group}
-                solved = solver.solve(weights, seen)
+                solved = solver.solve(weights, accumulator)
                 for name in group:
-                    put_weight(self.modules[name], solved[name].weight)
+                    weight_of(self.modules[name]).copy_(solved[name].weight)
                 solutions.update({name: solved[name] for name in group})
             _write(file, solutions)
-            self._advance(self.store, passes.outputs())
-            if theirs is not None:
-                self._advance(cast(Activations, self.originals), theirs.outputs())
+            self._replace(self.store, passes.outputs())
+            if original_passes is not None and self.originals is not None:
+                self._replace(self.originals, original_passes.outputs())
         finally:
             passes.close()
-            if theirs is not None:
-                theirs.close()
+            if original_passes is not None:
+                original_passes.close()
 
     def solve_whole(self, solver: BlockSolver, groups: list[list[str]], file: Path) -> None:
-        """Let the solver learn the whole block; hidden states move on to its outputs."""
-        originals = cast(Activations, self.originals)
-        self._advance(originals, self._outputs(self.block.module, originals))
+        """Solve the block as a whole."""
+        originals = cast(HiddenStates, self.originals)
+        self._replace(originals, self._outputs(self.block.module, originals))
         names = [name for group in groups for name in group]
         modules = {name: self.modules[name] for name in names}
         view = BlockView(self.block.module, names, modules, len(self.store), self)
         solved = solver.solve_block(view)
         for name in names:
-            put_weight(self.modules[name], solved[name].weight)
+            weight_of(self.modules[name]).copy_(solved[name].weight)
         _write(file, {name: solved[name] for name in names})
-        self._advance(self.store, self._outputs(self.block.module, self.store))
+        self._replace(self.store, self._outputs(self.block.module, self.store))
 
-    def restore(self, solver: Solver | BlockSolver, file: Path) -> None:
-        """Put the weights of a finished block in place; hidden states move on."""
+    def restore(self, solver: Solver | BlockSolver | None, file: Path) -> None:
+        """Put the weights of a finished block in place."""
         if self.originals is not None:
-            self._advance(self.originals, self._outputs(self.block.module, self.originals))
+            self._replace(self.originals, self._outputs(self.block.module, self.originals))
         for name, tensors in _read(file)[0].items():
-            put_weight(self.modules[name], solver.restore(name, tensors))
-        self._advance(self.store, self._outputs(self.block.module, self.store))
+            assert solver is not None, "a sweep without a solver stores nothing"
+            weight_of(self.modules[name]).copy_(solver.restore(name, tensors))
+        self._replace(self.store, self._outputs(self.block.module, self.store))
 
-    def _passes(self, module: nn.Module, store: Activations, groups: list[list[str]]) -> Passes:
+    def _passes(self, module: nn.Module, store: HiddenStates, groups: list[list[str]]) -> BlockPasses:
         inside = dict(module.named_modules())
         stops = [inside[group[0].removeprefix(self.block.name + ".")] for group in groups]
-        return Passes(
+        return BlockPasses(
             lambda number: self.call(module, store[number].to(self.device)),
             len(store),
             stops,
@@ -392,21 +364,21 @@ class _BlockRunner:
         )
 
     def _may_wait(self, groups: list[list[str]]) -> bool:
-        """Whether what the waiting passes hold (some five hidden states and the widest input of each token)
-        fits the limit."""
+        """Whether the tensors that waiting passes hold (about five hidden states and the widest input of each
+        token) fit the limit."""
         hidden = self.store[0].shape[-1]
         widest = max((weight_of(self.modules[group[0]]).shape[1] for group in groups), default=0)
         tokens = len(self.store) * self.store[0].shape[:2].numel()
         streams = 1 if self.originals is None else 2
         return bool(tokens * streams * 4 * (5 * hidden + widest) <= self.waiting_bytes)
 
-    def _outputs(self, module: nn.Module, store: Activations) -> Iterator[Tensor]:
+    def _outputs(self, module: nn.Module, store: HiddenStates) -> Iterator[Tensor]:
         for number in range(len(store)):
-            with arithmetic(self.device, self.fast):
+            with bf16_products(self.device, self.fast):
                 output = self.call(module, store[number].to(self.device))
             yield output
 
-    def _advance(self, store: Activations, outputs: Iterator[Tensor]) -> None:
+    def _replace(self, store: HiddenStates, outputs: Iterator[Tensor]) -> None:
         """Replace every batch's hidden states by the block's output."""
         for number, output in enumerate(outputs):
             if not torch.isfinite(torch.stack(torch.aminmax(output))).all():

@@ -1,15 +1,14 @@
-"""The train walk: the one training loop of the house. What is learned is decided by the loss that it is
-given.
+"""The training loop. The loss that it is given decides what is learned.
 
     for step:  g = mean over micro-batches of d loss(model, batch) / d parameters;  clip;  optimizer step
 
-Distillation, recovery and whatever trains later each bring a loss and a set of trainable parameters, never
-another loop. The loop runs through accelerate, so that ``accelerate launch`` spreads it over processes; batch
-numbers are dealt to the ranks in turn.
+Distillation, recovery and quantization-aware training bring a loss and trainable parameters, never another
+loop. The loop runs through accelerate, so that ``accelerate launch`` spreads it over processes; ranks take
+batch numbers in turn.
 
-A run writes its whole state (weights, optimizers, random number generators, curve) every ``checkpoint_every``
-steps beside a name that it then renames. A killed run goes on from the last state with the same batches and
-ends with the same bytes.
+Every ``checkpoint_every`` steps the whole state (weights, optimizers, random number generators, curve) is
+written and renamed. A killed run resumes from the last state with the same batches and ends with the same
+bytes.
 """
 
 from __future__ import annotations
@@ -29,28 +28,26 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.data.batches import Batches
+from attar.data.packing import Batches
 from attar.errors import NumericsError
+from attar.models.device import resolve
 from attar.progress import SILENT, Progress
 from attar.walks import optimizers
-from attar.walks.precision import resolve
+from attar.walks.objectives import Loss
 from attar.walks.settings import TrainSettings
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
-"""``loss(model, tokens)``: tokens int64 (B, S) to a scalar, the mean over the predicted tokens."""
 
 
 @dataclass
-class History:
-    """What a run has gone through.
+class TrainHistory:
+    """The course of a run.
 
     Attributes:
         step: steps done.
         curve: one row per logged step: ``step``, ``loss`` (mean since the last row), and ``held_out`` where
             it was measured.
-        best: smallest held-out loss so far.
+        best: smallest held-out loss .
         waited: held-out losses since the best one.
-        stopped: the run ended early for lack of progress.
+        stopped: the run ended early because the held-out loss did not fall.
         tokens: tokens seen.
         precision: of the products: ``bf16`` or ``fp32``.
     """
@@ -74,17 +71,18 @@ def train(
     held_out: Callable[[nn.Module], float] | None = None,
     progress: Progress = SILENT,
     what: str = "train",
-) -> History:
+) -> TrainHistory:
     """Train ``model`` in place.
 
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
             only).
-        loss: see :data:`Loss`; called under autocast where products are in bf16, and so is ``held_out``.
+        loss: see :data:`attar.walks.objectives.Loss`; like ``held_out``, called under autocast where
+            products are in bf16.
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
-        what: the name shown beside the bar.
+        what: the name of the progress bar.
 
     Returns:
         The history; with ``patience`` the model holds its best weights, else its last.
@@ -98,11 +96,11 @@ def train(
     torch.manual_seed(settings.seed)
     built = optimizers.build(model, settings)
     prepared, *tuned = accelerator.prepare(model, *built)
-    run = _Run(accelerator, prepared, tuned, work)
+    run = _TrainRun(accelerator, prepared, tuned, work)
     history = run.resume()
     history.precision = settings.precision
     batches = Batches(rows, settings.batch_size, settings.seed)
-    since: list[float] = []
+    losses: list[float] = []
     start = time.monotonic()
     first = history.step
     with progress.task(what, total=settings.steps, done=history.step) as task:
@@ -112,12 +110,12 @@ def train(
             history.tokens += (
                 settings.batch_size * settings.accumulate * rows.shape[1] * accelerator.num_processes
             )
-            since.append(value)
+            losses.append(value)
             numbers = {"loss": value, "steps/s": (history.step - first) / (time.monotonic() - start)}
             last = history.step == settings.steps
             if last or history.step % _log_every(settings) == 0:
-                history.curve.append({"step": history.step, "loss": sum(since) / len(since)})
-                since = []
+                history.curve.append({"step": history.step, "loss": sum(losses) / len(losses)})
+                losses = []
             if held_out is not None and (last or _due(history.step, settings.evaluate_every)):
                 numbers["held-out"] = _measure(run, held_out, history, settings)
             if last or history.stopped or _due(history.step, settings.checkpoint_every):
@@ -141,11 +139,12 @@ def _due(step: int, every: int) -> bool:
 
 
 def _log_every(settings: TrainSettings) -> int:
-    """Rows of the curve fall on checkpoints, so that a resumed run draws the same curve."""
+    """Every how many steps the curve has a row: a divisor of ``checkpoint_every``, so that a resumed run
+    has the same curve."""
     return math.gcd(max(settings.steps // 50, 1), settings.checkpoint_every)
 
 
-def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
+def _step(run: _TrainRun, loss: Loss, batches: Batches, step: int, settings: TrainSettings) -> float:
     """One optimizer step; returns the mean loss of its micro-batches."""
     run.model.train()
     device = run.accelerator.device
@@ -172,21 +171,21 @@ def _step(run: _Run, loss: Loss, batches: Batches, step: int, settings: TrainSet
     return total
 
 
-def _arithmetic(run: _Run, settings: TrainSettings) -> torch.autocast:
-    """Products in bf16 inside, where that was decided; sums and weights stay float32."""
+def _arithmetic(run: _TrainRun, settings: TrainSettings) -> torch.autocast:
+    """bf16 products, where that was decided; sums and weights stay float32."""
     return torch.autocast(run.accelerator.device.type, torch.bfloat16, enabled=settings.precision == "bf16")
 
 
 def _diverged(what: str, settings: TrainSettings) -> NumericsError:
-    advice = f"a --learning-rate below {settings.learning_rate:g}, or a --warmup above {settings.warmup:g}"
+    lower = f"a --learning-rate below {settings.learning_rate:g}, or a --warmup above {settings.warmup:g}"
     more = ", or --precision fp32" if settings.precision == "bf16" else ""
-    return NumericsError(what, hint=f"try {advice}{more}")
+    return NumericsError(what, hint=f"try {lower}{more}")
 
 
 def _measure(
-    run: _Run, held_out: Callable[[nn.Module], float], history: History, settings: TrainSettings
+    run: _TrainRun, held_out: Callable[[nn.Module], float], history: TrainHistory, settings: TrainSettings
 ) -> float:
-    """Measure the held-out loss and keep count of how long it has not fallen."""
+    """Measure the held-out loss and count how often it has not fallen."""
     run.model.eval()
     with torch.no_grad(), _arithmetic(run, settings):
         value = held_out(run.accelerator.unwrap_model(run.model))
@@ -201,8 +200,8 @@ def _measure(
 
 
 @dataclass
-class _Run:
-    """What a run saves and restores: prepared model and optimizers, and the folder of its states."""
+class _TrainRun:
+    """The prepared model and optimizers of a run, and the folder of its states."""
 
     accelerator: Any
     model: nn.Module
@@ -210,20 +209,20 @@ class _Run:
     work: Path | None
     best: dict[str, Tensor] | None = None
 
-    def save(self, history: History) -> None:
+    def save(self, history: TrainHistory) -> None:
         """Write the state whole, then delete the one before."""
         if self.work is None:
             return
         target = self.work / f"state-{history.step:08d}"
         partial = self.work / "state.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        noise = logging.getLogger("accelerate")  # it warns of every tied weight
-        level = noise.level
-        noise.setLevel(logging.ERROR)
+        logger = logging.getLogger("accelerate")  # it warns of every tied weight
+        level = logger.level
+        logger.setLevel(logging.ERROR)
         try:
             self.accelerator.save_state(str(partial), safe_serialization=True)
         finally:
-            noise.setLevel(level)
+            logger.setLevel(level)
         if not self.accelerator.is_main_process:
             return
         (partial / "history.json").write_text(json.dumps(asdict(history)))
@@ -237,18 +236,18 @@ class _Run:
         """Complete states, oldest first."""
         return sorted(self.work.glob("state-*")) if self.work is not None and self.work.is_dir() else []
 
-    def resume(self) -> History:
+    def resume(self) -> TrainHistory:
         """Load the newest state, if there is one."""
         states = self.states()
         if not states:
             if self.work is not None:
                 self.work.mkdir(parents=True, exist_ok=True)
-            return History()
+            return TrainHistory()
         self.accelerator.load_state(str(states[-1]))
-        return History(**json.loads((states[-1] / "history.json").read_text()))
+        return TrainHistory(**json.loads((states[-1] / "history.json").read_text()))
 
     def save_best(self, settings: TrainSettings) -> None:
-        """Keep the trainable weights of the best held-out loss, where they will be wanted."""
+        """Keep the trainable weights of the best held-out loss, where ``patience`` will restore them."""
         if not settings.patience:
             return
         model = self.accelerator.unwrap_model(self.model)

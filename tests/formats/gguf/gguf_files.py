@@ -13,7 +13,7 @@ from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.formats.gguf.architectures import placements
 from attar.formats.gguf.metadata import metadata
 from attar.formats.gguf.types import FILE_TYPES, TYPES
-from attar.formats.gguf.writer import Slot, Writer, stored_form
+from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter, stored_form
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HALVES = {
@@ -26,7 +26,7 @@ HALVES = {
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Any bytes at all, with finite float16 numbers where they stand, uint8 (..., row bytes)."""
     generator = torch.Generator().manual_seed(seed)
-    _, stored = stored_form(Slot("w", kind, shape))
+    _, stored = stored_form(GGUFTensorInfo("w", kind, shape))
     data = torch.randint(0, 256, stored, dtype=torch.uint8, generator=generator)
     view = data.view(-1, TYPES[kind].size)
     for at in HALVES[kind]:
@@ -67,8 +67,8 @@ def write_gguf(
         data[one.gguf] = replace.get(one.gguf, (chosen, made))
     keys = {**metadata(source.config, "tiny"), "general.file_type": FILE_TYPES.get(kind, 0), **(extra or {})}
     keys = {key: value for key, value in keys.items() if value is not None}
-    slots = [Slot(one.gguf, data[one.gguf][0], one.shape) for one in placed]
-    writer = Writer(path, keys, slots, max_bytes=max_bytes)
+    slots = [GGUFTensorInfo(one.gguf, data[one.gguf][0], one.shape) for one in placed]
+    writer = GGUFWriter(path, keys, slots, max_bytes=max_bytes)
     for name, (_, tensor) in data.items():
         writer.add(name, tensor)
     return writer.finish()[0]

@@ -15,18 +15,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf import GGUFWriter as PeerWriter
 
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf import container
-from attar.formats.gguf.container import Slot, Typed, Writer, read
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
 
 EVERY = {
     "general.architecture": "llama",
-    "a.u8": Typed("u8", 255),
-    "a.i8": Typed("i8", -128),
-    "a.u16": Typed("u16", 65535),
-    "a.i16": Typed("i16", -3),
+    "a.u8": TypedValue("u8", 255),
+    "a.i8": TypedValue("i8", -128),
+    "a.u16": TypedValue("u16", 65535),
+    "a.i16": TypedValue("i16", -3),
     "a.u32": 7,
     "a.i32": -7,
     "a.f32": 0.5,
@@ -34,15 +35,15 @@ EVERY = {
     "a.str": "grüße 𝄞\0x",
     "a.u64": 1 << 40,
     "a.i64": -(1 << 40),
-    "a.f64": Typed("f64", 1e300),
+    "a.f64": TypedValue("f64", 1e300),
     "b.strings": ["a", "", "ß", "\n"],
     "b.floats": [0.0, -1.5, 3],
     "b.signed": [1, -1],
-    "b.i32": Typed("i32", [1, 2]),
+    "b.i32": TypedValue("i32", [1, 2]),
     "b.bools": [True, False],
     "b.empty": [],
 }
-PLAIN = {key: value.value if isinstance(value, Typed) else value for key, value in EVERY.items()}
+PLAIN = {key: value.value if isinstance(value, TypedValue) else value for key, value in EVERY.items()}
 
 
 def text(value: str) -> bytes:
@@ -77,8 +78,11 @@ def small(tmp_path: Path) -> Path:
 
 def written(path: Path, metadata: dict[str, Any], tensors: dict[str, Any], **options: Any) -> list[Path]:
     """Write (kind, shape, data) tensors."""
-    writer = Writer(
-        path, metadata, [Slot(name, kind, shape) for name, (kind, shape, _) in tensors.items()], **options
+    writer = GGUFWriter(
+        path,
+        metadata,
+        [GGUFTensorInfo(name, kind, shape) for name, (kind, shape, _) in tensors.items()],
+        **options,
     )
     for name, (_, _, data) in tensors.items():
         writer.add(name, data)
@@ -139,7 +143,7 @@ def test_the_gguf_library_reads_what_we_write(tmp_path: Path) -> None:
 
 def test_we_read_what_the_gguf_library_writes(tmp_path: Path) -> None:
     path = tmp_path / "peer.gguf"
-    peer = GGUFWriter(path, "llama")
+    peer = PeerWriter(path, "llama")
     peer.add_key_value("x.i64", -5, GGUFValueType.INT64)
     peer.add_float64("x.f64", 0.1)
     peer.add_bool("x.no", False)
@@ -168,7 +172,7 @@ def test_we_read_what_the_gguf_library_writes(tmp_path: Path) -> None:
 
 
 def test_every_type_survives(tmp_path: Path) -> None:
-    nested = Typed("[[i16]]", [[1, -2], [], [3]])
+    nested = TypedValue("[[i16]]", [[1, -2], [], [3]])
     deep = [["a"], ["b", ""]]
     metadata = {**EVERY, "c.nested": nested, "c.deep": deep}
     tensors = some_tensors()
@@ -187,8 +191,8 @@ def test_every_type_survives(tmp_path: Path) -> None:
 def test_order_does_not_matter(tmp_path: Path) -> None:
     tensors = some_tensors()
     written(tmp_path / "a.gguf", EVERY, tensors)
-    slots = [Slot(name, kind, shape) for name, (kind, shape, _) in tensors.items()]
-    writer = Writer(tmp_path / "b.gguf", EVERY, slots)
+    slots = [GGUFTensorInfo(name, kind, shape) for name, (kind, shape, _) in tensors.items()]
+    writer = GGUFWriter(tmp_path / "b.gguf", EVERY, slots)
     for name in reversed(tensors):
         assert name in writer.missing()
         writer.add(name, tensors[name][2])
@@ -397,7 +401,7 @@ def test_a_large_vocabulary_parses_at_once(tmp_path: Path) -> None:
     metadata = {
         "t.tokens": tokens,
         "t.scores": [-float(i) for i in range(150_000)],
-        "t.types": Typed("i32", [1] * 150_000),
+        "t.types": TypedValue("i32", [1] * 150_000),
     }
     written(tmp_path / "v.gguf", metadata, {})
     start = time.perf_counter()
@@ -417,26 +421,28 @@ def test_only_the_head_is_read(tmp_path: Path) -> None:
     ("metadata", "slots", "message"),
     [
         ({"ü": 1}, [], "'ü' cannot be a key"),
-        ({"x": Typed("u8", 256)}, [], "metadata x: the value does not fit its type"),
+        ({"x": TypedValue("u8", 256)}, [], "metadata x: the value does not fit its type"),
         ({"x": 1e40}, [], "metadata x: the value does not fit its type"),
         ({"x": "\ud800"}, [], "metadata x: the value does not fit its type"),
         ({"x": None}, [], "metadata x: GGUF has no type for None"),
         ({"x": ["a", 1]}, [], "metadata x: a list cannot hold str and u32"),
-        ({"x": Typed("u7", 1)}, [], "metadata x: the value does not fit its type"),
-        ({}, [Slot("w" * 64, "F32", (1,))], "names of 1 to 63 bytes"),
-        ({}, [Slot("w", "Q4_K", (2, 128))], "rows of 128 weights cannot be stored as Q4_K"),
-        ({}, [Slot("w", "F32", (1, 1, 1, 1, 1))], r"GGUF has no shape \[1, 1, 1, 1, 1\]"),
-        ({}, [Slot("w", "F32", (0,))], r"GGUF has no shape \[0\]"),
+        ({"x": TypedValue("u7", 1)}, [], "metadata x: the value does not fit its type"),
+        ({}, [GGUFTensorInfo("w" * 64, "F32", (1,))], "names of 1 to 63 bytes"),
+        ({}, [GGUFTensorInfo("w", "Q4_K", (2, 128))], "rows of 128 weights cannot be stored as Q4_K"),
+        ({}, [GGUFTensorInfo("w", "F32", (1, 1, 1, 1, 1))], r"GGUF has no shape \[1, 1, 1, 1, 1\]"),
+        ({}, [GGUFTensorInfo("w", "F32", (0,))], r"GGUF has no shape \[0\]"),
     ],
 )
-def test_what_the_format_cannot_hold(tmp_path: Path, metadata: Any, slots: list[Slot], message: str) -> None:
+def test_what_the_format_cannot_hold(
+    tmp_path: Path, metadata: Any, slots: list[GGUFTensorInfo], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
-        Writer(tmp_path / "m.gguf", metadata, slots)
+        GGUFWriter(tmp_path / "m.gguf", metadata, slots)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_tensors_are_bugs(tmp_path: Path) -> None:
-    writer = Writer(tmp_path / "m.gguf", {}, [Slot("w", "Q8_0", (2, 32))])
+    writer = GGUFWriter(tmp_path / "m.gguf", {}, [GGUFTensorInfo("w", "Q8_0", (2, 32))])
     for tensor in (torch.zeros(2, 32), torch.zeros(2, 33, dtype=torch.uint8)):
         with pytest.raises(AssertionError, match="layout says"):
             writer.add("w", tensor)
@@ -447,16 +453,16 @@ def test_wrong_tensors_are_bugs(tmp_path: Path) -> None:
 def test_nothing_half_written_remains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"old")
-    slots = [Slot("w", "F32", (4,)), Slot("v", "F32", (4,))]
-    writer = Writer(path, {}, slots, max_bytes=100)
+    slots = [GGUFTensorInfo("w", "F32", (4,)), GGUFTensorInfo("v", "F32", (4,))]
+    writer = GGUFWriter(path, {}, slots, max_bytes=100)
     assert len(list(tmp_path.iterdir())) == 3
     del writer
     gc.collect()
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(KeyError), Writer(path, {}, slots) as writer:
+    with pytest.raises(KeyError), GGUFWriter(path, {}, slots) as writer:
         raise KeyError("anything")
     assert list(tmp_path.iterdir()) == [path]
-    writer = Writer(path, {}, slots, max_bytes=100)
+    writer = GGUFWriter(path, {}, slots, max_bytes=100)
 
     def full(*arguments: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -469,8 +475,8 @@ def test_nothing_half_written_remains(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_failing_rename_leaves_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = [Slot("w", "F32", (4,)), Slot("v", "F32", (4,))]
-    writer = Writer(tmp_path / "m.gguf", {}, slots, max_bytes=100)
+    slots = [GGUFTensorInfo("w", "F32", (4,)), GGUFTensorInfo("v", "F32", (4,))]
+    writer = GGUFWriter(tmp_path / "m.gguf", {}, slots, max_bytes=100)
     for slot in slots:
         writer.add(slot.name, torch.zeros(4))
     real = Path.replace
@@ -488,25 +494,25 @@ def test_a_failing_rename_leaves_no_parts(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="is a folder"):
-        Writer(tmp_path, {}, [])
+        GGUFWriter(tmp_path, {}, [])
     with pytest.raises(OutputError, match=r"m\.gguf: there is no folder"):
-        Writer(tmp_path / "none" / "m.gguf", {}, [])
+        GGUFWriter(tmp_path / "none" / "m.gguf", {}, [])
 
 
 def test_the_writer_is_found_where_it_is_looked_for() -> None:
-    assert container.Writer is Writer and container.Slot is Slot
+    assert container.GGUFWriter is GGUFWriter and container.GGUFTensorInfo is GGUFTensorInfo
 
 
 def test_a_long_table_of_bytes_is_kept_as_bytes(tmp_path):
     """48 MB in a header were 816 MB of Python numbers."""
     table = random.Random(0).randbytes(1 << 20)
     first, again = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    Writer(first, {"general.architecture": "llama", "x": Typed("[u8]", list(table))}, []).finish()
+    GGUFWriter(first, {"general.architecture": "llama", "x": TypedValue("[u8]", list(table))}, []).finish()
     tracemalloc.start()
     opened = read(first)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert bytes(opened.metadata["x"]) == table and opened.kinds["x"] == "[u8]"
     assert peak < 3 * len(table)
-    Writer(again, opened.typed(), []).finish()
+    GGUFWriter(again, opened.typed(), []).finish()
     assert again.read_bytes() == first.read_bytes()

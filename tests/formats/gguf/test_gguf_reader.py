@@ -21,7 +21,7 @@ from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, ModelError, NumericsError, OutputError
 from attar.formats.decoded import Decoded
 from attar.formats.gguf.coded import with_positive_scales
-from attar.formats.gguf.container import Slot, Typed, Writer, read
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
 from attar.models.load import load_model
@@ -295,7 +295,9 @@ def test_split_files_and_folders(tmp_path: Path, model: Path) -> None:
     assert opened[0].weight_files == parts and opened[0].source == first
     whole = open_checkpoint(write_gguf(model, tmp_path / "m.gguf", "Q8_0"))
     assert torch.equal(reader(opened[0]).dense(Q), reader(whole).dense(Q))
-    writer = Writer(folder / "imatrix.gguf", {"general.type": "imatrix"}, [Slot("x.in_sum2", "F32", (4,))])
+    writer = GGUFWriter(
+        folder / "imatrix.gguf", {"general.type": "imatrix"}, [GGUFTensorInfo("x.in_sum2", "F32", (4,))]
+    )
     writer.add("x.in_sum2", torch.zeros(4))
     writer.finish()
     assert open_checkpoint(folder).path == opened[0].path
@@ -324,9 +326,9 @@ def rewritten(file: Path, **changes: Any) -> Path:
     opened = read(file)
     keys = opened.typed() | {key.replace("__", "."): value for key, value in changes.items()}
     keys = {key: value for key, value in keys.items() if value is not None}
-    slots = [Slot(tensor.name, tensor.kind, tensor.shape) for tensor in opened.tensors.values()]
+    slots = [GGUFTensorInfo(tensor.name, tensor.kind, tensor.shape) for tensor in opened.tensors.values()]
     data = {name: opened.load(name) for name in opened.tensors}
-    writer = Writer(file, keys, slots)
+    writer = GGUFWriter(file, keys, slots)
     for name, tensor in data.items():
         writer.add(name, tensor)
     return writer.finish()[0]
@@ -341,7 +343,11 @@ def rewritten(file: Path, **changes: Any) -> Path:
         ({"llama__block_count": 10**9}, CheckpointError, "block_count is 1000000000, but it has 20 tensors"),
         ({"llama__attention__head_count": 10**9}, CheckpointError, "head_count is 1000000000: no tensor"),
         ({"llama__embedding_length": 10**9}, CheckpointError, "embedding_length is 1000000000: no tensor"),
-        ({"llama__attention__head_count": Typed("u32", 0)}, CheckpointError, "make no sense|head_count is 0"),
+        (
+            {"llama__attention__head_count": TypedValue("u32", 0)},
+            CheckpointError,
+            "make no sense|head_count is 0",
+        ),
         ({"llama__embedding_length": "wide"}, CheckpointError, "its metadata make no sense"),
         ({"llama__block_count": None}, CheckpointError, "llama.block_count is missing"),
     ],

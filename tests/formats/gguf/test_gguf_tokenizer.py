@@ -19,7 +19,7 @@ from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
 from attar.formats.gguf.tokenizer_bpe import ALPHABET
 from attar.formats.gguf.tokenizer_limits import tokenizer_limits
 from attar.formats.gguf.tokenizer_pipeline import PIPELINE
-from attar.formats.gguf.tokenizer_source import read_source
+from attar.formats.gguf.tokenizer_source import read_tokenizer_files
 from tests.formats.gguf import making
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 
@@ -782,11 +782,11 @@ def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path):
     def limits(content, settings, generation=None):
         folder = save(tmp_path, content, **settings)
         (folder / "generation_config.json").write_text(json.dumps(generation or {}))
-        return tokenizer_limits(read_source(folder, {}), bare(tokenizer_metadata(folder, {})))
+        return tokenizer_limits(read_tokenizer_files(folder, {}), bare(tokenizer_metadata(folder, {})))
 
     checkpoint = open_checkpoint("attar:tiny")
     metadata = bare(tokenizer_metadata(checkpoint.path, checkpoint.config))
-    assert tokenizer_limits(read_source(checkpoint.path, checkpoint.config), metadata) == []
+    assert tokenizer_limits(read_tokenizer_files(checkpoint.path, checkpoint.config), metadata) == []
     plain = byte_level("gpt-2")
     assert limits(plain, END) == []
     assert "NFC" in limits(byte_level("qwen2", normalizer={"type": "NFC"}), END)[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 from attar.runtime.server.app import create_app
 from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import FakeBackend, FakeWords
+from tests.runtime.server.fake import FakeBackend, FakeTokenizer
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 
@@ -60,7 +60,7 @@ class WillingBackend(FakeBackend):
 
 def target(folder: Path) -> Callable[[bytes], bool]:
     """Sends the body to its route and checks the answer."""
-    app = create_app(WillingBackend(), ServerSettings(), words=FakeWords(), model="tiny")
+    app = create_app(WillingBackend(), ServerSettings(), tokenizer=FakeTokenizer(), model="tiny")
     loop = asyncio.new_event_loop()
 
     def handle(data: bytes) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attar.errors import AttarError
 from attar.formats.gguf.open import open_gguf
-from attar.formats.gguf.reader import Reader
+from attar.formats.gguf.reader import GGUFReader
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
 
@@ -35,7 +35,7 @@ def target(folder: Path) -> Callable[[bytes], bool]:
         path.write_bytes(data)
         try:
             checkpoint = open_gguf(path)
-            reader = Reader(checkpoint)
+            reader = GGUFReader(checkpoint)
             for name in list(checkpoint.tensors)[:3]:
                 reader.check(name)
                 reader.dense(name)

@@ -104,7 +104,7 @@ def test_speed_notes_say_what_was_timed() -> None:
         entry["measurements"]["decode_spread"] = None
     text = words_of(data)
     assert "Rounds of one measurement" not in text and "that of transformers" not in text
-    assert "runner compiled, activations int8, keys and values bfloat16" in text
+    assert "compiled runner (activations int8, KV cache bfloat16)" in text
     for entry in data["stages"]:  # a run of before
         entry["measurements"].update(decode_spread=0.0)
         del entry["measurements"]["runner"]

@@ -17,7 +17,7 @@ from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods.qat import learn
 from attar.quantization.methods.rtn import rtn
-from attar.walks.objectives import agreement, divergence, next_token
+from attar.walks.objectives import distillation_loss, divergence, next_token, soft_loss
 from attar.walks.settings import TrainSettings
 from tests import tiny_models
 
@@ -76,7 +76,7 @@ def nearest(model, grids):
 def test_learns_and_ends_on_its_grid(family, grid, train):
     model, grids = ready(family, grid)
     original = copy.deepcopy(model)
-    loss = agreement(original)
+    loss = distillation_loss(soft_loss(original))
     before = loss_of(nearest(model, grids), loss)
     rate = {"weights": 1e-5 if isinstance(grid, Float8Grid) else 1e-3, "scales": 3e-3}[train]
     settings = replace(SETTINGS, steps=20, learning_rate=rate)
@@ -223,13 +223,15 @@ def test_scales_are_vectors_that_no_weight_decay_touches():
 
 def test_agreement_is_zero_for_the_teacher_itself_and_kl_otherwise():
     model = tiny_models.build("qwen2")
-    assert loss_of(model, agreement(model)) == pytest.approx(0.0, abs=1e-6)
+    assert loss_of(model, distillation_loss(soft_loss(model))) == pytest.approx(0.0, abs=1e-6)
     p, q = torch.randn(5, 7, dtype=torch.float64), torch.randn(5, 7, dtype=torch.float64)
     P, Q = (p / 2).softmax(-1), (q / 2).softmax(-1)
     want = 4 * float((P * (P.log() - Q.log())).sum(-1).mean())
     assert float(divergence(q, p, 2.0)) == pytest.approx(want, rel=1e-5)
     other = nearest(model, dict.fromkeys(linears(model), IntGrid(2, 16)))
-    hard, soft, mixed = (loss_of(other, agreement(model, alpha)) for alpha in (0.0, 1.0, 0.25))
+    hard, soft, mixed = (
+        loss_of(other, distillation_loss(soft_loss(model), alpha)) for alpha in (0.0, 1.0, 0.25)
+    )
     assert mixed == pytest.approx(0.75 * hard + 0.25 * soft, rel=1e-5)
     assert hard == pytest.approx(loss_of(other, next_token), rel=1e-6)
 
@@ -239,7 +241,7 @@ def test_padding_counts_for_nothing():
     padded = ROWS.clone()
     padded[:, 8:] = -100
     other = nearest(model, dict.fromkeys(linears(model), IntGrid(2, 16)))
-    loss = agreement(model, 0.5)
+    loss = distillation_loss(soft_loss(model), 0.5)
     with torch.no_grad():
         assert float(loss(other, padded)) == pytest.approx(float(loss(other, ROWS[:, :8])), rel=1e-5)
 

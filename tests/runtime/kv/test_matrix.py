@@ -14,10 +14,10 @@ import torch
 from attar.errors import ModelError, SettingsError
 from attar.kernels.build import load
 from attar.runtime.admission import Limits
+from attar.runtime.execution import pack_due
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.compose import EVICTIONS, FEATURES, MODELS, RUNNERS, SCHEDULING, STORES, reason
 from attar.runtime.kv.evict import H2O, Reread, SnapKV, Streaming
-from attar.runtime.kv.manager import Manager
-from attar.runtime.packing import pack_due
 from attar.runtime.runner.compiled import compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.scheduler import Scheduler
@@ -89,7 +89,7 @@ class Drive:
         window, sinks = getattr(runner, "lookback", (getattr(runner, "window", None), 0))
         most = runner.most(chunk or 512) if isinstance(runner, Modules) else None
         reuse = "prefix_reuse" in on
-        self.manager = Manager(24, B, reuse=reuse, window=window, sinks=sinks, most=most)
+        self.manager = BlockManager(24, B, reuse=reuse, window=window, sinks=sinks, most=most)
         limits = Limits(step_tokens=512, chunk=chunk, sequences=8)
         self.scheduler = Scheduler(self.manager, limits, memory=runner)
         self.runner, self.on, self.rows, self.turns = runner, on, {}, 0
@@ -165,7 +165,7 @@ def test_what_the_table_allows_works(parts):
     drive.add("b", 1)
     found = drive.finish()
     assert drive.scheduler.preemptions == 1
-    assert ("prefix_reuse" in on) == (drive.manager.counts.hit >= 64)
+    assert ("prefix_reuse" in on) == (drive.manager.stats.hit >= 64)
     bound = sum(bound for part, bound in BOUNDS.items() if part in parts)
     for (name, index), rows in found.items():
         want = alone(runner, name, index)

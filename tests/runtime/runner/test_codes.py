@@ -7,7 +7,7 @@ import torch
 
 from attar.formats.uniform import Uniform
 from attar.kernels.packed import unpack
-from attar.kernels.product import Team
+from attar.kernels.product import ThreadPool
 from attar.runtime.runner.codes import codes_of, fused
 from attar.runtime.runner.compiled_weights import _joined
 from attar.runtime.runner.linear import PackedLinear
@@ -74,7 +74,7 @@ def test_inputs_in_any_order():
     assert torch.equal(seen(codes), values(made))
     x = torch.randint(-127, 128, (3, COLUMNS), generator=torch.Generator().manual_seed(4)).float()
     x[:, codes.order[::32]] = 127.0  # so that rounding a group to int8 changes nothing
-    with Team(1) as team:
+    with ThreadPool(1) as team:
         y = PackedLinear(codes, torch.ones(ROWS), team)(x)
     torch.testing.assert_close(y, x @ values(made).T + 1, rtol=1e-4, atol=1e-2)
 

@@ -9,11 +9,11 @@ import torch
 
 from attar.errors import ModelError, UsageError
 from attar.kernels import decode
-from attar.kernels.batch import structure
 from attar.kernels.build import load
+from attar.kernels.structures import batch_struct
 from attar.runtime.runner.compiled import Compiled, compiled, seen
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
@@ -63,8 +63,8 @@ def step(*parts, copies=(), parents=None):
     ids, spans = [], []
     for sequence, all_ids, start, stop, blocks, wants in parts:
         ids += all_ids[start:stop]
-        spans.append(Span(sequence, start, stop, tuple(blocks), wants))
-    return Step(ids, tuple(spans), copies, parents)
+        spans.append(TokenSpan(sequence, start, stop, tuple(blocks), wants))
+    return StepInput(ids, tuple(spans), copies, parents)
 
 
 def run(found, *parts, **more):
@@ -316,12 +316,12 @@ def test_a_step_without_memory_is_an_error_and_the_next_one_runs(models, monkeyp
     wanted = run(found, part)
 
     def too_many(tokens, logits):
-        batch, kept = structure(tokens, logits)
+        batch, kept = batch_struct(tokens, logits)
         batch.tokens = 1 << 50
         return batch, kept
 
     with monkeypatch.context() as patch:
-        patch.setattr(decode, "structure", too_many)
+        patch.setattr(decode, "batch_struct", too_many)
         for _ in range(3):
             with pytest.raises(MemoryError, match="a step: there is not enough memory"):
                 run(found, part)

@@ -9,16 +9,17 @@ import torch
 from transformers import AttentionInterface
 
 from attar.errors import ModelError, SettingsError
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.compose import reason
 from attar.runtime.kv.evict import H2O, Reread, SnapKV, Streaming
-from attar.runtime.kv.manager import Manager
-from attar.runtime.kv.table import Packing
-from attar.runtime.runner.attention import How, attention
+from attar.runtime.runner.attention import AttentionOptions, attention
 from attar.runtime.runner.modules import Modules
 from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.watching import RereadWatch, TailWatch
-from attar.runtime.step import Span, Step
+from attar.runtime.runner.watching import LastQueries, StridedQueries
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
+from tests.runtime.kv.evict.test_choices import streaming_blocks
 
 ROTARY = ("llama3", "qwen3", "gpt_neox")
 LENGTH = 30
@@ -78,7 +79,7 @@ class Managed:
     def __init__(self, runner, blocks, tokens, sequence=0, chunk=64):
         window, sinks = runner.lookback
         reuse = all(reason(feature, "prefix_reuse") is None for feature in runner.features)
-        self.manager = Manager(
+        self.manager = BlockManager(
             blocks, runner.block_size, reuse=reuse, window=window, sinks=sinks, most=runner.most(chunk)
         )
         self.runner, self.tokens, self.computed, self.sequence, self.packed = (
@@ -95,8 +96,8 @@ class Managed:
         table = self.manager.table(self.sequence)
         stop = self.computed + count
         kept = table.length if self.packed else None
-        span = Span(self.sequence, self.computed, stop, tuple(table.blocks), wants, kept)
-        step = Step(self.tokens[self.computed : stop], (span,), self.manager.copies())
+        span = TokenSpan(self.sequence, self.computed, stop, tuple(table.blocks), wants, kept)
+        step = StepInput(self.tokens[self.computed : stop], (span,), self.manager.copies())
         step.check(self.runner.block_size, self.runner.capacity)
         found = self.runner.run(step)
         self.manager.commit(self.sequence, count, self.tokens[:stop])
@@ -157,7 +158,7 @@ def test_streaming_is_attention_by_place_in_the_cache(family):
     want = streamed_by_hand(family, tokens, sinks, window)
     torch.testing.assert_close(found, want, atol=3e-5, rtol=1e-4)
     held = [block for block in managed.manager.table(0).blocks if block >= 0]
-    assert len(held) == runner.eviction.most_blocks(LENGTH, 4) < len(managed.manager.table(0).blocks)
+    assert len(held) == streaming_blocks(runner.eviction, LENGTH, 4) < len(managed.manager.table(0).blocks)
 
 
 def streamed_by_hand(family, tokens, sinks, window):
@@ -217,7 +218,7 @@ def test_streaming_and_trees():
     runner = make("llama3", Streaming(sinks=3, window=2))
     Managed(runner, 20, tokens).run(20)
     blocks = (*range(5), 10, 11)  # a fresh manager hands out blocks in order
-    found = runner.run(Step(drafts, (Span(0, 20, 25, blocks, 5),), parents=(parents,)))
+    found = runner.run(StepInput(drafts, (TokenSpan(0, 20, 25, blocks, 5),), parents=(parents,)))
     for chain in ([0, 3], [1, 2, 4]):
         alone = Managed(runner, 20, tokens + [drafts[index] for index in chain])
         want = alone.run(20 + len(chain), len(chain))
@@ -283,12 +284,12 @@ def test_snapkv_against_the_oracle(family, chunks):
 
 
 def test_queries_of_rejected_drafts_have_no_vote():
-    watch, how = TailWatch(SnapKV(capacity=8, window=4)), How(1.0, None, None, True)
+    watch, how = LastQueries(SnapKV(capacity=8, window=4)), AttentionOptions(1.0, None, None, True)
     q, k = torch.arange(20.0).view(20, 1, 1), torch.randn(20, 1, 1)
     for start, stop, new in ((0, 6, q[:6]), (6, 9, q[6:9]), (7, 10, q[17:])):  # tokens 7 and 8 are rejected
-        watch.see(0, Span(0, start, stop, (0,), 1), new, k[:stop], None, how)
+        watch.see(0, TokenSpan(0, start, stop, (0,), 1), new, k[:stop], None, how)
     assert watch.tails[0][0][0].flatten().tolist() == [6, 17, 18, 19]
-    whole = TailWatch(watch.method)
+    whole = LastQueries(watch.method)
     whole.tails = {0: {0: (q[[5, 6, 17]], how, 8)}}
     watch.tails = {0: {0: (q[[5, 6, 17, 18]], how, 9)}}
     packing = Packing(0, (0,), (0,), 8, 8)
@@ -368,10 +369,10 @@ def test_a_fork_shares_the_cells_of_a_packed_sequence():
 
 
 def test_rejected_queries_are_not_asked_again():
-    watch = RereadWatch(Reread(capacity=200, stride=2), None)
-    q, how = torch.arange(20.0).view(20, 1, 1), How(1.0, None, None, True)
+    watch = StridedQueries(Reread(capacity=200, stride=2), None)
+    q, how = torch.arange(20.0).view(20, 1, 1), AttentionOptions(1.0, None, None, True)
     for start, stop, new in ((0, 7, q[:7]), (7, 10, q[7:10]), (8, 11, q[11:14])):
-        watch.see(0, Span(0, start, stop, (0,), 1), new, q[:stop], None, how)
+        watch.see(0, TokenSpan(0, start, stop, (0,), 1), new, q[:stop], None, how)
     pieces = watch.queries[0][0]
     assert [(start, piece.flatten().tolist()) for start, piece in pieces] == [
         (0, [0, 2, 4, 6]),

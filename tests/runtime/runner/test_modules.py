@@ -9,7 +9,7 @@ import torch
 
 from attar.errors import ModelError, SettingsError
 from attar.runtime.runner.modules import Modules
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.runtime.driving import Driver, greedy
 
@@ -76,7 +76,7 @@ def test_a_tree_sees_its_ancestors_only(family):
     one = driver.add(prompt)
     driver.run((one, None))
     blocks = (*one.blocks, driver.free.pop(), driver.free.pop())
-    step = Step(drafts, (Span(0, 13, 18, blocks, 5),), parents=(parents,))
+    step = StepInput(drafts, (TokenSpan(0, 13, 18, blocks, 5),), parents=(parents,))
     step.check(4, 64)
     found = runner.run(step)
     for chain in ([0, 1, 3], [0, 2, 4]):
@@ -110,7 +110,7 @@ def test_the_accepted_path_of_a_tree_moves_together(kv_dtype):
 
 def _run(runner, blocks, tokens, start, stop, parents=None):
     trees = None if parents is None else (parents,)
-    return runner.run(Step(tokens, (Span(0, start, stop, blocks, 1),), parents=trees))
+    return runner.run(StepInput(tokens, (TokenSpan(0, start, stop, blocks, 1),), parents=trees))
 
 
 def test_a_tree_under_a_window():
@@ -122,7 +122,7 @@ def test_a_tree_under_a_window():
     one = driver.add(prompt)
     driver.run((one, None))
     span = driver.span(one, 9, 4)
-    found = runner.run(Step(drafts, (span,), parents=(parents,)))
+    found = runner.run(StepInput(drafts, (span,), parents=(parents,)))
     want = tiny_models.logits(plain, torch.tensor([prompt + drafts[1:]]))[0, -3:]
     torch.testing.assert_close(found[1:], want, atol=2e-5, rtol=1e-4)
 
@@ -140,15 +140,15 @@ def test_wants():
     """The wanted rows, in the order of the spans; none at all gives no rows."""
     plain, runner, prompts, _ = case("llama3")
     spans = (
-        Span(0, 0, 21, tuple(range(6)), 3),
-        Span(1, 0, 5, (10, 11), 0),
-        Span(2, 0, 13, (20, 21, 22, 23), 13),
+        TokenSpan(0, 0, 21, tuple(range(6)), 3),
+        TokenSpan(1, 0, 5, (10, 11), 0),
+        TokenSpan(2, 0, 13, (20, 21, 22, 23), 13),
     )
-    found = runner.run(Step(prompts[0] + prompts[1] + prompts[2], spans))
+    found = runner.run(StepInput(prompts[0] + prompts[1] + prompts[2], spans))
     want = [tiny_models.logits(plain, torch.tensor([prompt]))[0] for prompt in prompts]
     assert found.shape == (16, runner.vocabulary) and found.dtype == torch.float32
     torch.testing.assert_close(found, torch.cat([want[0][-3:], want[2]]), atol=2e-5, rtol=1e-4)
-    assert runner.run(Step(prompts[1], (Span(0, 0, 5, (0, 1), 0),))).shape == (0, runner.vocabulary)
+    assert runner.run(StepInput(prompts[1], (TokenSpan(0, 0, 5, (0, 1), 0),))).shape == (0, runner.vocabulary)
 
 
 def test_a_row_does_not_see_the_batch():
@@ -164,7 +164,7 @@ def test_bfloat16():
     plain = tiny_models.build("llama3").bfloat16()
     runner = Modules(copy.deepcopy(plain), blocks=8, block_size=4)
     rows = tiny_models.tokens(plain, batch=1, length=9)
-    found = runner.run(Step(rows[0].tolist(), (Span(0, 0, 9, (0, 1, 2), 9),)))
+    found = runner.run(StepInput(rows[0].tolist(), (TokenSpan(0, 0, 9, (0, 1, 2), 9),)))
     assert runner.pool.kv_dtype == "bfloat16" and found.dtype == torch.float32
     torch.testing.assert_close(found, tiny_models.logits(plain, rows)[0].float(), atol=0.1, rtol=0.05)
 

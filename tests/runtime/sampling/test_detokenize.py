@@ -1,13 +1,14 @@
-"""Pieces of text: joined they are the text, and no piece shows half a character."""
+"""Pieces of text: joined they are the text, and no piece shows half a character. Stop strings in any cut."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from attar.runtime.sampling.detokenize import HALF, Decode, Detokenizer
+from attar.runtime.sampling.detokenize import HALF, Decode, Detokenizer, StopFinder
 
 TEXT = "naïve café — 日本語 🎉 x\n  indented\tend"
 
@@ -30,7 +31,7 @@ def sentencepiece() -> Tokenizer:
 
 def pieces(decode: Decode, ids: Sequence[int], context: Sequence[int] = ()) -> list[str]:
     detokenizer = Detokenizer(decode, context)
-    return [*(detokenizer.add(token) for token in ids), detokenizer.rest()]
+    return [*(detokenizer.add(token) for token in ids), detokenizer.flush()]
 
 
 def test_bytes_become_whole_characters() -> None:
@@ -48,7 +49,7 @@ def test_tokens_without_text_do_not_shorten_the_wait() -> None:
 def test_bytes_that_are_no_text_are_shown_and_the_window_stays_small() -> None:
     detokenizer = Detokenizer(byte_decoder())
     shown = [detokenizer.add(0x80) for _ in range(400)]
-    assert "".join(shown) + detokenizer.rest() == HALF * 400
+    assert "".join(shown) + detokenizer.flush() == HALF * 400
     assert len(detokenizer._ids) <= 12
 
 
@@ -70,3 +71,58 @@ def test_sentencepiece_keeps_the_space_between_prompt_and_text(context: list[int
     got = pieces(lambda some: str(tokenizer.decode(list(some))), ids, context)
     assert "".join(got) == (" " if context else "") + "ac b  dé日 ac a"
     assert not any(HALF in piece for piece in got)
+
+
+def text_before_stop(finder: StopFinder, pieces: list[str]) -> str:
+    shown = ""
+    for piece in pieces:
+        shown += finder.add(piece)
+        if finder.match is not None:
+            return shown
+    return shown + finder.flush()
+
+
+def test_a_stop_string_over_three_pieces() -> None:
+    finder = StopFinder(["STOP"])
+    assert [finder.add(piece) for piece in ("a S", "TO", "P b")] == ["a ", "", ""]
+    assert finder.match == "STOP"
+
+
+def test_what_might_be_a_stop_string_is_held_and_then_shown() -> None:
+    finder = StopFinder(["\n\n"])
+    assert finder.add("x\n") == "x"
+    assert finder.add("y") == "\ny"
+    assert finder.add("\n") == ""
+    assert finder.flush() == "\n"
+    assert finder.match is None
+
+
+def test_the_earliest_beginning_wins_then_the_longest() -> None:
+    finder = StopFinder(["c", "bc", "bcd"])
+    assert finder.add("abcd") == "a"
+    assert finder.match == "bcd"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_cut_shows_what_comes_before_the_first_stop(seed: int) -> None:
+    """Character by character the first stop string to be complete ends the text where it begins."""
+    draws = random.Random(seed)
+    text = "".join(draws.choices("ab", k=40))
+    stops = ["".join(draws.choices("ab", k=draws.randint(3, 6))) for _ in range(draws.randint(1, 2))]
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    pieces = list(text)
+    if ends:
+        expected = min(text[: ends[0]].find(stop) for stop in stops if stop in text[: ends[0]])
+        assert text_before_stop(StopFinder(stops), pieces) == text[:expected]
+    else:
+        assert text_before_stop(StopFinder(stops), pieces) == text
+    if len(stops) == 1:  # one string is found at the same place however the text is cut
+        cuts = sorted(draws.sample(range(1, 40), 9))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, 40], strict=True)]
+        assert text_before_stop(StopFinder(stops), pieces) == text.split(stops[0])[0]
+
+
+def test_without_stops_nothing_is_held() -> None:
+    finder = StopFinder([])
+    assert finder.add("abc") == "abc"
+    assert finder.flush() == ""

@@ -17,7 +17,7 @@ from attar.models.load import load_tokenizer
 from attar.runtime.sampling import grammar
 from attar.runtime.sampling.grammar import KEPT, LIMITS, Grammars, Matcher
 from attar.runtime.sampling.params import MAX_GRAMMAR_CHARACTERS, SamplingParams
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import SamplingRow, warp
 from tests.runtime.schemas import SCHEMAS, follows
 
 END = 0  # attar:tiny's end token
@@ -55,7 +55,7 @@ def walk(matcher: Matcher, draws: random.Random, most: int = 400) -> tuple[str, 
         if token == END:
             return TOKENIZER.decode(tokens), True
         tokens.append(token)
-        matcher.take(token)
+        matcher.consume(token)
     return TOKENIZER.decode(tokens), matcher.complete
 
 
@@ -90,11 +90,11 @@ def test_the_end_comes_where_the_grammar_is_satisfied_and_nowhere_else(grammars:
     assert not matcher.may_end and not matcher.allowed([END])[END]
     a, b = (TOKENIZER(letter)["input_ids"][0] for letter in "zq")
     assert a in matcher.allowed().nonzero().flatten().tolist()
-    matcher.take(a)
+    matcher.consume(a)
     assert matcher.may_end and not matcher.complete
     assert matcher.allowed([END]).nonzero().flatten().tolist() == [END, b]
     assert matcher.allowed().nonzero().flatten().tolist() == [b]
-    matcher.take(b)
+    matcher.consume(b)
     assert matcher.complete
 
 
@@ -104,12 +104,12 @@ def test_copies_go_their_own_ways(grammars: Grammars) -> None:
     before = one.allowed().clone()
     drafted = one.after([a, b])
     two = one.copy()
-    two.take(a)
+    two.consume(a)
     assert torch.equal(one.allowed(), before)
     for matcher, left in ((one, 4), (two, 3), (drafted, 2)):
         for _ in range(left):
             assert not matcher.complete
-            matcher.take(b)
+            matcher.consume(b)
         assert matcher.complete
     none = start(grammars, regex="[ab]{4}").after([END, a])  # a draft that is not allowed counts for nothing
     assert torch.equal(none.allowed(), before)
@@ -120,7 +120,7 @@ def test_masked_tokens_have_no_probability(grammars: Grammars) -> None:
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     likely = int(logits[0].argmax())
     assert not allowed[likely]
-    rows = [Row(SamplingParams(temperature=t, top_p=0.9), allowed=allowed) for t in (0.0, 2.0)]
+    rows = [SamplingRow(SamplingParams(temperature=t, top_p=0.9), allowed=allowed) for t in (0.0, 2.0)]
     p = warp(logits, rows)
     assert p[:, ~allowed].sum() == 0 and torch.allclose(p.sum(-1), torch.ones(2))
 
@@ -169,18 +169,18 @@ def test_what_takes_too_much_is_refused_when_it_is_compiled(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(LIMITS, "step_lexer_fuel", 10)
-    with pytest.raises(GrammarError, match=r"regex is '\(a\|b.*, but must be one that texts can be held to"):
+    with pytest.raises(GrammarError, match=r"regex is '\(a\|b.*, but must be one that can be enforced"):
         start(Grammars(TOKENIZER, V), regex="(a|bc|d.{3,90}){1,50}x")
 
 
 def test_what_takes_too_much_later_says_the_same(grammars: Grammars) -> None:
     """The states behind a few tokens are more than the first; a draft that leads there says so, too."""
     matcher = start(grammars, regex=BOMB)
-    with pytest.raises(GrammarError, match="held to") as caught:
+    with pytest.raises(GrammarError, match="enforced") as caught:
         for _ in range(200):
             token = int(matcher.allowed().nonzero()[-1])
             ahead = matcher.after([token])
-            matcher.take(token)
+            matcher.consume(token)
             assert ahead._failure == matcher._failure
     assert caught.value.kind == "grammar_too_complex"
     with pytest.raises(GrammarError):

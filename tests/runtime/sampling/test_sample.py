@@ -7,7 +7,7 @@ import torch
 
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import ACCEPT, TOKEN, draw, noise_key, sample, uniforms
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import SamplingRow, warp
 
 SPLITMIX = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431)
 
@@ -80,7 +80,7 @@ def test_near_distributions_mostly_draw_the_same_token() -> None:
 def test_a_row_s_token_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=5)] * 2
-    rows = [Row(each) for each in params]
+    rows = [SamplingRow(each) for each in params]
     keys = [noise_key(number, 0, 30) for number in range(6)]
     together = sample(logits, rows, keys)
     alone = [sample(logits[n : n + 1], rows[n : n + 1], keys[n : n + 1])[0] for n in range(6)]

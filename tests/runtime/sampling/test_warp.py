@@ -18,9 +18,9 @@ from transformers import (
 
 from attar.errors import NumericsError, SettingsError
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import sample
-from attar.runtime.sampling.warp import Row, _truncate_anywhere, heat, truncate, warp
+from attar.runtime.sampling.warp import SamplingRow, _truncate_anywhere, scale_by_temperature, truncate, warp
 
 V = 64
 SETTINGS = [
@@ -60,7 +60,7 @@ def peers(logits: Tensor, params: SamplingParams) -> Tensor:
 def test_equals_transformers(params: SamplingParams) -> None:
     logits = random_logits(8)
     kept = logits.clone()
-    p = warp(logits, [Row(params)] * 8)
+    p = warp(logits, [SamplingRow(params)] * 8)
     assert torch.equal(logits, kept), "the input was modified"
     assert p.dtype == torch.float32
     torch.testing.assert_close(p, peers(logits, params), rtol=1e-5, atol=1e-7)
@@ -69,16 +69,16 @@ def test_equals_transformers(params: SamplingParams) -> None:
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
     logits = random_logits(len(SETTINGS))
-    together = warp(logits, [Row(params) for params in SETTINGS])
+    together = warp(logits, [SamplingRow(params) for params in SETTINGS])
     for number, params in enumerate(SETTINGS):
-        alone = warp(logits[number : number + 1], [Row(params)])
+        alone = warp(logits[number : number + 1], [SamplingRow(params)])
         assert torch.equal(together[number], alone[0]), params
 
 
 def test_a_wide_vocabulary() -> None:
     logits = random_logits(2, 5000) * 0.01
     params = SamplingParams(top_p=0.9)
-    p = warp(logits, [Row(params), Row(SamplingParams(top_p=0.05))])
+    p = warp(logits, [SamplingRow(params), SamplingRow(SamplingParams(top_p=0.05))])
     assert int((p[0] > 0).sum()) > 4000 > int((p[1] > 0).sum()) > 1
     torch.testing.assert_close(p[0], peers(logits, params)[0], rtol=1e-4, atol=1e-9)
 
@@ -86,7 +86,7 @@ def test_a_wide_vocabulary() -> None:
 def test_ties_at_a_cut_all_stay() -> None:
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.75)):
-        p = warp(logits, [Row(params)])
+        p = warp(logits, [SamplingRow(params)])
         assert (p > 0).tolist() == [[True, True, True, True, False]]
         assert p[0, 1] == p[0, 2] == p[0, 3]
 
@@ -94,7 +94,8 @@ def test_ties_at_a_cut_all_stay() -> None:
 def test_top_p_keeps_until_the_mass_is_reached() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     kept = {
-        mass: int((warp(logits, [Row(SamplingParams(top_p=mass))]) > 0).sum()) for mass in (0.4, 0.6, 0.8)
+        mass: int((warp(logits, [SamplingRow(SamplingParams(top_p=mass))]) > 0).sum())
+        for mass in (0.4, 0.6, 0.8)
     }
     assert kept == {0.4: 1, 0.6: 2, 0.8: 4}  # the last two tie
 
@@ -102,7 +103,7 @@ def test_top_p_keeps_until_the_mass_is_reached() -> None:
 def test_penalties_bias_and_bans_come_before_the_temperature() -> None:
     logits = random_logits(1)
     params = SamplingParams(temperature=0.5, repetition_penalty=1.5, logit_bias={7: 2.0}, top_k=9)
-    row = Row(params, History([1, 2], [3]), banned=(4,))
+    row = SamplingRow(params, TokenHistory([1, 2], [3]), banned=(4,))
     x = logits[0].clone()
     for token in (1, 2, 3):
         x[token] = x[token] / 1.5 if x[token] > 0 else x[token] * 1.5
@@ -115,14 +116,14 @@ def test_penalties_bias_and_bans_come_before_the_temperature() -> None:
 def test_a_mask_allows_only_what_it_says() -> None:
     allowed = torch.zeros(V, dtype=torch.bool)
     allowed[[5, 6]] = True
-    p = warp(random_logits(1), [Row(SamplingParams(), allowed=allowed)])
+    p = warp(random_logits(1), [SamplingRow(SamplingParams(), allowed=allowed)])
     assert p[0].nonzero().squeeze(-1).tolist() == [5, 6]
 
 
 def test_a_tiny_temperature_is_nearly_greedy_and_does_not_overflow() -> None:
     logits = random_logits(3) * 1e4
-    p = warp(logits, [Row(SamplingParams(temperature=1e-6))] * 3)
-    assert torch.equal(p, warp(logits, [Row(SamplingParams(temperature=0.0))] * 3))
+    p = warp(logits, [SamplingRow(SamplingParams(temperature=1e-6))] * 3)
+    assert torch.equal(p, warp(logits, [SamplingRow(SamplingParams(temperature=0.0))] * 3))
 
 
 TINY = [float(T) for T in np.logspace(-323, -6, 40)] + [5e-324, 1e-300, 7e-46, 1e-45, 1.2e-38]
@@ -145,7 +146,7 @@ def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) ->
     allowed[logits[0].argmax()] = False
     for mask in (None, allowed):
         rows = [
-            Row(SamplingParams(temperature=T, **cuts), History([1, 2], [3]), (4,), mask)  # type: ignore[arg-type]
+            SamplingRow(SamplingParams(temperature=T, **cuts), TokenHistory([1, 2], [3]), (4,), mask)  # type: ignore[arg-type]
             for T in (0.0, *TINY)
         ]
         greedy, *p = (warp(logits, [row] * 2) for row in rows)
@@ -157,7 +158,7 @@ def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) ->
 
 def test_beside_a_tiny_temperature_the_others_are_what_they_are_alone() -> None:
     logits = random_logits(3)
-    rows = [Row(SamplingParams(temperature=T)) for T in (1e-300, 0.7, 1e6)]
+    rows = [SamplingRow(SamplingParams(temperature=T)) for T in (1e-300, 0.7, 1e6)]
     for number, row in enumerate(rows):
         assert torch.equal(warp(logits, rows)[number], warp(logits[number : number + 1], [row])[0])
 
@@ -168,7 +169,7 @@ def test_every_other_temperature_divides_as_float64_does(temperature: float) -> 
     logits[:, 5] = -torch.inf
     x = logits.double()
     expected = ((x - x.amax(-1, keepdim=True)) / temperature).softmax(-1)
-    p = warp(logits, [Row(SamplingParams(temperature=temperature))] * 4)
+    p = warp(logits, [SamplingRow(SamplingParams(temperature=temperature))] * 4)
     torch.testing.assert_close(p.double(), expected, atol=1e-7, rtol=0)
 
 
@@ -182,14 +183,16 @@ def test_heat_has_no_nan_at_any_float() -> None:
     """Beyond what parameters allow, too: the verifier and others call it."""
     logits = torch.tensor([[0.0, -1.0, -torch.inf, -1e-30]])
     for T in (5e-324, 1e-45, 1e38, 1e39, 1e300, 1.7e308):
-        row = Row(SamplingParams())
+        row = SamplingRow(SamplingParams())
         object.__setattr__(row.params, "temperature", T)
-        assert not heat(logits, logits.amax(-1, keepdim=True), [row]).isnan().any(), T
+        assert not scale_by_temperature(logits, logits.amax(-1, keepdim=True), [row]).isnan().any(), T
 
 
 def test_half_precision_is_computed_in_float32() -> None:
     logits = random_logits(1).bfloat16()
-    assert torch.equal(warp(logits, [Row(SamplingParams())]), warp(logits.float(), [Row(SamplingParams())]))
+    assert torch.equal(
+        warp(logits, [SamplingRow(SamplingParams())]), warp(logits.float(), [SamplingRow(SamplingParams())])
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -198,11 +201,11 @@ def test_numbers_that_are_none_are_refused(value: float, temperature: float) -> 
     logits = random_logits(2)
     logits[1, 3] = value
     with pytest.raises(NumericsError):
-        warp(logits, [Row(SamplingParams(temperature=temperature))] * 2)
+        warp(logits, [SamplingRow(SamplingParams(temperature=temperature))] * 2)
 
 
 def test_nothing_left_to_draw_is_refused() -> None:
-    row = Row(SamplingParams(), allowed=torch.zeros(V, dtype=torch.bool))
+    row = SamplingRow(SamplingParams(), allowed=torch.zeros(V, dtype=torch.bool))
     with pytest.raises(NumericsError):
         warp(random_logits(1), [row])
 

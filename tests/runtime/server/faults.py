@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from attar.runtime import stream
+from attar.runtime import async_engine as stream
 from attar.runtime.engine import Engine
-from attar.runtime.server import access_log, endpoints, metrics, middleware, request_body, service
+from attar.runtime.server import access_log, endpoints, metrics, middleware, request_body, responses, service
 from attar.runtime.server.backend import EngineBackend
 from attar.runtime.server.request_handler import EventQueue, RequestHandler
 from tests.runtime.faults import MEMORY, RUNNER, TEXT, Fault, Faults
@@ -71,15 +71,15 @@ class ServerFaults:
         """Wrap the parts of a running server."""
         parts = server.config.app.state.service
         for method, place in (("encode", "encode"), ("decode", "decode"), ("piece", "piece")):
-            self._wrap(parts.words, method, place)
-        self._wrap(parts.words, "_rendered", "template")
-        self._wrap(parts.words._specials, "encode", "special")
+            self._wrap(parts.tokenizer, method, place)
+        self._wrap(parts.tokenizer, "_rendered", "template")
+        self._wrap(parts.tokenizer._escaper, "encode", "special")
         self._wrap(parts, "params", "params")
-        self._wrap(parts.gate, "admit", "gate")
-        self._wrap(parts.gate, "entering", "entering")
-        self._wrap(parts.gate, "inside", "inside")
-        self._wrap(parts.gate, "took", "took")
-        self._wrap(parts.metrics, "watch", "watch")
+        self._wrap(parts.admission, "admit", "gate")
+        self._wrap(parts.admission, "preparing", "entering")
+        self._wrap(parts.admission, "serving", "inside")
+        self._wrap(parts.admission, "served", "took")
+        self._wrap(parts.metrics, "of_prompt", "watch")
         self._wrap(parts.metrics, "refused", "counted")
 
     def hit(self, place: str, fault: Fault | None = None) -> None:
@@ -114,15 +114,15 @@ class ServerFaults:
     def _wrap_modules(self) -> None:
         self._wrap(middleware, "client_address", "address")
         self._wrap(request_body, "parse", "body")
-        self._wrap(endpoints, "of_completion", "scores")
-        self._wrap(endpoints, "of_chat", "scores")
-        self._wrap(service, "dump_json", "written")
-        self._wrap(service, "_chunks_of", "chunk")
-        self._wrap(RequestHandler, "_listen", "listen")
-        self._wrap(metrics.PromptMetrics, "saw", "saw")
+        self._wrap(endpoints, "completion_logprobs", "scores")
+        self._wrap(endpoints, "chat_logprobs", "scores")
+        self._wrap(responses, "dump_json", "written")
+        self._wrap(responses, "_write_chunks", "chunk")
+        self._wrap(RequestHandler, "_wait_for_disconnect", "listen")
+        self._wrap(metrics.PromptMetrics, "observe", "saw")
         self._wrap(metrics.PromptMetrics, "close", "dropped")
         self._wrap(EventQueue, "put", "put")
-        self._wrap(EventQueue, "take", "take")
+        self._wrap(EventQueue, "get", "take")
         self._wrap(EngineBackend, "cancel", "cancel")
         self._wrap(EngineBackend, "stats", "stats")
         self._wrap_log()
@@ -151,13 +151,13 @@ class ServerFaults:
 
     def _wrap_lanes(self) -> None:
         """Threads know whom they work for."""
-        plain: Callable[..., Any] = service._run
+        plain: Callable[..., Any] = service.run_in_thread
 
         async def run(pool: Any, act: Any, values: Any) -> Any:
             self.hit("lane")
             return await plain(pool, partial(copy_context().run, act), values)
 
-        self._monkeypatch.setattr(service, "_run", run)
+        self._monkeypatch.setattr(service, "run_in_thread", run)
 
     def _wrap_news(self) -> None:
         """Queues from the engine's thread know whose they are."""

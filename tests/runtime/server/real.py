@@ -47,7 +47,7 @@ def serving(limits=None, before=None, model=None, speculator=None, **settings):
     tokenizer = deepcopy(llm.tokenizer)
     tokenizer.chat_template = TEMPLATE
     words = ServerTokenizer(tokenizer)
-    app = create_app(EngineBackend(llm.streams()), made, words=words, model="tiny")
+    app = create_app(EngineBackend(llm.streams()), made, tokenizer=words, model="tiny")
     with running_app(app, made) as (url, server):
         yield url, llm.engine, server
 

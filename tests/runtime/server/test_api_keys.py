@@ -14,7 +14,7 @@ from attar.runtime.server.api_keys import ApiKey, client_address, make_api_keys
 from attar.runtime.server.app import create_app
 from attar.runtime.server.errors import ApiError
 from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import FakeBackend, FakeWords
+from tests.runtime.server.fake import FakeBackend, FakeTokenizer
 from tests.runtime.server.test_app import complete, error
 
 FILE = """
@@ -26,7 +26,7 @@ keys:
 
 def serve(**settings):
     backend = FakeBackend()
-    app = create_app(backend, ServerSettings(**settings), words=FakeWords(), model="tiny")
+    app = create_app(backend, ServerSettings(**settings), tokenizer=FakeTokenizer(), model="tiny")
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False), backend
 
 
@@ -90,9 +90,9 @@ def test_a_priority_is_the_operators_to_give(keys):
 def test_a_key_has_its_texts_and_no_more(keys):
     client, _ = serve(keys=keys)
     error(complete(as_key(client, "key-of-the-web"), n=5), 400, "too_many_texts", "n")
-    gate = client.app.state.service.gate
+    admission = client.app.state.service.admission
     web = make_api_keys((), keys)[0]
-    with gate.inside(lambda: None, 3, web):
+    with admission.serving(lambda: None, 3, web):
         error(complete(client, n=2), 429, "too_many_requests")
         assert complete(client, n=1).status_code == 200
         assert complete(as_key(client, "key-of-batches"), n=2).status_code == 200
@@ -108,13 +108,13 @@ def test_tokens_of_a_minute(keys):
     error(response, 429, "rate_limit_exceeded")
     assert 10 <= int(response.headers["retry-after"]) <= 20
     clock = [1000.0]
-    gate = AdmissionControl(FakeBackend(), 10, clock=lambda: clock[0])
+    admission = AdmissionControl(FakeBackend(), 10, clock=lambda: clock[0])
     key = ApiKey(name="a", tokens_per_minute=60)
-    gate.took(1.0, 90, key)
+    admission.served(1.0, 90, key)
     with pytest.raises(ApiError):
-        gate.admit(1, key)
+        admission.admit(1, key)
     clock[0] += 31
-    gate.admit(1, key)
+    admission.admit(1, key)
 
 
 def test_what_is_counted_is_texts():
@@ -134,11 +134,11 @@ def test_shares():
     assert ServerSettings(host="0.0.0.0", client_share=0.1).share == 0.1
     with pytest.raises(SettingsError):
         ServerSettings(client_share=1.5)
-    gate = AdmissionControl(FakeBackend(), 10, 0.5)
-    with gate.entering(5, ApiKey(name="a")):
-        with pytest.raises(ApiError, match="has 5 texts open, the limit is 5"):
-            gate.admit(1, ApiKey(name="a"))
-        gate.admit(5, ApiKey(name="b"))
+    admission = AdmissionControl(FakeBackend(), 10, 0.5)
+    with admission.preparing(5, ApiKey(name="a")):
+        with pytest.raises(ApiError, match="has 5 completions open, the limit is 5"):
+            admission.admit(1, ApiKey(name="a"))
+        admission.admit(5, ApiKey(name="b"))
 
 
 def test_addresses():

@@ -12,12 +12,12 @@ from fastapi.testclient import TestClient
 
 from attar.runtime.server.app import create_app
 from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import ANSWER, BUG, BUSY, FAIL, FakeBackend, FakeWords
+from tests.runtime.server.fake import ANSWER, BUG, BUSY, FAIL, FakeBackend, FakeTokenizer
 
 
 def serve(backend=None, **settings):
     backend = backend or FakeBackend()
-    app = create_app(backend, ServerSettings(**settings), words=FakeWords(), model="tiny")
+    app = create_app(backend, ServerSettings(**settings), tokenizer=FakeTokenizer(), model="tiny")
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False), backend
 
 
@@ -349,7 +349,7 @@ def test_a_bug_is_500_in_the_same_shape_and_the_server_lives():
     client, backend = serve()
     for stream in (False, True):
         error(complete(client, prompt=[BUG], stream=stream), 500)
-    assert client.app.state.service.gate.active == 0
+    assert client.app.state.service.admission.active == 0
     assert complete(client).status_code == 200 and not backend.open
 
 
@@ -367,7 +367,7 @@ def test_tokenize_and_back():
 
 def test_health_and_ready():
     client, backend = serve()
-    client.app.state.service.gate.draining = True
+    client.app.state.service.admission.draining = True
     assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 503
     response = complete(client)
     error(response, 503, "shutting_down")

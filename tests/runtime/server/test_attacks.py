@@ -23,7 +23,7 @@ from attar.runtime.server.request_body import parse
 from attar.runtime.server.responses import dump_json
 from attar.runtime.server.service import SMALL
 from attar.runtime.server.tokenizer import ServerTokenizer
-from tests.runtime.server.fake import FakeBackend, FakeWords
+from tests.runtime.server.fake import FakeBackend, FakeTokenizer
 from tests.runtime.server.real import COMPLETIONS, body, lent, load_tiny, refused, serving
 from tests.runtime.server.test_live import running, until
 
@@ -108,7 +108,7 @@ def test_large_bodies_are_read_and_long_texts_cut_in_threads(monkeypatch):
 
     monkeypatch.setattr(request_body, "parse", noted("parse", parse))
     with running(FakeBackend(context=1 << 20)) as (url, _, server):
-        words = server.config.app.state.service.words
+        words = server.config.app.state.service.tokenizer
         words.encode = noted("encode", words.encode)
         for length in (1, SMALL + 1):
             asked = {"model": "tiny", "prompt": "x" * length}
@@ -125,7 +125,7 @@ def test_tokenize_is_bounded(server):
         refused(httpx.post(f"{server}/detokenize", json=huge, timeout=30), 400, "context_length_exceeded")
 
 
-class Held(FakeWords):
+class Held(FakeTokenizer):
     """Long texts take until somebody lets them go."""
 
     def __init__(self):
@@ -139,7 +139,7 @@ class Held(FakeWords):
 
 def test_long_texts_wait_for_each_other_and_short_ones_for_none():
     with running(FakeBackend(context=1 << 20)) as (url, _, server):
-        words = server.config.app.state.service.words = Held()
+        words = server.config.app.state.service.tokenizer = Held()
 
         def ask(prompt):
             answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": prompt}, timeout=60)
@@ -149,12 +149,12 @@ def test_long_texts_wait_for_each_other_and_short_ones_for_none():
         threads = [threading.Thread(target=ask, args=("x" * (SMALL + 1),)) for _ in range(8)]
         for thread in threads:
             thread.start()
-        gate = server.config.app.state.service.gate
-        until(lambda: gate.arriving == 8, 30)
+        admission = server.config.app.state.service.admission
+        until(lambda: admission.arriving == 8, 30)
         with health(url):
             for _ in range(5):
                 ask("x")
-        assert statuses == [200] * 5 and gate.arriving == 8
+        assert statuses == [200] * 5 and admission.arriving == 8
         words.free.set()
         for thread in threads:
             thread.join(30)

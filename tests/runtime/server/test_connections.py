@@ -23,7 +23,7 @@ from attar.runtime.server.app import create_app
 from attar.runtime.server.connection import RepeatFilter, raise_file_limit
 from attar.runtime.server.run import run
 from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import SLOW, FakeBackend, FakeWords
+from tests.runtime.server.fake import SLOW, FakeBackend, FakeTokenizer
 from tests.runtime.server.test_live import body, running, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -160,8 +160,8 @@ def test_a_client_that_never_reads_is_given_up(stream):
         backend.release.set()
         with connections(url, 1, sent):
             until(lambda: backend.asked)
-            gate = server.config.app.state.service.gate
-            until(lambda: gate.active == 0 and not backend.open, 10)
+            admission = server.config.app.state.service.admission
+            until(lambda: admission.active == 0 and not backend.open, 10)
             until(lambda: not server.server_state.connections, 10)
 
 
@@ -191,10 +191,10 @@ def test_the_limit_of_files_is_raised_as_far_as_it_may():
 
 def test_a_dead_engine_ends_the_process(monkeypatch):
     """Those inside are told, then ``run`` raises, so that the process ends with a code that is not 0."""
-    monkeypatch.setattr(running_module, "_DEAD_S", 60.0)
+    monkeypatch.setattr(running_module, "_STOPPED_S", 60.0)
     backend, told, raised = FakeBackend(), [], []
     settings = ServerSettings(port=0)
-    app = create_app(backend, settings, words=FakeWords(), model="tiny")
+    app = create_app(backend, settings, tokenizer=FakeTokenizer(), model="tiny")
 
     def serve():
         with pytest.raises(AttarError, match="the engine has stopped: ValueError") as caught:
@@ -213,6 +213,6 @@ def test_a_dead_engine_ends_the_process(monkeypatch):
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_stopped"
         backend.loop.call_soon_threadsafe(backend.release.set)
         assert list(lines)
-    monkeypatch.setattr(running_module, "_DEAD_S", 0.0)
+    monkeypatch.setattr(running_module, "_STOPPED_S", 0.0)
     thread.join(30)
     assert raised == [1] and backend.closed

@@ -210,7 +210,7 @@ class _Wrapped:
 
 
 def test_a_client_that_does_not_read_stops_nobody(server):
-    """Its answer waits in a mailbox; meanwhile others are served, and in the end it gets all of it."""
+    """Its answer waits in a queue; meanwhile others are served, and in the end it gets all of it."""
     asked = json.dumps(body(max_tokens=600, stream=True, logprobs=20)).encode()
     host, port = server.removeprefix("http://").split(":")
     client = socket.socket()
@@ -236,20 +236,20 @@ def test_a_client_that_does_not_read_stops_nobody(server):
     assert text.count("data: {") < 600, "what waited was not joined"
 
 
-def test_a_mailbox_stays_small_and_loses_nothing():
-    mailbox = EventQueue()
+def test_a_queue_stays_small_and_loses_nothing():
+    queue = EventQueue()
     for number in range(1000):
-        mailbox.put(number % 2, Event("r", number % 2, f"{number},", (number,)))
-    assert len(mailbox) <= 2 * MAX_EVENTS
-    mailbox.fail(ValueError("later"))
-    mailbox.put(0, Event("r", 0, "too late"))
-    news = asyncio.run(mailbox.take())
+        queue.put(number % 2, Event("r", number % 2, f"{number},", (number,)))
+    assert len(queue) <= 2 * MAX_EVENTS
+    queue.fail(ValueError("later"))
+    queue.put(0, Event("r", 0, "too late"))
+    news = asyncio.run(queue.get())
     assert [choice for choice, _ in news] == [0, 1]
     for choice, event in news:
         assert event.token_ids == tuple(range(choice, 1000, 2))
         assert event.text == "".join(f"{number}," for number in range(choice, 1000, 2))
     with pytest.raises(ValueError, match="later"):
-        asyncio.run(mailbox.take())
+        asyncio.run(queue.get())
 
 
 def _leak(engine):

@@ -34,7 +34,7 @@ def client():
     llm.tokenizer.chat_template = TEMPLATE
     settings = ServerSettings(port=0)
     words = ServerTokenizer(deepcopy(llm.tokenizer))
-    app = create_app(EngineBackend(llm.streams()), settings, words=words, model="tiny")
+    app = create_app(EngineBackend(llm.streams()), settings, tokenizer=words, model="tiny")
     listening, server = listen(settings), Server(app, settings)
     thread = threading.Thread(target=asyncio.run, args=(server.serve([listening]),), daemon=True)
     thread.start()

@@ -19,7 +19,7 @@ from attar.errors import OutputError
 from attar.runtime.server.app import create_app
 from attar.runtime.server.run import Server, listen
 from attar.runtime.server.settings import ServerSettings
-from tests.runtime.server.fake import ANSWER, BUSY, SLOW, FakeBackend, FakeWords
+from tests.runtime.server.fake import ANSWER, BUSY, SLOW, FakeBackend, FakeTokenizer
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def running(backend=None, **settings):
     """With an engine that is none: the address, the backend, the server."""
     backend = backend or FakeBackend()
     made = ServerSettings(port=0, **settings)
-    app = create_app(backend, made, words=FakeWords(), model="tiny")
+    app = create_app(backend, made, tokenizer=FakeTokenizer(), model="tiny")
     with running_app(app, made) as (url, server):
         yield url, backend, server
 
@@ -95,7 +95,7 @@ def test_the_official_client():
 
 def test_clients_that_vanish_are_cancelled_and_the_others_go_on():
     with running() as (url, backend, server):
-        gate = server.config.app.state.service.gate
+        admission = server.config.app.state.service.admission
 
         async def client(http, number):
             path = f"{url}/v1/completions"
@@ -116,7 +116,7 @@ def test_clients_that_vanish_are_cancelled_and_the_others_go_on():
 
         got = asyncio.run(all_of_them())
         assert got == [None, ANSWER] * 20
-        until(lambda: gate.active == 0)
+        until(lambda: admission.active == 0)
         assert backend.open == {} and len(backend.cancelled) == 20
         text = httpx.get(f"{url}/metrics").text
         assert 'finished_reason="cancelled",model_name="tiny"} 20.0' in text
@@ -138,7 +138,7 @@ def test_sigterm_lets_those_inside_finish():
             lines = response.iter_lines()
             next(lines)
             server.handle_exit(signal.SIGTERM, None)
-            assert server.config.app.state.service.gate.draining
+            assert server.config.app.state.service.admission.draining
             assert httpx.get(f"{url}/ready").status_code == 503
             refused = httpx.post(f"{url}/v1/completions", json=body())
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"

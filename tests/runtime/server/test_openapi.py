@@ -51,7 +51,9 @@ def served(tmp_path_factory):
     llm = LLM(str(folder), kv_tokens=1024, limits=Limits(sequences=16))
     backend = EngineBackend(llm.streams())
     app = create_app(
-        backend, ServerSettings(name="tiny", allowed_host=("testserver",)), words=ServerTokenizer(tiny_chat())
+        backend,
+        ServerSettings(name="tiny", allowed_host=("testserver",)),
+        tokenizer=ServerTokenizer(tiny_chat()),
     )
     yield schemathesis.openapi.from_asgi("/openapi.json", app), backend
     assert backend.alive, backend.failure

@@ -1,4 +1,4 @@
-"""Settings, log, metrics and the gate."""
+"""Settings, log, metrics and admission control."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 from fastapi.testclient import TestClient
 
+from attar.runtime.server import with_environment_keys
 from attar.runtime.server.app import create_app
-from attar.runtime.server.stage import with_keys
-from tests.runtime.server.fake import BUSY, FakeBackend, FakeWords
+from tests.runtime.server.fake import BUSY, FakeBackend, FakeTokenizer
 
 
 def serve(**settings):
-    app = create_app(FakeBackend(), ServerSettings(**settings), words=FakeWords(), model="tiny")
+    app = create_app(FakeBackend(), ServerSettings(**settings), tokenizer=FakeTokenizer(), model="tiny")
     return TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
 
 
@@ -46,14 +46,14 @@ def test_settings():
 
 def test_keys_from_the_environment(monkeypatch):
     monkeypatch.setenv("ATTAR_API_KEY", "key-number-1, key-number-2")
-    assert with_keys(ServerSettings(api_key=("key-number-0",))).api_key == (
+    assert with_environment_keys(ServerSettings(api_key=("key-number-0",))).api_key == (
         "key-number-0",
         "key-number-1",
         "key-number-2",
     )
     monkeypatch.setenv("ATTAR_API_KEY", " ,")
     with pytest.raises(SettingsError):
-        with_keys(ServerSettings())
+        with_environment_keys(ServerSettings())
 
 
 def test_settings_import_no_torch_and_no_fastapi():
@@ -112,7 +112,7 @@ def test_metrics():
 
 def test_what_runs_the_model_is_told():
     facts = {"model": "m", "runner": "modules", "why": 'no "compiler"', "threads": 2, "context": None}
-    app = create_app(FakeBackend(), words=FakeWords(), model="tiny", facts=facts)
+    app = create_app(FakeBackend(), tokenizer=FakeTokenizer(), model="tiny", facts=facts)
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/v1/models/tiny").json()["runtime"] == facts
     line = next(line for line in client.get("/metrics").text.splitlines() if line.startswith("attar:info{"))

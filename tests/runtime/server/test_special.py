@@ -93,8 +93,8 @@ def test_ordinary_messages_have_the_tokens_that_they_ever_had(shape, build):
         expected = plain(tokenizer, said)
         assert words.chat(said) == expected
         # and the way round special tokens, which ordinary texts do not take, gives the same
-        specials = words._specials
-        assert specials.encode(words._rendered(specials.hide(said))) == expected
+        specials = words._escaper
+        assert specials.encode(words._rendered(specials.escape(said))) == expected
 
 
 @pytest.mark.parametrize(("shape", "build"), CASES)

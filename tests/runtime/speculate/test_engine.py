@@ -14,13 +14,13 @@ import pytest
 from attar.runtime.admission import Limits
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, warp
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.lookahead import Lookahead
-from attar.runtime.speculate.ngram import Ngram
-from attar.runtime.speculate.noise import Drafting
+from attar.runtime.sampling.penalties import TokenHistory
+from attar.runtime.sampling.warp import SamplingRow, warp
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.lookahead import LookaheadProposer
+from attar.runtime.speculate.ngram import NgramProposer
+from attar.runtime.speculate.noise import DraftRules
+from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 from tests.runtime.speculate.laws import fits
@@ -124,7 +124,7 @@ def test_prefix_hits() -> None:
     longer = [(whole[:45], replace(GREEDY, max_tokens=10)), *requests]
     made.proposer.texts = truths(longer)  # type: ignore[attr-defined]
     same(running, longer)
-    assert running.scheduler.manager.counts.hit >= 40  # generated blocks, too
+    assert running.scheduler.manager.stats.hit >= 40  # generated blocks, too
 
 
 def test_prompts_are_not_starved() -> None:
@@ -266,16 +266,16 @@ def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> Non
         assert list(got.token_ids) == want and made.failure is None and made.counts.drafts
 
 
-@pytest.mark.parametrize("make", [Ngram, Lookahead])
+@pytest.mark.parametrize("make", [NgramProposer, LookaheadProposer])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
-    """Greedy and coupled texts with the real proposers, eager and with the real chooser."""
+    """Greedy and coupled texts with the real proposers, eager and with the real policy."""
     requests = [([n, n + 1, n], replace(GREEDY, max_tokens=60)) for n in range(batch)]
     requests += [(p, replace(g, temperature=0.5, seed=n)) for n, (p, g) in enumerate(requests)]
     plain = engine(Looping(blocks=400))
     names = [plain.add(*each) for each in requests]
     want = results(finish(plain), dict(zip(names, requests, strict=True)))
-    real = Chooser(Cost({1: {1: 1.0, 8: 1.1, 64: 2.0}}), most=40)
+    real = DraftPolicy(Latency({1: 1.0, 8: 1.1, 64: 2.0}), most=40)
     for made in (speculator(make(), most=40), Speculator(make(), real, most=40, clock=lambda: 0.0)):
         running = engine(Looping(blocks=400), speculator=made)
         again = [running.add(*each) for each in requests]
@@ -310,7 +310,7 @@ def test_what_is_verified_exactly_is_drawn_with_noise_of_its_own(verification, s
     drawer.propose = lambda wishes: seen.extend(wishes) or propose(wishes)  # type: ignore[method-assign]
     running.add([1, 2], SamplingParams(seed=seed, max_tokens=9, ignore_eos=True))
     finish(running)
-    assert seen and all(isinstance(wish.rules, Drafting) == exact for wish in seen)
+    assert seen and all(isinstance(wish.rules, DraftRules) == exact for wish in seen)
 
 
 def test_exact_mode_keeps_the_law() -> None:
@@ -321,7 +321,7 @@ def test_exact_mode_keeps_the_law() -> None:
     for _ in range(3):
         grown = {}
         for said, mass in law.items():
-            row = Row(params, History(prompt, list(said)), ())
+            row = SamplingRow(params, TokenHistory(prompt, list(said)), ())
             p = warp(logits_after(prompt + list(said))[None], [row])[0].numpy()
             grown |= {(*said, int(token)): mass * float(p[token]) for token in np.flatnonzero(p)}
         law = grown

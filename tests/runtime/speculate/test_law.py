@@ -22,18 +22,18 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.penalties import TokenHistory
+from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import verify
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.proposer import Wish
-from attar.runtime.speculate.self import load_self
+from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.self import load_self_draft
 from tests import tiny_models
 from tests.marks import slow_but
 from tests.runtime.speculate import wrong
 from tests.runtime.speculate.laws import fits
-from tests.runtime.speculate.proposing import speculator
+from tests.runtime.speculate.proposing import Eager, speculator
 
 V, LENGTH, TOGETHER, FEW = 6, 3, 200, 800
 PROMPT = [2, 4, 3]
@@ -62,23 +62,20 @@ def law(name: str) -> np.ndarray:
     for count in range(LENGTH):
         texts = list(product(range(V), repeat=count))
         logits = tiny_models.logits(target, torch.tensor([[*PROMPT, *text] for text in texts]))[:, -1]
-        rows = [Row(PARAMS[name], History(PROMPT, list(text))) for text in texts]
+        rows = [SamplingRow(PARAMS[name], TokenHistory(PROMPT, list(text))) for text in texts]
         p = np.concatenate([warp(one[None], [row]).numpy() for one, row in zip(logits, rows, strict=True)])
         found = found[..., None] * p.reshape(*(V,) * count, V)
     return found
 
 
-class Every:
-    """Runs all siblings of a draft, so that the verifier has trees to walk."""
+class Every(Eager):
+    """Runs chains of two and all their siblings, so that the verifier has trees to walk."""
 
-    def wanted(self, chooser: Any, ids: Sequence[int], *rest: Any) -> tuple[bool, list[set[int]]]:
-        return True, [set() for _ in ids]
-
-    def kept(self, ids: Sequence[int], drafts: Sequence[Draft | None], *rest: Any) -> list[Draft | None]:
-        return list(drafts)
-
-    def learn(self, *rest: Any) -> None:
-        pass
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+        return [
+            {kind_of(rank, depth) for rank in range(branches) for depth in range(1, min(limit, 2) + 1)}
+            for limit in limits
+        ]
 
 
 WAYS = ("draft", "self", "siblings")
@@ -89,15 +86,13 @@ def drafting(way: str) -> LLM:
     target = Loaded(runner(0))
     blocks = 2 * TOGETHER * target.runner.block_size
     proposer = (
-        DraftModel(runner(1)) if way != "self" else load_self("", target, way="layers", kv_tokens=blocks)
+        DraftModel(runner(1))
+        if way != "self"
+        else load_self_draft("", target, way="layers", kv_tokens=blocks)
     )
     made = speculator(proposer, most=6 if way == "siblings" else 2)
     if way == "siblings":
-        made.siblings = Every()  # type: ignore[assignment]
-        propose = proposer.propose
-        proposer.propose = lambda wishes: propose(  # type: ignore[method-assign]
-            [replace(wish, most=min(wish.most, 2), wide=True) for wish in wishes]
-        )
+        made.policy = Every()
     return LLM.of(target, limits=Limits(step_tokens=2048, sequences=TOGETHER), speculator=made)
 
 
@@ -158,7 +153,7 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     proposer = llm.engine.speculator.proposer  # type: ignore[union-attr]
     propose = proposer.propose
 
-    def spoiled(wishes: Sequence[Wish]) -> list[Draft | None]:
+    def spoiled(wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         return [draft and spoil(draft) for draft in propose([replace(each, wide=False) for each in wishes])]
 
     proposer.propose = spoiled  # type: ignore[method-assign]
@@ -173,7 +168,8 @@ def test_a_verifier_without_a_residual_is_refused(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 def test_coins_that_are_shared_by_all_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each text is right by itself then, but they are not independent."""
-    from attar.runtime import job
 
-    monkeypatch.setattr(job.secrets, "randbits", lambda bits: 7)
+    from attar.runtime import completion
+
+    monkeypatch.setattr(completion.secrets, "randbits", lambda bits: 7)
     assert not fits(texts(drafting("draft"), WARPED, FEW), law("warped"))

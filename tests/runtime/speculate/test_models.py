@@ -20,9 +20,9 @@ from attar.runtime.loading import Loaded
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import EngineSettings
-from attar.runtime.speculate.lookahead import Lookahead
-from attar.runtime.speculate.ngram import Ngram
-from attar.runtime.speculate.times import measure
+from attar.runtime.speculate.latency import measure
+from attar.runtime.speculate.lookahead import LookaheadProposer
+from attar.runtime.speculate.ngram import NgramProposer
 from tests import tiny_models
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator
@@ -72,7 +72,7 @@ def test_families(family: str) -> None:
     want = answers(made(family), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model(family).config.vocab_size
-    for proposer in (Oracle(texts, vocabulary=vocabulary), Ngram(), Lookahead(2, 3, 2)):
+    for proposer in (Oracle(texts, vocabulary=vocabulary), NgramProposer(), LookaheadProposer(2, 3, 2)):
         llm = made(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
         assert answers(llm, asked) == want
         assert llm.engine.speculator.counts.drafts > 5
@@ -141,7 +141,7 @@ def drafting(**options) -> LLM:
     assert llm.engine.speculator is not None
     eager = Eager()
     eager.most = llm.engine.speculator.most
-    llm.engine.speculator.chooser = eager
+    llm.engine.speculator.policy = eager
     return llm
 
 
@@ -213,7 +213,7 @@ def test_five_hundred_tokens_in_float32(options, batch: int) -> None:
     want = [each.token_ids for each in LLM("attar:tiny", **shared).generate(asked, params)]
     llm = LLM("attar:tiny", **shared, **options)
     assert [each.token_ids for each in llm.generate(asked, params)] == want
-    llm.engine.speculator.chooser = Eager()
+    llm.engine.speculator.policy = Eager()
     assert [each.token_ids for each in llm.generate(asked, params)] == want
     assert llm.engine.speculator.failure is None
     llm.engine.check()
@@ -227,7 +227,7 @@ def test_fifty_seeds_of_attar_tiny(options) -> None:
     shared = {"kv_tokens": 16384, "dtype": "float32", "runner": "modules"}
     want = LLM("attar:tiny", **shared).generate([CODE[0]] * 50, params)
     llm = LLM("attar:tiny", **shared, **options)
-    llm.engine.speculator.chooser = Eager()
+    llm.engine.speculator.policy = Eager()
     got = llm.generate([CODE[0]] * 50, params)
     assert [each.samples for each in got] == [each.samples for each in want]
     assert llm.engine.speculator.failure is None and llm.engine.speculator.counts.accepted

@@ -2,21 +2,20 @@
 
 import pytest
 
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.purse import SPARE
-from attar.runtime.speculate.reading import BEHIND, Reading
+from attar.runtime.speculate.draft import kind_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import BUDGET, DraftPolicy
+from attar.runtime.speculate.reading import BEHIND, DraftPrefill
 
 
-def chooser(reading: float = 0.1, a: float | None = None) -> Chooser:
+def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
     """Plain passes take 1; at a = 1 and K = 4 drafts, 5 tokens take 1.2 + 4 * 0.05."""
-    found = Chooser(Cost({1: {1: 1.0, 5: 1.2}}, {1: 0.05}, reading=reading), most=4)
+    policy = DraftPolicy(Latency({1: 1.0, 5: 1.2}, {1: 0.05}, reading=reading), most=4)
     if a is not None:
         for level in range(1, 5):
             for number in range(400):
-                found.acceptance.note(9, kind_of(0, level), number % 10 < 10 * a)
-    return found
+                policy.acceptance.note(9, kind_of(0, level), number % 10 < 10 * a)
+    return policy
 
 
 @pytest.mark.parametrize(
@@ -26,46 +25,46 @@ def chooser(reading: float = 0.1, a: float | None = None) -> Chooser:
         (1.0, 900, 100, False),
         (1.0, 900, 1000, True),
         (0.0, 600, 1000, False),  # nothing is ever accepted
-        (0.0, 40, 1000, True),  # the purse has 4 passes, and one more
+        (0.0, 40, 1000, True),  # the budget has 4 passes, and one more
         (0.0, 41, 1000, False),
         (None, 200, 200, True),  # nothing is known: 20 passes for some hope
         (1.0, 900, 0, False),
     ],
 )
 def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, to_come, worth):
-    assert Reading().worth(chooser(a=a), 0, 4, tokens, to_come) is worth
+    assert DraftPrefill().worth(drafting(a=a), 0, 4, tokens, to_come) is worth
 
 
 def test_what_was_read_is_not_read_again():
-    reading, believed = Reading(), chooser(a=0.0)
-    assert not reading.worth(believed, 0, 4, 600, 1000)
+    reading, policy = DraftPrefill(), drafting(a=0.0)
+    assert not reading.worth(policy, 0, 4, 600, 1000)
     assert reading.meet([0, 1], [4, 0], [600, 600]), "the second was not asked"
-    assert reading.worth(believed, 0, 4, 600 + BEHIND, 1000) and not reading.worth(believed, 1, 4, 600, 1000)
+    assert reading.worth(policy, 0, 4, 600 + BEHIND, 1000) and not reading.worth(policy, 1, 4, 600, 1000)
     assert not reading.meet([0], [4], [600 + BEHIND])
     assert reading.meet([0], [4], [601 + 2 * BEHIND]), "it grew while nobody asked"
     reading.forget(0)
     reading.forget(7)
-    assert not reading.worth(believed, 0, 4, 601 + 2 * BEHIND, 1000)
+    assert not reading.worth(policy, 0, 4, 601 + 2 * BEHIND, 1000)
 
 
 def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
-    assert Reading().worth(chooser(a=0.0), 0, 0, 10_000, 10)
-    assert Reading().worth(Chooser(Cost()), 0, 4, 10_000, 10)
+    assert DraftPrefill().worth(drafting(a=0.0), 0, 0, 10_000, 10)
+    assert DraftPrefill().worth(DraftPolicy(Latency()), 0, 4, 10_000, 10)
 
 
 def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
-    believed = chooser(a=1.0)
-    believed.purse.left = SPARE / 2 + 0.9
-    assert not Reading().worth(believed, 0, 4, 600, 1000)
-    believed.purse.left = SPARE / 2 + 1.0
-    assert Reading().worth(believed, 0, 4, 600, 1000)
+    policy = drafting(a=1.0)
+    policy.budget.left = BUDGET / 2 + 0.9
+    assert not DraftPrefill().worth(policy, 0, 4, 600, 1000)
+    policy.budget.left = BUDGET / 2 + 1.0
+    assert DraftPrefill().worth(policy, 0, 4, 600, 1000)
 
 
-def test_half_a_purse_at_most_is_charged():
-    reading, believed = Reading(), chooser()
-    reading.charge(believed, 1, 0.5)
-    assert believed.purse.left == SPARE - 0.5
-    reading.charge(believed, 1, 100.0)
-    assert believed.purse.left == SPARE / 2 - 0.5 and believed.open
-    reading.charge(believed, 1, 100.0)
-    assert not believed.open
+def test_half_a_budget_at_most_is_charged():
+    reading, policy = DraftPrefill(), drafting()
+    reading.charge(policy, 1, 0.5)
+    assert policy.budget.left == BUDGET - 0.5
+    reading.charge(policy, 1, 100.0)
+    assert policy.budget.left == BUDGET / 2 - 0.5 and policy.open
+    reading.charge(policy, 1, 100.0)
+    assert not policy.open

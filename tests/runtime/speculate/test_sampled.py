@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History
+from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key, uniforms
-from attar.runtime.sampling.warp import Row, warp
+from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.coupled import follow
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
@@ -36,7 +36,7 @@ def warped(seed: int) -> Model:
     @cache
     def model(prefix: tuple[int, ...]) -> np.ndarray:
         logits = np.random.default_rng([seed, *prefix[-2:]]).normal(size=V) * 1.5
-        row = Row(PARAMS, History(PROMPT, prefix))
+        row = SamplingRow(PARAMS, TokenHistory(PROMPT, prefix))
         return warp(torch.from_numpy(logits).float()[None], [row])[0].numpy()
 
     return model

@@ -1,4 +1,4 @@
-"""What the speculator tells others: wishes to the proposer, times and counts to the chooser, ends to both."""
+"""What the speculator passes on: requests to the proposer, times and counts to the policy, ends to both."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.choose import RARELY, Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.profile.fixed import Fixed
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.purse import FULL_ENOUGH, PAUSE, RATE, SPARE
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
+from attar.runtime.speculate.profile.fixed import FixedPolicy
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator
@@ -24,9 +23,9 @@ from tests.runtime.speculate.test_engine import GREEDY, same, truths
 from tests.runtime.test_engine import engine, finish, results
 
 
-def watched(proposer: Oracle) -> list[Wish]:
+def watched(proposer: Oracle) -> list[DraftRequest]:
     """The wishes that a proposer gets from now on."""
-    seen: list[Wish] = []
+    seen: list[DraftRequest] = []
     propose = proposer.propose
     proposer.propose = lambda wishes: seen.extend(wishes) or propose(wishes)  # type: ignore[method-assign]
     return seen
@@ -100,32 +99,34 @@ class Told(Eager):
         self.passes: list[tuple[list[int], float, float, int]] = []
         self.gone: list[int] = []
 
-    def note(self, news: Sequence[News], target: float, draft: float = 0.0, beside: int = 0) -> None:
-        self.passes.append(([each.sequence for each in news], target, draft, beside))
+    def note(
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+    ) -> None:
+        self.passes.append(([one.sequence for one in news], seconds, drafting, prompt_tokens))
 
     def forget(self, sequence: int) -> None:
         self.gone.append(sequence)
 
 
-def test_the_chooser_hears_of_every_pass_what_it_took() -> None:
+def test_the_policy_learns_what_every_pass_took() -> None:
     """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; prompts beside."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=9)), ([4, 5, 6, 7], replace(GREEDY, max_tokens=3))]
-    oracle, chooser, clock, runner = Oracle(truths(requests), chains=True), Told(), Clock(), FakeRunner()
+    oracle, policy, clock, runner = Oracle(truths(requests), chains=True), Told(), Clock(), FakeRunner()
     oracle.propose = clock.spend(3.0, oracle.propose)  # type: ignore[method-assign]
     oracle.observe = clock.spend(2.0, oracle.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(10.0, runner.run)  # type: ignore[method-assign]
-    running = engine(runner, speculator=Speculator(oracle, chooser, most=4, clock=clock))
+    running = engine(runner, speculator=Speculator(oracle, policy, most=4, clock=clock))
     running.add(*requests[0])
     running.step()
     running.add(*requests[1])
     running.step()
-    first, second = chooser.passes
+    first, second = policy.passes
     assert first == ([], 10.0, 0.0, 3), "a prompt alone: its token is not decoded, nothing is drafted"
     assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is beside"
     running.step()
-    assert chooser.passes[2] == ([0, 1], 10.0, 5.0, 0)
+    assert policy.passes[2] == ([0, 1], 10.0, 5.0, 0)
     finish(running)
-    assert sorted(chooser.gone) == sorted(oracle.forgotten) == [0, 1]
+    assert sorted(policy.gone) == sorted(oracle.forgotten) == [0, 1]
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -141,28 +142,28 @@ def test_usage_of_a_request_is_what_was_counted(n: int) -> None:
 
 
 def test_counts_for_another_thread_stay_as_they_were() -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     counts.note(4, 2)
     kept = counts.copy()
     counts.note(3, 3)
-    assert kept == Counts(1, 4, 2, [1, 1]) and counts == Counts(2, 7, 5, [2, 2, 1])
+    assert kept == SpeculationCounts(1, 4, 2, [1, 1]) and counts == SpeculationCounts(2, 7, 5, [2, 2, 1])
 
 
 class Barren(Oracle):
     """Is asked, and has nothing to say."""
 
-    def propose(self, wishes: Sequence[Wish]) -> list[None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[None]:
         return [None] * len(wishes)
 
 
-def asked_in(passes: int, seconds: float) -> tuple[list[bool], Chooser]:
+def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
     """In which passes of one text a barren proposer is asked, where asking takes so many plain passes."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     wishes = watched(proposer)
     proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
-    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
+    running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=passes + 1))
     running.step()
     found = []
@@ -171,29 +172,29 @@ def asked_in(passes: int, seconds: float) -> tuple[list[bool], Chooser]:
         running.step()
         found.append(len(wishes) > before)
     finish(running)
-    return found, chooser
+    return found, policy
 
 
 def test_an_empty_answer_is_followed_by_a_pause_where_asking_is_dear() -> None:
-    cheap, _ = asked_in(40, RATE / 2)
+    cheap, _ = asked_in(40, LOSS / 2)
     assert all(cheap[:-1]), "the last token needs no drafts"
-    dear, _ = asked_in(40, 4.5 * RATE)
+    dear, _ = asked_in(40, 4.5 * LOSS)
     assert [place for place, asked in enumerate(dear) if asked] == list(range(0, 40, 5)), "four plain between"
     dearest, _ = asked_in(40, 0.5)
     assert [place for place, asked in enumerate(dearest) if asked] == list(range(0, 39, PAUSE + 1))
 
 
-def test_a_closed_purse_means_passes_as_without_speculation() -> None:
-    asked, chooser = asked_in(400, 1.0)
+def test_a_closed_budget_means_passes_as_without_speculation() -> None:
+    asked, policy = asked_in(400, 1.0)
     last = max(place for place in range(100) if asked[place])
     again = asked.index(True, last + 1)
-    assert again - last > FULL_ENOUGH * SPARE / RATE, "as long as the purse needs"
-    assert sum(asked) * 1.0 <= SPARE + 1.0 + RATE * 400, "what was lost is what the purse had"
-    assert chooser.cost.target(1, 1) == pytest.approx(1.0)
+    assert again - last > REOPENS * BUDGET / LOSS, "as long as the budget needs"
+    assert sum(asked) * 1.0 <= BUDGET + 1.0 + LOSS * 400, "what was lost is what the budget had"
+    assert policy.latency.target(1, 1) == pytest.approx(1.0)
 
 
 def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
-    """The first round of each text is charged, with half a purse at most; the others tell a step's time."""
+    """The first round of each text is charged, with half a budget at most; the others tell a step's time."""
     requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=30))]
     oracle, clock, runner = Oracle(truths(requests), chains=True), Clock(), FakeRunner()
     oracle.free = False
@@ -202,29 +203,29 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
         rounds.append(clock.spend(0.1 if rounds else 50.0, propose)(wishes)) or rounds[-1]
     )
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.1}}, {1: 0.05}), most=4)
-    running = engine(runner, speculator=Speculator(oracle, chooser, most=4, clock=clock))
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.1}, {1: 0.05}), most=4)
+    running = engine(runner, speculator=Speculator(oracle, policy, most=4, clock=clock))
     running.add(*requests[0])
     running.step()
     running.step()
-    assert SPARE / 2 <= chooser.purse.left < SPARE and chooser.cost.draft(1) == 0.05
+    assert BUDGET / 2 <= policy.budget.left < BUDGET and policy.latency.draft(1) == 0.05
     finish(running)
-    assert len(rounds) > 3 and 0.02 < chooser.cost.draft(1) < 0.1
+    assert len(rounds) > 3 and 0.02 < policy.latency.draft(1) < 0.1
 
 
 def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     """Four passes that are as without speculation: three of them nobody hears of, the last is a plain one."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(4.5 * RATE, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(4.5 * LOSS, proposer.propose)  # type: ignore[method-assign]
     proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
-    heard, note = [], chooser.note
-    chooser.note = lambda news, target, draft, beside: (  # type: ignore[method-assign]
-        heard.append((target, draft > 0)) or note(news, target, draft, beside)
+    policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
+    heard, note = [], policy.note
+    policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
+        heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    chooser.purse.pause = lambda asking: 4 if asking else 0  # type: ignore[method-assign]
-    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    policy.rest = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
+    running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
     heard.clear()
@@ -241,7 +242,7 @@ def test_who_gets_drafts_is_asked_again_however_dear() -> None:
     oracle.propose = clock.spend(0.2, oracle.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
     running = engine(
-        runner, speculator=Speculator(oracle, Chooser(Cost({1: {1: 1.0, 8: 1.0}})), most=4, clock=clock)
+        runner, speculator=Speculator(oracle, DraftPolicy(Latency({1: 1.0, 8: 1.0})), most=4, clock=clock)
     )
     running.add(*requests[0])
     running.step()
@@ -253,20 +254,20 @@ def test_who_gets_drafts_is_asked_again_however_dear() -> None:
 
 
 def test_one_stall_while_asking_does_not_end_speculation() -> None:
-    """A machine that stood still for 300 passes in one proposal; half a purse is charged."""
+    """A machine that stood still for 300 passes in one proposal; half a budget is charged."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=900))]
     clock, runner = Clock(), FakeRunner(blocks=2000, context=None)
     oracle = Oracle(truths(requests), chains=True, size=4)
     wishes, propose, calls = watched(oracle), oracle.propose, []
 
-    def slow(given: Sequence[Wish]) -> Any:
+    def slow(given: Sequence[DraftRequest]) -> Any:
         calls.append(0)
         clock.now += 300.0 if len(calls) == 5 else 0.001
         return propose(given)
 
     oracle.propose = slow  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    made = Speculator(oracle, Chooser(Cost({1: {1: 1.0, 8: 1.0}})), most=4, clock=clock)
+    made = Speculator(oracle, DraftPolicy(Latency({1: 1.0, 8: 1.0})), most=4, clock=clock)
     running = engine(runner, speculator=made)
     running.add(*requests[0])
     finish(running)
@@ -279,24 +280,24 @@ def test_a_pass_kept_plain_to_be_measured_is_not_an_empty_answer() -> None:
     wishes = watched(proposer)
     proposer.propose = clock.spend(0.2, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 1.0}}))
-    chooser._since_plain, chooser._doubtful = RARELY, False
-    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    policy = DraftPolicy(Latency({1: 1.0, 8: 1.0}))
+    policy._since_plain = PLAIN_EVERY
+    running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=12))
     for _ in range(4):
         running.step()
-    assert len(wishes) == 3, "in every pass behind the prompt's"
+    assert len(wishes) == 2, "in every pass behind the prompt's but the plain one: no pause follows"
 
 
 @pytest.mark.parametrize("asking", [1.0, 1.5, 3.5])
 def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
-    proposer.propose = clock.spend(asking * RATE, proposer.propose)  # type: ignore[method-assign]
+    proposer.propose = clock.spend(asking * LOSS, proposer.propose)  # type: ignore[method-assign]
     runner.run = clock.spend(1.0, runner.run)  # type: ignore[method-assign]
-    chooser = Chooser(Cost({1: {1: 1.0, 8: 2.0}}))
-    note, credited = chooser.purse.note, []
-    chooser.purse.note = lambda cost, tokens: credited.append(tokens) or note(cost, tokens)  # type: ignore
-    running = engine(runner, speculator=Speculator(proposer, chooser, most=4, clock=clock))
+    policy = DraftPolicy(Latency({1: 1.0, 8: 2.0}))
+    note, credited = policy.budget.note, []
+    policy.budget.note = lambda cost, tokens: credited.append(tokens) or note(cost, tokens)  # type: ignore
+    running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=41))
     running.step()
     finish(running)
@@ -323,7 +324,7 @@ def test_fixed_numbers_are_drafted_whatever_reading_costs() -> None:
     requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=20))]
     oracle = Oracle(truths(requests), right=0.0, chains=True)
     oracle.free = False
-    chooser = Fixed(2, Cost({1: {1: 1e-9, 8: 2e-9}}, {1: 1.0}, reading=1.0))
-    made = Speculator(oracle, chooser, most=2)
+    policy = FixedPolicy(2, Latency({1: 1e-9, 8: 2e-9}, {1: 1.0}, reading=1.0))
+    made = Speculator(oracle, policy, most=2)
     same(engine(FakeRunner(blocks=200), speculator=made), requests)
     assert made.counts.drafts >= 10

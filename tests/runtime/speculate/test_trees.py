@@ -16,14 +16,13 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.acceptance import kind_of
-from attar.runtime.speculate.cost import Cost
+from attar.runtime.speculate.draft import kind_of
+from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.purse import Purse
-from attar.runtime.speculate.self import load_self
-from attar.runtime.speculate.siblings import Siblings
+from attar.runtime.speculate.policy import DraftPolicy, LossBudget
+from attar.runtime.speculate.self import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.verify import Mode
+from attar.runtime.speculate.verify import VerificationMode
 from tests import tiny_models
 from tests.runtime.driving import Driver
 from tests.runtime.speculate.proposing import Eager
@@ -33,32 +32,17 @@ CODE = ["def __init__(self, name):\n    self.name = name\n", "import os\nimport 
 COUNT = 24
 
 
-class Short(Eager):
-    """Chains of three, whatever they cost."""
+class Every(Eager):
+    """Chains of three and all siblings, as far as there is room."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.purse = Purse(math.inf)
-
-    def choose(self, sequences, most, beside=0):
-        return [min(limit, 3) for limit in most]
+    def choose(self, sequences, limits, prompt_tokens=0, branches=1, room=None):
+        siblings = [kind_of(rank, depth) for depth in range(1, 4) for rank in range(1, 4)]
+        kinds = [kind_of(0, depth) for depth in range(1, 4)] + siblings
+        return [set(kinds[:limit]) for limit in limits]
 
 
-class Every(Siblings):
-    """All siblings, as far as there is room."""
-
-    def wanted(self, chooser, sequences, counts, rooms, left, beside=0):
-        kinds = [kind_of(rank, depth) for depth in range(1, 4) for rank in range(1, 4)]
-        return True, [
-            set(kinds[: max(room - 3, 0)]) if count else set()
-            for count, room in zip(counts, rooms, strict=True)
-        ]
-
-
-def speculator(draft: DraftModel, mode: Mode | None = None) -> Speculator:
-    made = Speculator(draft, Short(), most=12, verification=mode)
-    made.siblings = Every()
-    return made
+def speculator(draft: DraftModel, mode: VerificationMode | None = None) -> Speculator:
+    return Speculator(draft, Every(), most=12, verification=mode)
 
 
 @cache
@@ -117,14 +101,14 @@ def test_texts_of_families(family: str, temperature: float) -> None:
     assert brought[0] <= brought[1] <= brought[2], brought
 
 
-class Timed(Short):
-    """One that knows what passes of a sequence take, and learns what is accepted."""
+class Timed(DraftPolicy):
+    """A policy with given times of passes, which learns only what is accepted."""
 
     def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.cost = Cost({1: {1: 1.0, 32: 1.0 + 31 * slope}}, {1: 0.1})
+        latency = Latency({1: 1.0, 32: 1.0 + 31 * slope}, {1: 0.01})
+        super().__init__(latency, 12, LossBudget(math.inf))
 
-    def note(self, news, target, draft=0.0, beside=0):
+    def note(self, news, seconds, drafting=0.0, prompt_tokens=0):
         for each in news:
             self._learn(each)
 
@@ -179,7 +163,7 @@ def test_a_small_draft_of_attar_tiny_brings_more_with_siblings(batch: int) -> No
         gains = []
         for branches in (1, 2, 4):
             target = load("attar:tiny", kv_tokens=4096)
-            draft = load_self("attar:tiny", target, way="layers", share=0.75, branches=branches)
+            draft = load_self_draft("attar:tiny", target, way="layers", share=0.75, branches=branches)
             drafter = speculator(draft)
             llm = LLM.of(target, speculator=drafter)
             assert [each.token_ids for each in llm.generate(asked, params)] == want
@@ -197,6 +181,8 @@ def test_five_hundred_tokens_in_float32(batch: int) -> None:
     shared: dict[str, Any] = {"kv_tokens": 16384, "dtype": "float32", "runner": "modules"}
     want = [each.token_ids for each in LLM("attar:tiny", **shared).generate(asked, params)]
     target = load("attar:tiny", **shared)
-    llm = LLM.of(target, speculator=speculator(load_self("attar:tiny", target, way="layers", share=0.75)))
+    llm = LLM.of(
+        target, speculator=speculator(load_self_draft("attar:tiny", target, way="layers", share=0.75))
+    )
     assert [each.token_ids for each in llm.generate(asked, params)] == want
     llm.engine.check()

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from attar.errors import NumericsError
+from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
-from attar.runtime.speculate.noise import Drafting, Noise
+from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
-from attar.runtime.speculate.target import Logits, Rows
+from attar.runtime.speculate.target import Rows, TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
-from attar.runtime.text import Text
 
 PROMPT = (3, 1)
 TREE = (0, 0, 1, 1, 2)
@@ -42,8 +42,8 @@ class Stubborn(Noise):
         return False
 
 
-def text(**params: object) -> Text:
-    return Text("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
+def text(**params: object) -> Completion:
+    return Completion("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
 
 
 def noise(seed: int = 5, ahead: int = 0) -> Noise:
@@ -66,11 +66,11 @@ def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
     return torch.stack([language((*said, *path)) for path in paths])
 
 
-def plain(mine: Text, count: int) -> list[int]:
+def plain(mine: Completion, count: int) -> list[int]:
     tokens: list[int] = []
     for _ in range(count):
         tokens += sample(language(tuple(tokens))[None], [mine.row()], [mine.key()])
-        mine.take(tokens[-1:])
+        mine.append(tokens[-1:])
     return tokens
 
 
@@ -92,9 +92,9 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
         draft = Draft.trie(guesses)
-        target = Logits(passed(draft, said), mine, draft)
+        target = TargetLogits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
-        said += tuple(mine.take(found).token_ids)
+        said += tuple(mine.append(found).token_ids)
         passes += 1
     assert list(said[:40]) == wanted and passes < 20
 
@@ -116,14 +116,14 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
 
 def test_logits_are_warped_as_the_path_to_them_asks() -> None:
     mine = text(temperature=0.9, top_k=5, frequency_penalty=1.5, repetition_penalty=1.3)
-    mine.take([7])
+    mine.append([7])
     draft = Draft((7, 8, 7, 9), (0, 0, 1, 3))
-    target = Logits(passed(draft), mine, draft)
+    target = TargetLogits(passed(draft), mine, draft)
     for node, path in enumerate([(), (7,), (8,), (7, 7), (7, 7, 9)]):
         row = mine.row(path)
         assert np.array_equal(target.p(node), warp(language(path)[None], [row])[0].numpy())
         assert target.token(node) == sample(language(path)[None], [row], [mine.key(len(path))])[0]
-    assert not target.greedy and Logits(passed(draft), text(temperature=0.0), draft).greedy
+    assert not target.greedy and TargetLogits(passed(draft), text(temperature=0.0), draft).greedy
 
 
 @dataclass
@@ -292,7 +292,7 @@ def test_streams_are_apart() -> None:
     for depth in range(3):
         for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
             assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
-    drafting = Drafting(mine, rounds[0])
+    drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
     assert mine.key(1) == noise_key(5, 0, 3)
 
@@ -303,16 +303,18 @@ def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
     logits[0, [3, 5]] = 2.0  # equals: the lower id
     logits[1] = torch.nan  # behind a draft that is not taken
     logits[2, 4] = logits[3, 8] = 1.0
-    verdict = verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+    verdict = verify(draft, TargetLogits(logits, text(temperature=0.0), draft), noise())
     assert (verdict.path, verdict.tokens(draft)) == ((2, 3), (3, 4, 8))
     logits[3, 0] = torch.nan
     with pytest.raises(NumericsError):
-        verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+        verify(draft, TargetLogits(logits, text(temperature=0.0), draft), noise())
 
 
 def test_an_end_that_comes_too_early_is_not_the_likeliest() -> None:
-    early = Text("r", 0, PROMPT, SamplingParams(temperature=0.0, min_tokens=2), seed=5, limit=99, ends=(3,))
+    early = Completion(
+        "r", 0, PROMPT, SamplingParams(temperature=0.0, min_tokens=2), seed=5, limit=99, ends=(3,)
+    )
     logits, draft = torch.zeros(3, 9), Draft.chain((5, 5))
     logits[:, 3], logits[:, 5] = 2.0, 1.0
-    verdict = verify(draft, Logits(logits, early, draft), noise())
+    verdict = verify(draft, TargetLogits(logits, early, draft), noise())
     assert verdict.tokens(draft) == (5, 5, 3)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, nearest
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.parts import Architecture, Part
+from attar.formats.gguf.parts import Architecture, ModuleMapping
 from attar.formats.gguf.placement import Placement, paired, sorted_groups
 from attar.formats.gguf.rope import read_rope, rope_tensors
 from attar.formats.gguf.sizes import Sizes, number, sizes, window
@@ -193,7 +193,7 @@ def expected(config: Mapping[str, Any]) -> list[Placement]:
     return outer + made + blocks
 
 
-def _in_block(part: Part, index: int) -> Part:
+def _in_block(part: ModuleMapping, index: int) -> ModuleMapping:
     return replace(part, gguf=part.gguf.format(index), stored=part.stored.format(index))
 
 
@@ -209,13 +209,13 @@ def _orders(found: Architecture, measured: Sizes) -> dict[str, Tensor]:
     }
 
 
-def _head(config: Mapping[str, Any], found: Architecture) -> list[Part]:
+def _head(config: Mapping[str, Any], found: Architecture) -> list[ModuleMapping]:
     """The head, unless the embedding stands for it; a needed head is then a copy of the embedding."""
     shape = ("vocabulary", "hidden")
     if not _tied(config, found):
-        return [Part("output", found.heads_stored[0], shape, bias=found.head_bias)]
+        return [ModuleMapping("output", found.heads_stored[0], shape, bias=found.head_bias)]
     embedding = next(part.stored for part in found.outer if part.gguf == "token_embd")
-    return [Part("output", embedding, shape)] if found.head == "needed" else []
+    return [ModuleMapping("output", embedding, shape)] if found.head == "needed" else []
 
 
 def _tied(config: Mapping[str, Any], found: Architecture) -> bool:
@@ -223,7 +223,11 @@ def _tied(config: Mapping[str, Any], found: Architecture) -> bool:
 
 
 def _tensors(
-    config: Mapping[str, Any], found: Architecture, measured: Sizes, part: Part, rows: Mapping[str, Tensor]
+    config: Mapping[str, Any],
+    found: Architecture,
+    measured: Sizes,
+    part: ModuleMapping,
+    rows: Mapping[str, Tensor],
 ) -> Iterator[Placement]:
     """Weight and bias of a part."""
     prefix = "" if part.stored in found.heads_stored else found.prefix
@@ -242,5 +246,5 @@ def _tensors(
         yield Placement(f"{part.gguf}.bias", f"{stored}.bias", shape[:1], rows=order, matrix=False)
 
 
-def _biased(config: Mapping[str, Any], part: Part) -> bool:
+def _biased(config: Mapping[str, Any], part: ModuleMapping) -> bool:
     return bool(config.get(part.bias, False)) if isinstance(part.bias, str) else part.bias

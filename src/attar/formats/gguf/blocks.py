@@ -38,7 +38,7 @@ SIX_BITS_AT = 4  # first byte of c and c_m in Q4_K and Q5_K
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """A block.
 
     Attributes:
@@ -63,13 +63,13 @@ class Layout:
 
 
 LAYOUTS = {
-    "Q4_0": Layout((Plane(2, 4, 16),), {"d": 0}, zero=8),
-    "Q4_1": Layout((Plane(4, 4, 16),), {"d": 0, "m": 2}),
-    "Q5_0": Layout((Plane(6, 4, 16), Plane(2, 1, 1, 4)), {"d": 0}, zero=16),
-    "Q5_1": Layout((Plane(8, 4, 16), Plane(4, 1, 1, 4)), {"d": 0, "m": 2}),
-    "Q8_0": Layout((Plane(2, 8, 32),), {"d": 0}),
-    "Q2_K": Layout((Plane(16, 2, 32),), {"d": 80, "dmin": 82}, 16, BOTH, (Plane(0, 4, 16),)),
-    "Q3_K": Layout(
+    "Q4_0": BlockLayout((Plane(2, 4, 16),), {"d": 0}, zero=8),
+    "Q4_1": BlockLayout((Plane(4, 4, 16),), {"d": 0, "m": 2}),
+    "Q5_0": BlockLayout((Plane(6, 4, 16), Plane(2, 1, 1, 4)), {"d": 0}, zero=16),
+    "Q5_1": BlockLayout((Plane(8, 4, 16), Plane(4, 1, 1, 4)), {"d": 0, "m": 2}),
+    "Q8_0": BlockLayout((Plane(2, 8, 32),), {"d": 0}),
+    "Q2_K": BlockLayout((Plane(16, 2, 32),), {"d": 80, "dmin": 82}, 16, BOTH, (Plane(0, 4, 16),)),
+    "Q3_K": BlockLayout(
         (Plane(32, 2, 32), Plane(0, 1, 32, 2)),
         {"d": 108},
         16,
@@ -78,11 +78,13 @@ LAYOUTS = {
         4,
         32,
     ),
-    "Q4_K": Layout((Plane(16, 4, 32),), {"d": 0, "dmin": 2}, 8, BOTH),
-    "Q5_K": Layout((Plane(48, 4, 32), Plane(16, 1, 32, 4)), {"d": 0, "dmin": 2}, 8, BOTH),
-    "Q6_K": Layout((Plane(0, 4, 64), Plane(128, 2, 32, 4)), {"d": 208}, 16, SCALES, (Plane(192, 8, 16),), 32),
-    "IQ4_NL": Layout((Plane(2, 4, 16),), {"d": 0}, levels=IQ4_LEVELS),
-    "IQ4_XS": Layout(
+    "Q4_K": BlockLayout((Plane(16, 4, 32),), {"d": 0, "dmin": 2}, 8, BOTH),
+    "Q5_K": BlockLayout((Plane(48, 4, 32), Plane(16, 1, 32, 4)), {"d": 0, "dmin": 2}, 8, BOTH),
+    "Q6_K": BlockLayout(
+        (Plane(0, 4, 64), Plane(128, 2, 32, 4)), {"d": 208}, 16, SCALES, (Plane(192, 8, 16),), 32
+    ),
+    "IQ4_NL": BlockLayout((Plane(2, 4, 16),), {"d": 0}, levels=IQ4_LEVELS),
+    "IQ4_XS": BlockLayout(
         (Plane(8, 4, 16),),
         {"d": 0},
         8,
@@ -91,7 +93,7 @@ LAYOUTS = {
         bias=32,
         levels=IQ4_LEVELS,
     ),
-    "MXFP4": Layout((Plane(1, 4, 16),), {}, 1, ("exponent",), (Plane(0, 8, 1),), levels=FP4_DOUBLED),
+    "MXFP4": BlockLayout((Plane(1, 4, 16),), {}, 1, ("exponent",), (Plane(0, 8, 1),), levels=FP4_DOUBLED),
 }
 """Every type that is stored in blocks."""
 
@@ -306,7 +308,7 @@ def _decode(kind: str, blocks: Tensor, out: Tensor) -> None:
         tiled.sub_(minimum[..., None])
 
 
-def _scales(layout: Layout, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def _scales(layout: BlockLayout, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """s and m, float32 (B, tiles)."""
     if "exponent" in stored:
         return _power(stored["exponent"]), None

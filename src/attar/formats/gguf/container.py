@@ -20,15 +20,15 @@ from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
 from attar.formats.gguf.cursor import HINT, LARGEST, Cursor
 from attar.formats.gguf.types import TYPES, by_id
-from attar.formats.gguf.values import ARRAY, BY_ID, LONGEST_KEY, STRING, Typed, Value
+from attar.formats.gguf.values import ARRAY, BY_ID, LONGEST_KEY, STRING, MetadataValue, TypedValue
 from attar.formats.gguf.writer import (
     ALIGNMENT,
     DIMENSIONS,
     MAGIC,
     SPLIT,
     VERSION,
-    Slot,
-    Writer,
+    GGUFTensorInfo,
+    GGUFWriter,
     part_name,
     stored_form,
 )
@@ -36,7 +36,7 @@ from attar.formats.gguf.writer import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GGUF", "GGUFTensor", "Slot", "Typed", "Value", "Writer", "read"]
+__all__ = ["GGUF", "GGUFTensor", "GGUFTensorInfo", "GGUFWriter", "MetadataValue", "TypedValue", "read"]
 
 DEEPEST = 4  # arrays in arrays
 MOST_ALIGNED = 1 << 20
@@ -68,7 +68,7 @@ class GGUFTensor:
     @property
     def info(self) -> TensorInfo:
         """The same as a stored tensor: uint8 (..., row_bytes) for block types, numbers otherwise."""
-        dtype, shape = stored_form(Slot(self.name, self.kind, self.shape))
+        dtype, shape = stored_form(GGUFTensorInfo(self.name, self.kind, self.shape))
         block = self.kind if TYPES[self.kind].block > 1 else ""
         return TensorInfo(self.name, dtype, shape, self.nbytes, self.file, self.offset, block, self.shape)
 
@@ -102,9 +102,9 @@ class GGUF:
             raise CheckpointError(f"{self.files[0]}: no tensor {name!r}")
         return read_tensor(self.tensors[name].info)
 
-    def typed(self) -> dict[str, Value]:
+    def typed(self) -> dict[str, MetadataValue]:
         """The metadata with its types, as a writer takes it."""
-        return {key: Typed(self.kinds[key], value) for key, value in self.metadata.items()}
+        return {key: TypedValue(self.kinds[key], value) for key, value in self.metadata.items()}
 
 
 def read(path: str | Path) -> GGUF:

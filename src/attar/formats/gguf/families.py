@@ -13,8 +13,8 @@ from attar.formats.gguf.parts import (
     LLAMA_ROPES,
     SILU,
     Architecture,
-    Part,
-    Rule,
+    ConfigRule,
+    ModuleMapping,
     around_norms,
     attention,
     gated_mlp,
@@ -25,9 +25,9 @@ from attar.formats.gguf.parts import (
     pre_norms,
 )
 
-SILU_RULE = Rule("hidden_act", SILU, "silu")
-NO_BIAS = Rule("attention_bias", (False,), False)
-CAUSAL = Rule("use_bidirectional_attention", (None, False), None)
+SILU_RULE = ConfigRule("hidden_act", SILU, "silu")
+NO_BIAS = ConfigRule("attention_bias", (False,), False)
+CAUSAL = ConfigRule("use_bidirectional_attention", (None, False), None)
 
 _LLAMA_BLOCK = (
     *attention(bias="attention_bias", out_bias="attention_bias", pair=True),
@@ -89,7 +89,7 @@ GEMMA = Architecture(
     blocks=(*attention(), *gated_mlp(), *pre_norms(plus=1.0)),
     head="never",
     defaults={"epsilon": 1e-6, "kv_heads": 16, "head": 256, "tie_word_embeddings": True},
-    rules=(Rule("hidden_act", GELU, "gelu_pytorch_tanh"), NO_BIAS, CAUSAL),
+    rules=(ConfigRule("hidden_act", GELU, "gelu_pytorch_tanh"), NO_BIAS, CAUSAL),
     ropes=("default", "linear"),
 )
 
@@ -111,11 +111,11 @@ GEMMA2 = Architecture(
         "final_logit_softcapping": 30.0,
     },
     rules=(
-        Rule("hidden_activation", GELU, "gelu_pytorch_tanh"),
+        ConfigRule("hidden_activation", GELU, "gelu_pytorch_tanh"),
         NO_BIAS,
         CAUSAL,
-        Rule("attn_logit_softcapping", None, 50.0),
-        Rule("final_logit_softcapping", None, 30.0),
+        ConfigRule("attn_logit_softcapping", None, 50.0),
+        ConfigRule("final_logit_softcapping", None, 30.0),
     ),
     extras=(
         ("attn_logit_softcapping", "attn_logit_softcapping"),
@@ -144,10 +144,10 @@ GEMMA3 = Architecture(
         "query_pre_attn_scalar": 256,
     },
     rules=(
-        Rule("hidden_activation", GELU, "gelu_pytorch_tanh"),
+        ConfigRule("hidden_activation", GELU, "gelu_pytorch_tanh"),
         NO_BIAS,
-        Rule("use_bidirectional_attention", (None, False), False),
-        Rule("attn_logit_softcapping", (None,), None),
+        ConfigRule("use_bidirectional_attention", (None, False), False),
+        ConfigRule("attn_logit_softcapping", (None,), None),
     ),
     extras=(("final_logit_softcapping", "final_logit_softcapping"),),
     ropes=("default", "linear"),
@@ -162,10 +162,10 @@ PHI3 = Architecture(
     model_class="Phi3ForCausalLM",
     outer=outside(),
     blocks=(
-        Part("blk.{}.attn_qkv", "layers.{}.self_attn.qkv_proj", ("qkv", "hidden")),
-        Part("blk.{}.attn_output", "layers.{}.self_attn.o_proj", ("hidden", "q")),
-        Part("blk.{}.ffn_up", "layers.{}.mlp.gate_up_proj", ("gate_up", "hidden")),
-        Part("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff")),
+        ModuleMapping("blk.{}.attn_qkv", "layers.{}.self_attn.qkv_proj", ("qkv", "hidden")),
+        ModuleMapping("blk.{}.attn_output", "layers.{}.self_attn.o_proj", ("hidden", "q")),
+        ModuleMapping("blk.{}.ffn_up", "layers.{}.mlp.gate_up_proj", ("gate_up", "hidden")),
+        ModuleMapping("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff")),
         *pre_norms(),
     ),
     defaults={"epsilon": 1e-5, "original_max_position_embeddings": 4096},
@@ -182,12 +182,12 @@ GPT2 = Architecture(
     prefix="transformer.",
     outer=(
         *outside("wte", "ln_f", bias=True),
-        Part("position_embd", "wpe", ("context", "hidden"), matrix=False),
+        ModuleMapping("position_embd", "wpe", ("context", "hidden"), matrix=False),
     ),
     blocks=(
         norm("blk.{}.attn_norm", "h.{}.ln_1", bias=True),
-        Part("blk.{}.attn_qkv", "h.{}.attn.c_attn", ("qkv", "hidden"), bias=True, transposed=True),
-        Part("blk.{}.attn_output", "h.{}.attn.c_proj", ("hidden", "q"), bias=True, transposed=True),
+        ModuleMapping("blk.{}.attn_qkv", "h.{}.attn.c_attn", ("qkv", "hidden"), bias=True, transposed=True),
+        ModuleMapping("blk.{}.attn_output", "h.{}.attn.c_proj", ("hidden", "q"), bias=True, transposed=True),
         norm("blk.{}.ffn_norm", "h.{}.ln_2", bias=True),
         *plain_mlp("h.{}.mlp.c_fc", "h.{}.mlp.c_proj", transposed=True),
     ),
@@ -202,10 +202,10 @@ GPT2 = Architecture(
     },
     defaults={"epsilon": 1e-5, "tie_word_embeddings": True},
     rules=(
-        Rule("activation_function", GELU, "gelu_new"),
-        Rule("scale_attn_weights", (True,), True),
-        Rule("scale_attn_by_inverse_layer_idx", (False,), False),
-        Rule("add_cross_attention", (False,), False),
+        ConfigRule("activation_function", GELU, "gelu_new"),
+        ConfigRule("scale_attn_weights", (True,), True),
+        ConfigRule("scale_attn_by_inverse_layer_idx", (False,), False),
+        ConfigRule("add_cross_attention", (False,), False),
     ),
     grouped=False,
     square=True,
@@ -220,14 +220,14 @@ GPT_NEOX = Architecture(
     outer=outside("embed_in", "final_layer_norm", bias=True),
     blocks=(
         *pre_norms(bias=True),
-        Part(
+        ModuleMapping(
             "blk.{}.attn_qkv",
             "layers.{}.attention.query_key_value",
             ("qkv", "hidden"),
             bias=True,
             order="groups",
         ),
-        Part("blk.{}.attn_output", "layers.{}.attention.dense", ("hidden", "q"), bias=True),
+        ModuleMapping("blk.{}.attn_output", "layers.{}.attention.dense", ("hidden", "q"), bias=True),
         *plain_mlp("layers.{}.mlp.dense_h_to_4h", "layers.{}.mlp.dense_4h_to_h"),
     ),
     head="needed",
@@ -235,7 +235,7 @@ GPT_NEOX = Architecture(
     layer_norm=True,
     keys={"epsilon": "layer_norm_eps"},
     defaults={"epsilon": 1e-5, "partial_rotary_factor": 0.25, "use_parallel_residual": True},
-    rules=(Rule("hidden_act", GELU, "gelu"), Rule("attention_bias", (True,), True)),
+    rules=(ConfigRule("hidden_act", GELU, "gelu"), ConfigRule("attention_bias", (True,), True)),
     extras=(("use_parallel_residual", "use_parallel_residual"),),
     grouped=False,
     square=True,
@@ -256,7 +256,7 @@ PHI = Architecture(
     layer_norm=True,
     keys={"epsilon": "layer_norm_eps"},
     defaults={"epsilon": 1e-5, "partial_rotary_factor": 0.5},
-    rules=(Rule("hidden_act", GELU, "gelu_new"), Rule("qk_layernorm", (False,), False)),
+    rules=(ConfigRule("hidden_act", GELU, "gelu_new"), ConfigRule("qk_layernorm", (False,), False)),
     square=True,
 )
 
@@ -273,7 +273,7 @@ STARCODER2 = Architecture(
     layer_norm=True,
     keys={"epsilon": "norm_epsilon"},
     defaults={"epsilon": 1e-5, "kv_heads": 2, "tie_word_embeddings": True},
-    rules=(Rule("hidden_act", GELU, "gelu_pytorch_tanh"), Rule("use_bias", (True,), True)),
+    rules=(ConfigRule("hidden_act", GELU, "gelu_pytorch_tanh"), ConfigRule("use_bias", (True,), True)),
     square=True,
     window="all",
 )
@@ -296,8 +296,8 @@ STABLELM = Architecture(
     extras=(("use_parallel_residual", "use_parallel_residual"),),
     rules=(
         SILU_RULE,
-        Rule("qk_layernorm", (False,), False),
-        Rule("use_parallel_residual", (False,), False),
+        ConfigRule("qk_layernorm", (False,), False),
+        ConfigRule("use_parallel_residual", (False,), False),
     ),
     square=True,
 )
@@ -353,8 +353,8 @@ SMOLLM3 = Architecture(
     rules=(
         SILU_RULE,
         NO_BIAS,
-        Rule("mlp_bias", (False,), False),
-        Rule("use_sliding_window", (False,), False),
+        ConfigRule("mlp_bias", (False,), False),
+        ConfigRule("use_sliding_window", (False,), False),
     ),
     unturned=4,
 )

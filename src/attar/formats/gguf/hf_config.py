@@ -30,7 +30,7 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 
-class Keys:
+class ArchitectureMetadata:
     """The metadata of one architecture."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def hf_config(
         ModelError: an architecture that attar does not know.
         CheckpointError: a key is missing, or has another value in each block.
     """
-    keys = Keys(metadata)
+    keys = ArchitectureMetadata(metadata)
     found = _family(keys)
     measured = _sizes(keys, tensors)
     factors = {name: load(name) if load else tensors[name] for name in TENSORS if name in tensors}
@@ -105,7 +105,7 @@ def hf_config(
     }
 
 
-def _family(keys: Keys) -> Architecture:
+def _family(keys: ArchitectureMetadata) -> Architecture:
     """The family of a file."""
     known = {each.written: each for each in reversed(ARCHITECTURES.values())}
     if keys.written not in known:
@@ -119,7 +119,7 @@ def _family(keys: Keys) -> Architecture:
     return MISTRAL if keys.get("attention.sliding_window") or uneven else known[keys.written]
 
 
-def _sizes(keys: Keys, tensors: Mapping[str, Any]) -> Sizes:
+def _sizes(keys: ArchitectureMetadata, tensors: Mapping[str, Any]) -> Sizes:
     hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
     head = keys.whole("attention.key_length", hidden // heads)
     if keys.whole("attention.value_length", head) != head:
@@ -141,7 +141,7 @@ def _sizes(keys: Keys, tensors: Mapping[str, Any]) -> Sizes:
     )
 
 
-def _numbers(keys: Keys, found: Architecture, measured: Sizes) -> dict[str, Any]:
+def _numbers(keys: ArchitectureMetadata, found: Architecture, measured: Sizes) -> dict[str, Any]:
     """Sizes and epsilon, under the family's keys."""
     names = ["hidden", "layers", "heads", "ff", "vocabulary", "context"]
     names += ["kv_heads"] if found.grouped else []
@@ -158,11 +158,11 @@ def _biases(found: Architecture, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {str(part.bias): f"{part.gguf.format(0)}.bias" in tensors for part in reversed(said)}
 
 
-def _extras(keys: Keys, found: Architecture) -> dict[str, Any]:
+def _extras(keys: ArchitectureMetadata, found: Architecture) -> dict[str, Any]:
     return {source: keys.get(key, found.defaults.get(source)) for key, source in found.extras}
 
 
-def _window(keys: Keys, found: Architecture, measured: Sizes) -> dict[str, Any]:
+def _window(keys: ArchitectureMetadata, found: Architecture, measured: Sizes) -> dict[str, Any]:
     """Sliding windows, and the scale of queries that goes with them in Gemma."""
     tokens, marks = keys.get("attention.sliding_window", 0), keys.get("attention.sliding_window_pattern")
     if found.window == "all":

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError
 from attar.formats.gguf import container
-from attar.formats.gguf.writer import Slot, Writer
+from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
@@ -54,12 +54,12 @@ class ImportanceEntry:
         return torch.where(count > 0, self.in_sum2 / count.clamp(min=1.0), torch.ones_like(self.in_sum2))
 
 
-Importance = dict[str, ImportanceEntry]
+ImportanceMatrix = dict[str, ImportanceEntry]
 """Entries by GGUF name of the weight."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class ImportanceOrigin:
     """What a matrix was computed from.
 
     Attributes:
@@ -92,14 +92,14 @@ def write(
         _check(path, name, entry)
         tensors[f"{name}{SUMS}"] = entry.in_sum2.float().contiguous()
         tensors[f"{name}{COUNTS}"] = _counts(entry)
-    metadata: dict[str, container.Value] = {
+    metadata: dict[str, container.MetadataValue] = {
         "general.type": "imatrix",
         DATASETS: list(datasets),
         CHUNK_COUNT: chunks,
         CHUNK_SIZE: chunk_size,
     }
-    slots = [Slot(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with Writer(path, metadata, slots) as writer:
+    slots = [GGUFTensorInfo(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with GGUFWriter(path, metadata, slots) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.finish()
@@ -111,7 +111,7 @@ def _counts(entry: ImportanceEntry) -> Tensor:
     return torch.tensor([entry.count], dtype=torch.float32)
 
 
-def read(path: Path) -> Importance:
+def read(path: Path) -> ImportanceMatrix:
     """Entries of a file of either flavour, by weight.
 
     Raises:
@@ -123,7 +123,7 @@ def read(path: Path) -> Importance:
     return found
 
 
-def read_origin(path: Path) -> Origin:
+def read_origin(path: Path) -> ImportanceOrigin:
     """What a file of either flavour says of where it comes from.
 
     Raises:
@@ -132,7 +132,7 @@ def read_origin(path: Path) -> Origin:
     if not _is_gguf(path):
         return _read_binary(path)[1]
     said = container.read(path).metadata
-    return Origin(tuple(said.get(DATASETS, ())), said.get(CHUNK_COUNT, 0), said.get(CHUNK_SIZE, 0))
+    return ImportanceOrigin(tuple(said.get(DATASETS, ())), said.get(CHUNK_COUNT, 0), said.get(CHUNK_SIZE, 0))
 
 
 def _is_gguf(path: Path) -> bool:
@@ -149,7 +149,7 @@ def _check(path: Path, name: str, entry: ImportanceEntry) -> None:
         raise CheckpointError(f"{path}: {name} holds what is no sum of squares", hint="compute it again")
 
 
-def _read_gguf(path: Path) -> Importance:
+def _read_gguf(path: Path) -> ImportanceMatrix:
     opened = container.read(path)
     names = [name.removesuffix(SUMS) for name in opened.tensors if name.endswith(SUMS)]
     if not names:
@@ -203,7 +203,7 @@ class _Bytes:
         return self.take(self.number()).decode("utf-8", "replace")
 
 
-def _read_binary(path: Path) -> tuple[Importance, Origin]:
+def _read_binary(path: Path) -> tuple[ImportanceMatrix, ImportanceOrigin]:
     """The older flavour; of experts it does not say how many there are."""
     file, found = _Bytes(path), {}
     for _ in range(file.number()):
@@ -212,7 +212,7 @@ def _read_binary(path: Path) -> tuple[Importance, Origin]:
     if not found:
         raise CheckpointError(f"{path}: holds no importance matrix", hint="give the file of an imatrix")
     if file.place == len(file.data):
-        return found, Origin((), 0, 0)
+        return found, ImportanceOrigin((), 0, 0)
     chunks = file.number()
     text = file.text() if file.place < len(file.data) else ""
-    return found, Origin((text,) if text else (), chunks, 0)
+    return found, ImportanceOrigin((text,) if text else (), chunks, 0)

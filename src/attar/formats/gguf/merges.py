@@ -22,10 +22,10 @@ from typing import Any
 
 from attar.errors import CheckpointError, ModelError
 
-Pair = tuple[str, str]
+TokenPair = tuple[str, str]
 
 
-def read_merges(merges: Iterable[Any], where: str) -> dict[Pair, int]:
+def read_merges(merges: Iterable[Any], where: str) -> dict[TokenPair, int]:
     """The merges of a tokenizer.json: pairs by rank, in their order. Of equal pairs the last counts.
 
     Args:
@@ -35,7 +35,7 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[Pair, int]:
     Raises:
         CheckpointError: a merge is no pair.
     """
-    ranks: dict[Pair, int] = {}
+    ranks: dict[TokenPair, int] = {}
     for rank, merge in enumerate(merges):
         pair = tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
         if len(pair) != 2:
@@ -45,7 +45,7 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[Pair, int]:
     return ranks
 
 
-def derive(token: str, ranks: Mapping[Pair, int]) -> tuple[list[str], int]:
+def derive(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str], int]:
     """What a text becomes under merges.
 
     Returns:
@@ -61,12 +61,12 @@ def derive(token: str, ranks: Mapping[Pair, int]) -> tuple[list[str], int]:
     return symbols, last
 
 
-def complete(tokens: Iterable[str], ranks: Mapping[Pair, int]) -> bool:
+def complete(tokens: Iterable[str], ranks: Mapping[TokenPair, int]) -> bool:
     """Whether merges make every token: then ``ignore_merges`` changes nothing."""
     return all(len(derive(token, ranks)[0]) == 1 for token in tokens)
 
 
-def scores(tokens: Sequence[str], ranks: Mapping[Pair, int], where: str) -> list[float]:
+def scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: str) -> list[float]:
     """The score of each token, with which llama.cpp's SentencePiece tokenizer does what the merges do.
 
     A token that no merge makes gets one below all others.
@@ -87,7 +87,7 @@ def scores(tokens: Sequence[str], ranks: Mapping[Pair, int], where: str) -> list
     return found
 
 
-def merges_of(tokens: Sequence[str], score: Mapping[str, float]) -> list[Pair]:
+def merges_of(tokens: Sequence[str], score: Mapping[str, float]) -> list[TokenPair]:
     """The merges that do what scores do: every pair of tokens whose text together is a token, by the token's
     score, the highest first. Of tokens with equal scores the earlier comes first.
 

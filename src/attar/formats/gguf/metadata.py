@@ -17,7 +17,7 @@ from typing import Any
 from attar.formats.gguf.architectures import architecture, expected
 from attar.formats.gguf.parts import Architecture
 from attar.formats.gguf.rope import read_rope, rope_metadata
-from attar.formats.gguf.sizes import Sizes, Window, number, sizes, usual_pattern, window
+from attar.formats.gguf.sizes import Sizes, SlidingWindow, number, sizes, usual_pattern, window
 
 
 def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _dimensions(found: Architecture, measured: Sizes, epsilon: float) -> dict[st
     return keys | {name: epsilon}
 
 
-def _window_keys(found: Architecture, seen: Window | None, layers: int) -> dict[str, Any]:
+def _window_keys(found: Architecture, seen: SlidingWindow | None, layers: int) -> dict[str, Any]:
     """The window, and its blocks where they are not those that llama.cpp assumes."""
     if found.window is None:
         return {}

@@ -1,7 +1,7 @@
 """What the table of architectures (families.py) is made of: parts of a model, rules about its config, and
 the parts that many families share.
 
-A :class:`Part` is a weight with the bias beside it; ``{}`` in its names is the block. Names of sizes:
+A :class:`ModuleMapping` is a weight with its bias; ``{}`` in its names is the block. Names of sizes:
 ``hidden``, ``ff`` (MLP width), ``gate_up`` (twice that), ``q`` and ``kv`` (all heads together), ``qkv``,
 ``head`` (one head), ``vocabulary``, ``context``.
 """
@@ -21,7 +21,7 @@ ROPES = ("default", "linear", "yarn")
 
 
 @dataclass(frozen=True)
-class Part:
+class ModuleMapping:
     """A weight, and the bias beside it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConfigRule:
     """A key of the config, and the values that llama.cpp's code agrees with.
 
     Attributes:
@@ -92,15 +92,15 @@ class Architecture:
     written: str
     model_class: str
     prefix: str = "model."
-    outer: tuple[Part, ...]
-    blocks: tuple[Part, ...]
+    outer: tuple[ModuleMapping, ...]
+    blocks: tuple[ModuleMapping, ...]
     head: str = "optional"
     head_bias: bool = False
     heads_stored: tuple[str, ...] = ("lm_head",)
     layer_norm: bool = False
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[ConfigRule, ...] = ()
     extras: tuple[tuple[str, str], ...] = ()
     grouped: bool = True
     square: bool = False
@@ -131,54 +131,58 @@ USUAL = {
 """The config's usual keys."""
 
 
-def norm(gguf: str, stored: str, *, size: str = "hidden", bias: bool = False, plus: float = 0.0) -> Part:
+def norm(
+    gguf: str, stored: str, *, size: str = "hidden", bias: bool = False, plus: float = 0.0
+) -> ModuleMapping:
     """A norm's weight."""
-    return Part(gguf, stored, (size,), bias=bias, plus=plus, matrix=False)
+    return ModuleMapping(gguf, stored, (size,), bias=bias, plus=plus, matrix=False)
 
 
 def attention(
     *, bias: bool | str = False, out_bias: bool | str = False, pair: bool = False, out: str = "o_proj"
-) -> tuple[Part, ...]:
+) -> tuple[ModuleMapping, ...]:
     """Separate projections; ``pair``: q and k have their rows paired."""
     place, order = "blk.{}.attn_", ("q", "k", "") if pair else ("", "", "")
     into = (("q", "q"), ("k", "kv"), ("v", "kv"))
     return (
         *(
-            Part(f"{place}{part}", f"layers.{{}}.self_attn.{part}_proj", (size, "hidden"), bias, kind)
+            ModuleMapping(
+                f"{place}{part}", f"layers.{{}}.self_attn.{part}_proj", (size, "hidden"), bias, kind
+            )
             for (part, size), kind in zip(into, order, strict=True)
         ),
-        Part(f"{place}output", f"layers.{{}}.self_attn.{out}", ("hidden", "q"), out_bias),
+        ModuleMapping(f"{place}output", f"layers.{{}}.self_attn.{out}", ("hidden", "q"), out_bias),
     )
 
 
-def gated_mlp(bias: bool | str = False) -> tuple[Part, ...]:
+def gated_mlp(bias: bool | str = False) -> tuple[ModuleMapping, ...]:
     """gate, up and down."""
     return (
-        Part("blk.{}.ffn_gate", "layers.{}.mlp.gate_proj", ("ff", "hidden"), bias),
-        Part("blk.{}.ffn_up", "layers.{}.mlp.up_proj", ("ff", "hidden"), bias),
-        Part("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff"), bias),
+        ModuleMapping("blk.{}.ffn_gate", "layers.{}.mlp.gate_proj", ("ff", "hidden"), bias),
+        ModuleMapping("blk.{}.ffn_up", "layers.{}.mlp.up_proj", ("ff", "hidden"), bias),
+        ModuleMapping("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff"), bias),
     )
 
 
-def plain_mlp(up: str, down: str, *, transposed: bool = False) -> tuple[Part, ...]:
+def plain_mlp(up: str, down: str, *, transposed: bool = False) -> tuple[ModuleMapping, ...]:
     """up and down, with biases."""
     return (
-        Part("blk.{}.ffn_up", up, ("ff", "hidden"), bias=True, transposed=transposed),
-        Part("blk.{}.ffn_down", down, ("hidden", "ff"), bias=True, transposed=transposed),
+        ModuleMapping("blk.{}.ffn_up", up, ("ff", "hidden"), bias=True, transposed=transposed),
+        ModuleMapping("blk.{}.ffn_down", down, ("hidden", "ff"), bias=True, transposed=transposed),
     )
 
 
 def outside(
     embedding: str = "embed_tokens", final: str = "norm", *, bias: bool = False, plus: float = 0.0
-) -> tuple[Part, ...]:
+) -> tuple[ModuleMapping, ...]:
     """Embedding and final norm."""
     return (
-        Part("token_embd", embedding, ("vocabulary", "hidden")),
+        ModuleMapping("token_embd", embedding, ("vocabulary", "hidden")),
         norm("output_norm", final, bias=bias, plus=plus),
     )
 
 
-def pre_norms(*, bias: bool = False, plus: float = 0.0) -> tuple[Part, ...]:
+def pre_norms(*, bias: bool = False, plus: float = 0.0) -> tuple[ModuleMapping, ...]:
     """The norms before attention and MLP."""
     return (
         norm("blk.{}.attn_norm", "layers.{}.input_layernorm", bias=bias, plus=plus),
@@ -186,7 +190,7 @@ def pre_norms(*, bias: bool = False, plus: float = 0.0) -> tuple[Part, ...]:
     )
 
 
-def around_norms(plus: float) -> tuple[Part, ...]:
+def around_norms(plus: float) -> tuple[ModuleMapping, ...]:
     """Gemma's norms before and after attention and MLP."""
     place = "layers.{}."
     return (
@@ -197,7 +201,7 @@ def around_norms(plus: float) -> tuple[Part, ...]:
     )
 
 
-def head_norms(*, q: str = "head", k: str = "head", plus: float = 0.0) -> tuple[Part, ...]:
+def head_norms(*, q: str = "head", k: str = "head", plus: float = 0.0) -> tuple[ModuleMapping, ...]:
     """Norms of queries and keys."""
     return (
         norm("blk.{}.attn_q_norm", "layers.{}.self_attn.q_norm", size=q, plus=plus),

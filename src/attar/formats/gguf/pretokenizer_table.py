@@ -82,7 +82,7 @@ _BLOOM_NESTED = rf" ?[^(\s|[{_STOPS}])]+"
 
 
 @dataclass(frozen=True)
-class Pre:
+class PreTokenizer:
     """A pre-tokenizer of llama.cpp.
 
     Attributes:
@@ -107,7 +107,7 @@ class Pre:
 
 
 TABLE = (
-    Pre(
+    PreTokenizer(
         "llama-bpe",
         (LLAMA3,),
         ignore_merges=True,
@@ -124,8 +124,8 @@ TABLE = (
             "glm5",
         ),
     ),
-    Pre("dbrx", (LLAMA3,), aliases=("smaug-bpe", "chatglm-bpe")),
-    Pre(
+    PreTokenizer("dbrx", (LLAMA3,), aliases=("smaug-bpe", "chatglm-bpe")),
+    PreTokenizer(
         "qwen2",
         (QWEN2,),
         composed=True,
@@ -143,8 +143,8 @@ TABLE = (
             "llada-moe",
         ),
     ),
-    Pre("qwen35", (_QWEN35,), composed=True),
-    Pre(
+    PreTokenizer("qwen35", (_QWEN35,), composed=True),
+    PreTokenizer(
         "gpt-2",
         (GPT2,),
         aliases=(
@@ -165,32 +165,34 @@ TABLE = (
             "granite-docling",
         ),
     ),
-    Pre(
+    PreTokenizer(
         "smollm",
         (DIGIT, GPT2),
         aliases=("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),
     ),
-    Pre(
+    PreTokenizer(
         "falcon",
         (PUNCTUATION, GPT2, "[0-9][0-9][0-9]"),
         spelled=((PUNCTUATION, GPT2, CODED + DIGITS, CODED + "[0-9][0-9][0-9]"),),
     ),
-    Pre("deepseek-llm", (*_DEEPSEEK_LLM, DIGITS), spelled=((*_DEEPSEEK_LLM, DIGIT),)),
-    Pre("deepseek-coder", _DEEPSEEK_CODER),
-    Pre("deepseek-v3", (THREE, _IDEOGRAPHS, _DEEPSEEK3), aliases=("hunyuan-dense", "joyai-llm", "hy_v4")),
-    Pre("tekken", (TEKKEN,), ignore_merges=True, approximate=True),
-    Pre("gpt-4o", (O200K,), approximate=True, aliases=("llama4", "kanana2", "talkie", "minimax-m2")),
-    Pre("granite-embed-multi-97m", (O200K,), ignore_merges=True, recent=True, approximate=True),
-    Pre("bloom", (_BLOOM,), spelled=((_BLOOM_NESTED,),), aliases=("poro-chat", "gpt3-finnish")),
-    Pre("viking", (_BLOOM, DIGIT), spelled=((_BLOOM_NESTED, DIGIT),)),
-    Pre("minicpm5", (THREE, LLAMA3.replace(r"{1,3}", "+")), ignore_merges=True),
-    Pre("jais-2", (_JAIS2,)),
-    Pre("seed-coder", (_SEED,)),
-    Pre("exaone-moe", (_EXAONE,)),
-    Pre("tiny_aya", (r"\d{1,3}(?=(?:\d{3})*\b)", O200K), approximate=True, aliases=("cohere2moe",)),
-    Pre("ufakzeka", (QWEN2.removeprefix(CONTRACTIONS + "|"),)),
-    Pre("laguna", (NEWLINES, QWEN2)),
-    Pre("superbpe", (DIGITS, r"(?=(\d{3})+(?!\d))")),
-    Pre("default", (PUNCTUATION.replace("`", ""), GPT2, DIGITS, "[0-9][0-9][0-9]")),
+    PreTokenizer("deepseek-llm", (*_DEEPSEEK_LLM, DIGITS), spelled=((*_DEEPSEEK_LLM, DIGIT),)),
+    PreTokenizer("deepseek-coder", _DEEPSEEK_CODER),
+    PreTokenizer(
+        "deepseek-v3", (THREE, _IDEOGRAPHS, _DEEPSEEK3), aliases=("hunyuan-dense", "joyai-llm", "hy_v4")
+    ),
+    PreTokenizer("tekken", (TEKKEN,), ignore_merges=True, approximate=True),
+    PreTokenizer("gpt-4o", (O200K,), approximate=True, aliases=("llama4", "kanana2", "talkie", "minimax-m2")),
+    PreTokenizer("granite-embed-multi-97m", (O200K,), ignore_merges=True, recent=True, approximate=True),
+    PreTokenizer("bloom", (_BLOOM,), spelled=((_BLOOM_NESTED,),), aliases=("poro-chat", "gpt3-finnish")),
+    PreTokenizer("viking", (_BLOOM, DIGIT), spelled=((_BLOOM_NESTED, DIGIT),)),
+    PreTokenizer("minicpm5", (THREE, LLAMA3.replace(r"{1,3}", "+")), ignore_merges=True),
+    PreTokenizer("jais-2", (_JAIS2,)),
+    PreTokenizer("seed-coder", (_SEED,)),
+    PreTokenizer("exaone-moe", (_EXAONE,)),
+    PreTokenizer("tiny_aya", (r"\d{1,3}(?=(?:\d{3})*\b)", O200K), approximate=True, aliases=("cohere2moe",)),
+    PreTokenizer("ufakzeka", (QWEN2.removeprefix(CONTRACTIONS + "|"),)),
+    PreTokenizer("laguna", (NEWLINES, QWEN2)),
+    PreTokenizer("superbpe", (DIGITS, r"(?=(\d{3})+(?!\d))")),
+    PreTokenizer("default", (PUNCTUATION.replace("`", ""), GPT2, DIGITS, "[0-9][0-9][0-9]")),
 )
 """In the order of preference: where two rows cut alike, the first that fits is written."""

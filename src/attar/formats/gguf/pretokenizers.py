@@ -31,7 +31,7 @@ from attar.formats.gguf.pretokenizer_table import (
     GPT2,
     PUNCTUATION,
     TABLE,
-    Pre,
+    PreTokenizer,
 )
 
 _SAME = (
@@ -65,7 +65,7 @@ def known() -> tuple[str, ...]:
     return tuple(name for row in TABLE for name in (row.name, *row.aliases))
 
 
-def by_name(name: str) -> Pre:
+def by_name(name: str) -> PreTokenizer:
     """The row of a name or an alias.
 
     Raises:

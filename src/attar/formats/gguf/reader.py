@@ -33,7 +33,7 @@ METHOD = "gguf"
 _FAULTS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, IndexError, RuntimeError)
 
 
-class Reader:
+class GGUFReader:
     """Reads an opened GGUF file.
 
     Attributes:
@@ -177,7 +177,7 @@ def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: a tensor is missing, or of another shape than the metadata say.
     """
-    reader = Reader(checkpoint)
+    reader = GGUFReader(checkpoint)
     state: dict[str, Tensor] = {}
     for name, placement in reader.placements.items():
         tensor = reader.dense(name)

@@ -39,7 +39,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """Sliding-window attention: in the blocks marked a token sees the last ``tokens`` tokens, itself too."""
 
     tokens: int
@@ -110,7 +110,7 @@ def _check(found: Sizes, architecture: Architecture) -> None:
         )
 
 
-def window(config: Mapping[str, Any], architecture: Architecture, layers: int) -> Window | None:
+def window(config: Mapping[str, Any], architecture: Architecture, layers: int) -> SlidingWindow | None:
     """The sliding window; None where no block has one."""
     kind = architecture.window
     tokens = number(config, architecture, "sliding_window")
@@ -127,7 +127,7 @@ def window(config: Mapping[str, Any], architecture: Architecture, layers: int) -
         raise ModelError(
             f"config of {architecture.family}: layer_types names {len(blocks)} blocks, the model has {layers}"
         )
-    return Window(int(tokens), blocks) if any(blocks) else None
+    return SlidingWindow(int(tokens), blocks) if any(blocks) else None
 
 
 def _usual(config: Mapping[str, Any], kind: str | int, layers: int) -> list[bool]:

@@ -25,18 +25,18 @@ from attar.formats.gguf.sentencepiece import UNIGRAM
 from attar.formats.gguf.tokenizer_back import write_tokenizer
 from attar.formats.gguf.tokenizer_bpe import bpe_metadata
 from attar.formats.gguf.tokenizer_pipeline import PIPELINE, pipeline
-from attar.formats.gguf.tokenizer_source import Source, read_source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles, read_tokenizer_files
 from attar.formats.gguf.tokenizer_special import special_metadata
 from attar.formats.gguf.tokenizer_spm import spm_metadata
 from attar.formats.gguf.tokenizer_unigram import unigram_metadata
-from attar.formats.gguf.values import Value
+from attar.formats.gguf.values import MetadataValue
 
 __all__ = ["source_metadata", "tokenizer_metadata", "write_tokenizer"]
 
 
 def tokenizer_metadata(
     folder: str | Path, config: Mapping[str, Any], pre: str | None = None
-) -> dict[str, Value]:
+) -> dict[str, MetadataValue]:
     """The GGUF metadata of a model folder's tokenizer.
 
     Args:
@@ -52,10 +52,10 @@ def tokenizer_metadata(
         ModelError: llama.cpp cannot do what this tokenizer does; says which part.
         SettingsError: ``pre`` is no name of llama.cpp's.
     """
-    return source_metadata(read_source(Path(folder), config), pre)
+    return source_metadata(read_tokenizer_files(Path(folder), config), pre)
 
 
-def source_metadata(source: Source, pre: str | None = None) -> dict[str, Value]:
+def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str, MetadataValue]:
     """:func:`tokenizer_metadata` of files that are read already."""
     kind = _kind(source)
     if kind == "gpt2":
@@ -68,7 +68,7 @@ def source_metadata(source: Source, pre: str | None = None) -> dict[str, Value]:
     return found
 
 
-def _kind(source: Source) -> str:
+def _kind(source: TokenizerFiles) -> str:
     """Which of llama.cpp's tokenizers a folder's is."""
     if source.pieces is not None:
         return "t5" if source.pieces.kind == UNIGRAM else "llama"

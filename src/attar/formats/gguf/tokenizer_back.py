@@ -17,11 +17,11 @@ from typing import Any
 
 from attar.checkpoint.atomic import write_bytes, write_json
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.tokenizer_kinds import MAKERS, Json, Stored
+from attar.formats.gguf.tokenizer_kinds import MAKERS, Json, StoredTokenizer
 from attar.formats.gguf.tokenizer_pipeline import STAGES, SWITCHES, read_pipeline, with_charsmap
 from attar.formats.gguf.tokenizer_special import KEYS, PREFIX
 from attar.formats.gguf.tokenizer_vocabulary import CONTROL, UNKNOWN, USER_DEFINED
-from attar.formats.gguf.values import Typed
+from attar.formats.gguf.values import TypedValue
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 _NAMED = ("bos", "eos", "unk", "sep", "pad", "mask")
@@ -42,7 +42,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | Path) -> None:
         ModelError: the file has a kind of tokenizer that is not known here.
         OutputError: the folder cannot be written.
     """
-    bare = {key: value.value if isinstance(value, Typed) else value for key, value in metadata.items()}
+    bare = {key: value.value if isinstance(value, TypedValue) else value for key, value in metadata.items()}
     tokenizer, settings = tokenizer_files(bare)
     write_bytes(Path(folder) / "tokenizer.json", json.dumps(tokenizer, ensure_ascii=False).encode())
     write_json(Path(folder) / "tokenizer_config.json", settings)
@@ -64,7 +64,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
     return whole, _settings(stored)
 
 
-def _stored(metadata: Mapping[str, Any]) -> Stored:
+def _stored(metadata: Mapping[str, Any]) -> StoredTokenizer:
     """The vocabulary of a file, looked over."""
     kind = metadata.get(PREFIX + "model")
     if kind is None:
@@ -89,10 +89,10 @@ def _stored(metadata: Mapping[str, Any]) -> Stored:
     named = {role: metadata[PREFIX + key] for role, key in KEYS.items() if PREFIX + key in metadata}
     ids = {**_DEFAULT_IDS.get(kind, {}), **named}
     inside = {role: index for role, index in ids.items() if 0 <= index < len(tokens)}
-    return Stored(kind, metadata, tokens, metadata[PREFIX + "token_type"], inside)
+    return StoredTokenizer(kind, metadata, tokens, metadata[PREFIX + "token_type"], inside)
 
 
-def _added(stored: Stored, flags: Mapping[str, list[str]]) -> list[Json]:
+def _added(stored: StoredTokenizer, flags: Mapping[str, list[str]]) -> list[Json]:
     """The added tokens of a tokenizer.json."""
     found = []
     for index, (token, kind) in enumerate(zip(stored.tokens, stored.types, strict=True)):
@@ -103,7 +103,7 @@ def _added(stored: Stored, flags: Mapping[str, list[str]]) -> list[Json]:
     return found
 
 
-def _settings(stored: Stored) -> Json:
+def _settings(stored: StoredTokenizer) -> Json:
     """The content of tokenizer_config.json."""
     metadata = stored.metadata
     found: Json = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -16,16 +16,16 @@ from typing import Any
 from attar.errors import ModelError
 from attar.formats.gguf.merges import complete, read_merges
 from attar.formats.gguf.pretokenizers import by_name, recognise
-from attar.formats.gguf.tokenizer_source import Source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles
 from attar.formats.gguf.tokenizer_vocabulary import (
     CONTROL,
     NORMAL,
     USER_DEFINED,
-    Entry,
+    TokenEntry,
     listed,
     metadata,
 )
-from attar.formats.gguf.values import Typed, Value
+from attar.formats.gguf.values import MetadataValue, TypedValue
 
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
@@ -36,7 +36,7 @@ ALPHABET = {
 """The character that stands for each byte, as GPT-2 has it."""
 
 
-def bpe_metadata(source: Source, pre: str | None) -> dict[str, Value]:
+def bpe_metadata(source: TokenizerFiles, pre: str | None) -> dict[str, MetadataValue]:
     """The keys of a byte-level BPE.
 
     Args:
@@ -62,13 +62,13 @@ def bpe_metadata(source: Source, pre: str | None) -> dict[str, Value]:
     return {
         **metadata("gpt2", listed(_entries(source), source.size, source.file), scored=False),
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.merges": Typed(
+        "tokenizer.ggml.merges": TypedValue(
             "[str]", [f"{left} {right}" for left, right in ranks if " " not in left + right]
         ),
     }
 
 
-def _entries(source: Source) -> dict[int, Entry]:
+def _entries(source: TokenizerFiles) -> dict[int, TokenEntry]:
     """Tokens by id. Text that is in no byte's writing can come from no merge; it is written in bytes, so
     that llama.cpp reads it the same (not with ignore_merges, which would then find it)."""
     characters, respelt = set(ALPHABET.values()), not source.model.get("ignore_merges")
@@ -77,13 +77,13 @@ def _entries(source: Source) -> dict[int, Entry]:
         if respelt and not characters.issuperset(text):
             spelt = "".join(ALPHABET[byte] for byte in text.encode())
             text = text if spelt in source.vocabulary else spelt
-        found[index] = Entry(text, NORMAL)
+        found[index] = TokenEntry(text, NORMAL)
     for index, token in source.added.items():
-        found[index] = Entry(token.text, CONTROL if token.special else USER_DEFINED)
+        found[index] = TokenEntry(token.text, CONTROL if token.special else USER_DEFINED)
     return found
 
 
-def _check(source: Source) -> None:
+def _check(source: TokenizerFiles) -> None:
     """Refuse what llama.cpp's byte-level BPE does not do."""
     model = source.model
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):

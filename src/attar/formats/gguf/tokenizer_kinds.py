@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.formats.gguf.merges import Pair, merges_of
+from attar.formats.gguf.merges import TokenPair, merges_of
 from attar.formats.gguf.pretokenizers import by_name, pre_tokenizer
 from attar.formats.gguf.tokenizer_special import PREFIX
 from attar.formats.gguf.tokenizer_vocabulary import BEFORE, NORMAL, SPACE, UNUSED, pad_text
@@ -21,7 +21,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTokenizer:
     """The tokenizer of a GGUF file.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stored:
         return self.types[index] == UNUSED and self.tokens[index] == pad_text(index)
 
 
-def bpe(stored: Stored) -> Json:
+def bpe(stored: StoredTokenizer) -> Json:
     """A byte-level BPE.
 
     Raises:
@@ -79,7 +79,7 @@ def bpe(stored: Stored) -> Json:
     }
 
 
-def spm(stored: Stored) -> Json:
+def spm(stored: StoredTokenizer) -> Json:
     """A SentencePiece BPE."""
     score = dict(zip(stored.tokens, stored.get("scores", ()), strict=True))
     pieces = [token for token, kind in zip(stored.tokens, stored.types, strict=True) if kind == NORMAL]
@@ -97,7 +97,7 @@ def spm(stored: Stored) -> Json:
     }
 
 
-def unigram(stored: Stored) -> Json:
+def unigram(stored: StoredTokenizer) -> Json:
     """A unigram model."""
     merged = bool(stored.get("remove_extra_whitespaces", False))
     prefix = bool(stored.get("add_space_prefix", False)) or merged
@@ -126,7 +126,7 @@ MAKERS = {"gpt2": bpe, "llama": spm, "t5": unigram}
 """What makes the stages and the model of a tokenizer.json, by kind."""
 
 
-def _scored(stored: Stored) -> list[list[Any]]:
+def _scored(stored: StoredTokenizer) -> list[list[Any]]:
     """Texts and scores of a unigram model. Its ids are places in a list, so what fills a place between two
     tokens stays; it gets the lowest score that a token has, which is what unknown ones are measured by."""
     scores = [float(score) for score in stored.get("scores", ())]
@@ -138,7 +138,7 @@ def _scored(stored: Stored) -> list[list[Any]]:
     ]
 
 
-def _model(stored: Stored, merges: list[Pair], **switches: Any) -> Json:
+def _model(stored: StoredTokenizer, merges: list[TokenPair], **switches: Any) -> Json:
     """A BPE. Merges of what is no token are left out: they can come to nothing."""
     vocabulary = {token: index for index, token in enumerate(stored.tokens) if not stored.fills(index)}
     usual = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
@@ -158,7 +158,7 @@ def _model(stored: Stored, merges: list[Pair], **switches: Any) -> Json:
     }
 
 
-def _around(stored: Stored, bos: bool, eos: bool) -> Json:
+def _around(stored: StoredTokenizer, bos: bool, eos: bool) -> Json:
     """The post_processor that puts bos and eos around a text, where the file says so; where it says nothing,
     where ``bos`` and ``eos`` do."""
     before = [stored.text("bos")] if stored.get("add_bos_token", bos) and "bos" in stored.ids else []
@@ -185,7 +185,7 @@ def _replace(text: str, by: str) -> Json:
     return {"type": "Replace", "pattern": {"String": text}, "content": by}
 
 
-def _pair(merge: str) -> Pair:
+def _pair(merge: str) -> TokenPair:
     """A merge as llama.cpp reads it: cut at the first space that is not its first character."""
     cut = merge.find(" ", 1)
     if cut < 0:

@@ -7,12 +7,12 @@ from typing import Any
 
 from attar.formats.gguf.pretokenizers import by_name, steps
 from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import Source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles
 from attar.formats.gguf.tokenizer_special import KNOWN_ENDS, PREFIX, special_ids, unnamed_ends
 from attar.formats.gguf.tokenizer_spm import metaspace
 
 
-def tokenizer_limits(source: Source, metadata: Mapping[str, Any]) -> list[str]:
+def tokenizer_limits(source: TokenizerFiles, metadata: Mapping[str, Any]) -> list[str]:
     """Where llama.cpp's tokens will differ from transformers', one line each; empty where they will not.
 
     Args:
@@ -26,7 +26,7 @@ def tokenizer_limits(source: Source, metadata: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _normalizer(source: Source) -> list[str]:
+def _normalizer(source: TokenizerFiles) -> list[str]:
     kinds = [step.get("type") for step in normalizers(source.tokenizer.get("normalizer"))]
     return [
         line
@@ -38,7 +38,7 @@ def _normalizer(source: Source) -> list[str]:
     ]
 
 
-def _spaces(source: Source) -> list[str]:
+def _spaces(source: TokenizerFiles) -> list[str]:
     for step in steps(source.tokenizer.get("pre_tokenizer")):
         if metaspace(step):
             first = step.get("prepend_scheme") == "first"
@@ -47,7 +47,7 @@ def _spaces(source: Source) -> list[str]:
     return []
 
 
-def _added(source: Source) -> list[str]:
+def _added(source: TokenizerFiles) -> list[str]:
     flagged = [
         token.text
         for token in source.added.values()
@@ -58,7 +58,7 @@ def _added(source: Source) -> list[str]:
     return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave the spaces beside them as they are"]
 
 
-def _ends(source: Source) -> list[str]:
+def _ends(source: TokenizerFiles) -> list[str]:
     """Ends of a text that find no place, and tokens that llama.cpp takes for an end by their text."""
     ids = special_ids(source)
     missed = [

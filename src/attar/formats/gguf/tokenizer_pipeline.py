@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import CheckpointError
-from attar.formats.gguf.tokenizer_source import Source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles
 
 PIPELINE = "attar.tokenizer.pipeline"
 STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -20,7 +20,7 @@ SWITCHES = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
 CHARSMAP = "precompiled_charsmap"
 
 
-def pipeline(source: Source) -> dict[str, Any]:
+def pipeline(source: TokenizerFiles) -> dict[str, Any]:
     """What to keep of a tokenizer.json."""
     kept = {stage: source.tokenizer.get(stage) for stage in STAGES}
     kept["normalizer"] = with_charsmap(kept["normalizer"], None)

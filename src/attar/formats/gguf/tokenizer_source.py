@@ -28,7 +28,7 @@ ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 @dataclass(frozen=True)
-class Added:
+class AddedToken:
     """An added token.
 
     Attributes:
@@ -43,7 +43,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenizerFiles:
     """What a folder says of its tokenizer.
 
     Attributes:
@@ -65,7 +65,7 @@ class Source:
     generation: dict[str, Any]
     config: Mapping[str, Any]
     vocabulary: dict[str, int]
-    added: dict[int, Added]
+    added: dict[int, AddedToken]
     templates: dict[str, str]
 
     @property
@@ -99,7 +99,7 @@ class Source:
         return self.vocabulary.get(text) if text is not None else None
 
 
-def read_source(folder: Path, config: Mapping[str, Any]) -> Source:
+def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:
     """Read a tokenizer's files.
 
     Args:
@@ -121,7 +121,7 @@ def read_source(folder: Path, config: Mapping[str, Any]) -> Source:
         vocabulary = {text: index for index, text in enumerate(pieces.pieces)}
         named = {f"{role}_token": pieces.pieces[index] for role, index in pieces.ids.items()}
         settings = {**named, **settings}
-    return Source(
+    return TokenizerFiles(
         folder,
         tokenizer,
         pieces,
@@ -155,9 +155,9 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 def _added(
     folder: Path, tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocabulary: Mapping[str, int]
-) -> dict[int, Added]:
+) -> dict[int, AddedToken]:
     """Added tokens by id, from all the places that have them; tokenizer.json goes first."""
-    found: dict[int, Added] = {}
+    found: dict[int, AddedToken] = {}
     decoder = settings.get("added_tokens_decoder") or {}
     old = _optional(folder / "added_tokens.json")
     entries = [
@@ -175,16 +175,16 @@ def _added(
     ids = {token.text: index for index, token in found.items()}
     for text in _named(settings):
         if text not in ids and text in vocabulary:
-            found[vocabulary[text]] = Added(text, special=True)
+            found[vocabulary[text]] = AddedToken(text, special=True)
     return {
-        index: Added(token.text, token.special or token.text in named, token.flags)
+        index: AddedToken(token.text, token.special or token.text in named, token.flags)
         for index, token in sorted(found.items())
     }
 
 
-def _token(entry: Mapping[str, Any]) -> Added:
+def _token(entry: Mapping[str, Any]) -> AddedToken:
     flags = tuple(name for name in ("lstrip", "rstrip", "single_word", "normalized") if entry.get(name))
-    return Added(str(entry["content"]), bool(entry.get("special")), flags)
+    return AddedToken(str(entry["content"]), bool(entry.get("special")), flags)
 
 
 def _named(settings: Mapping[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attar.errors import ModelError
-from attar.formats.gguf.tokenizer_source import ROLES, Source, text_of
-from attar.formats.gguf.values import Value
+from attar.formats.gguf.tokenizer_source import ROLES, TokenizerFiles, text_of
+from attar.formats.gguf.values import MetadataValue
 
 PREFIX = "tokenizer.ggml."
 KEYS = {
@@ -63,7 +63,7 @@ KNOWN_ENDS = (
 """Texts that llama.cpp takes for the end of a text by themselves."""
 
 
-def special_metadata(source: Source) -> dict[str, Value]:
+def special_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     """The keys of special tokens, of what is put around a text, and of chat templates.
 
     Raises:
@@ -84,7 +84,7 @@ def special_metadata(source: Source) -> dict[str, Value]:
     }
 
 
-def special_ids(source: Source) -> dict[str, int]:
+def special_ids(source: TokenizerFiles) -> dict[str, int]:
     """Ids of the special tokens by role, those of :data:`KEYS` that are known, and ``cls``."""
     found: dict[str, int] = {}
     for role in ROLES:
@@ -101,7 +101,7 @@ def special_ids(source: Source) -> dict[str, int]:
     return {**found, **_further_ends(source, found.get("eos"))}
 
 
-def added_around(source: Source, ids: Mapping[str, int]) -> tuple[bool, bool]:
+def added_around(source: TokenizerFiles, ids: Mapping[str, int]) -> tuple[bool, bool]:
     """Whether bos goes before a text, and eos after it.
 
     Raises:
@@ -122,7 +122,7 @@ def added_around(source: Source, ids: Mapping[str, int]) -> tuple[bool, bool]:
     return bool(first), bool(last)
 
 
-def _configured(source: Source, role: str) -> int | None:
+def _configured(source: TokenizerFiles, role: str) -> int | None:
     """A special token's id from config.json or generation_config.json; the first of several."""
     text = source.config.get("text_config") or {}
     for config in (source.config, text, source.generation):
@@ -134,11 +134,11 @@ def _configured(source: Source, role: str) -> int | None:
     return None
 
 
-def _in_range(source: Source, index: int) -> bool:
+def _in_range(source: TokenizerFiles, index: int) -> bool:
     return index >= 0 and (source.size is None or index < source.size)
 
 
-def _further_ends(source: Source, eos: int | None) -> dict[str, int]:
+def _further_ends(source: TokenizerFiles, eos: int | None) -> dict[str, int]:
     """``eot`` and ``eom``: further tokens that end a text."""
     special = {token.text: index for index, token in source.added.items() if token.special}
     others = further_ends(source, eos)
@@ -151,7 +151,7 @@ def _further_ends(source: Source, eos: int | None) -> dict[str, int]:
     return {**found, **dict(zip(free, unnamed_ends(source, eos), strict=False))}
 
 
-def further_ends(source: Source, eos: int | None) -> list[int]:
+def further_ends(source: TokenizerFiles, eos: int | None) -> list[int]:
     """The tokens beside ``eos`` that end a text by generation_config.json or config.json."""
     text = source.config.get("text_config") or {}
     for config in (source.generation, source.config, text):
@@ -162,7 +162,7 @@ def further_ends(source: Source, eos: int | None) -> list[int]:
     return []
 
 
-def unnamed_ends(source: Source, eos: int | None) -> list[int]:
+def unnamed_ends(source: TokenizerFiles, eos: int | None) -> list[int]:
     """Those of them that llama.cpp does not know by their text."""
     named = {index for index, token in source.added.items() if token.special and token.text in KNOWN_ENDS}
     return [index for index in further_ends(source, eos) if index not in named]
@@ -187,14 +187,16 @@ def _around(processor: Mapping[str, Any]) -> tuple[list[str], list[str]] | None:
     return before, after
 
 
-def _template_keys(templates: Mapping[str, str]) -> dict[str, Value]:
+def _template_keys(templates: Mapping[str, str]) -> dict[str, MetadataValue]:
     """Chat templates under the keys that llama.cpp's converter uses."""
     names = {
         name: "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
         for name in templates
         if name != "default"
     }
-    found: dict[str, Value] = {f"tokenizer.chat_template.{names[name]}": templates[name] for name in names}
+    found: dict[str, MetadataValue] = {
+        f"tokenizer.chat_template.{names[name]}": templates[name] for name in names
+    }
     if names:
         found["tokenizer.chat_templates"] = list(names.values())
     if "default" in templates:

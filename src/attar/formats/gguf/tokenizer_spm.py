@@ -21,7 +21,7 @@ from attar.formats.gguf.merges import read_merges, scores
 from attar.formats.gguf.pretokenizers import steps
 from attar.formats.gguf.sentencepiece import BPE, SentencePiece, read_model
 from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import Source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles
 from attar.formats.gguf.tokenizer_vocabulary import (
     ADDED_SCORE,
     BYTE,
@@ -31,16 +31,16 @@ from attar.formats.gguf.tokenizer_vocabulary import (
     SPACE,
     UNKNOWN,
     USER_DEFINED,
-    Entry,
+    TokenEntry,
     listed,
     metadata,
 )
-from attar.formats.gguf.values import Value
+from attar.formats.gguf.values import MetadataValue
 
 ESCAPE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 
 
-def spm_metadata(source: Source) -> dict[str, Value]:
+def spm_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     """The keys of a SentencePiece BPE.
 
     Raises:
@@ -66,25 +66,27 @@ def spm_metadata(source: Source) -> dict[str, Value]:
     }
 
 
-def with_added(source: Source, entries: dict[int, Entry], unknown: int | None) -> dict[int, Entry]:
+def with_added(
+    source: TokenizerFiles, entries: dict[int, TokenEntry], unknown: int | None
+) -> dict[int, TokenEntry]:
     """Entries with those of added tokens in their places; a token of the model keeps its score. A space
     within one is written as a space."""
     found = dict(entries)
     for index, token in source.added.items():
         score = entries[index].score if index in entries else ADDED_SCORE
         if token.special:
-            found[index] = Entry(token.text, UNKNOWN if index == unknown else CONTROL, score)
+            found[index] = TokenEntry(token.text, UNKNOWN if index == unknown else CONTROL, score)
         else:
-            found[index] = Entry(token.text.replace(SPACE, " "), USER_DEFINED, score)
+            found[index] = TokenEntry(token.text.replace(SPACE, " "), USER_DEFINED, score)
     return found
 
 
-def _model_entries(source: Source, read: SentencePiece) -> dict[int, Entry]:
+def _model_entries(source: TokenizerFiles, read: SentencePiece) -> dict[int, TokenEntry]:
     """Tokens by id from tokenizer.model, and the added ones."""
     if read.kind != BPE:
         raise ModelError(f"{source.piece_file}: a unigram model, but tokenizer.json has a BPE")
     entries = {
-        index: Entry(text.replace(SPACE, " ") if kind == USER_DEFINED else text, kind, score)
+        index: TokenEntry(text.replace(SPACE, " ") if kind == USER_DEFINED else text, kind, score)
         for index, (text, kind, score) in enumerate(zip(read.pieces, read.types, read.scores, strict=True))
     }
     for text, index in source.vocabulary.items():
@@ -97,7 +99,7 @@ def _model_entries(source: Source, read: SentencePiece) -> dict[int, Entry]:
     return with_added(source, entries, read.ids.get("unk"))
 
 
-def _json_entries(source: Source) -> dict[int, Entry]:
+def _json_entries(source: TokenizerFiles) -> dict[int, TokenEntry]:
     """Tokens by id from tokenizer.json, with scores made from its merges."""
     model, where = source.model, str(source.file)
     if not model.get("byte_fallback"):
@@ -108,7 +110,9 @@ def _json_entries(source: Source) -> dict[int, Entry]:
     pieces = [text for text in plain if not BYTE_TEXT.fullmatch(text)]
     score = dict(zip(pieces, scores(pieces, ranks, where), strict=True))
     entries = {
-        source.vocabulary[text]: Entry(text, NORMAL, score[text]) if text in score else Entry(text, BYTE)
+        source.vocabulary[text]: TokenEntry(text, NORMAL, score[text])
+        if text in score
+        else TokenEntry(text, BYTE)
         for text in plain
     }
     unknown = source.id_of(model.get("unk_token"))
@@ -117,7 +121,7 @@ def _json_entries(source: Source) -> dict[int, Entry]:
     return with_added(source, entries, unknown)
 
 
-def _prefix(source: Source) -> bool:
+def _prefix(source: TokenizerFiles) -> bool:
     """Whether a space goes before a text.
 
     Raises:
@@ -158,5 +162,5 @@ def metaspace(step: Mapping[str, Any]) -> bool | None:
     return bool(step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", True))
 
 
-def _plain(source: Source) -> list[str]:
+def _plain(source: TokenizerFiles) -> list[str]:
     return [text for text, index in source.vocabulary.items() if index not in source.added]

@@ -22,7 +22,7 @@ from attar.errors import CheckpointError, ModelError
 from attar.formats.gguf.pretokenizers import steps
 from attar.formats.gguf.sentencepiece import SentencePiece
 from attar.formats.gguf.tokenizer_bpe import normalizers
-from attar.formats.gguf.tokenizer_source import Source
+from attar.formats.gguf.tokenizer_source import TokenizerFiles
 from attar.formats.gguf.tokenizer_spm import ESCAPE, metaspace, with_added
 from attar.formats.gguf.tokenizer_vocabulary import (
     BEFORE,
@@ -30,17 +30,17 @@ from attar.formats.gguf.tokenizer_vocabulary import (
     SPACE,
     UNKNOWN,
     UNUSED,
-    Entry,
+    TokenEntry,
     listed,
     metadata,
     pad_text,
 )
-from attar.formats.gguf.values import Typed, Value
+from attar.formats.gguf.values import MetadataValue, TypedValue
 
 RUNS = {"Regex": " {2,}"}
 
 
-def unigram_metadata(source: Source) -> dict[str, Value]:
+def unigram_metadata(source: TokenizerFiles) -> dict[str, MetadataValue]:
     """The keys of a unigram model, from tokenizer.json, or from a SentencePiece model where there is none.
 
     Raises:
@@ -50,7 +50,7 @@ def unigram_metadata(source: Source) -> dict[str, Value]:
     return _from_json(source) if source.pieces is None else _from_model(source, source.pieces)
 
 
-def _from_json(source: Source) -> dict[str, Value]:
+def _from_json(source: TokenizerFiles) -> dict[str, MetadataValue]:
     model = source.model
     if model.get("byte_fallback"):
         raise ModelError(
@@ -58,7 +58,7 @@ def _from_json(source: Source) -> dict[str, Value]:
         )
     unknown = model.get("unk_id")
     entries = {
-        index: Entry(text, UNKNOWN if index == unknown else _type(text, index), float(score))
+        index: TokenEntry(text, UNKNOWN if index == unknown else _type(text, index), float(score))
         for index, (text, score) in enumerate(model["vocab"])
     }
     merged, charsmap = _normalizer(source)
@@ -74,13 +74,13 @@ def _from_json(source: Source) -> dict[str, Value]:
     return _keys(source, with_added(source, entries, unknown), prefix, merged, charsmap)
 
 
-def _from_model(source: Source, read: SentencePiece) -> dict[str, Value]:
+def _from_model(source: TokenizerFiles, read: SentencePiece) -> dict[str, MetadataValue]:
     if read.byte_fallback or read.treat_whitespace_as_suffix:
         raise ModelError(
             f"{source.file}: llama.cpp's unigram has no bytes to fall back to and no spaces as suffix"
         )
     entries = {
-        index: Entry(text, kind, score)
+        index: TokenEntry(text, kind, score)
         for index, (text, kind, score) in enumerate(zip(read.pieces, read.types, read.scores, strict=True))
     }
     full = with_added(source, entries, read.ids.get("unk"))
@@ -88,8 +88,8 @@ def _from_model(source: Source, read: SentencePiece) -> dict[str, Value]:
 
 
 def _keys(
-    source: Source, entries: dict[int, Entry], prefix: bool, merged: bool, charsmap: bytes
-) -> dict[str, Value]:
+    source: TokenizerFiles, entries: dict[int, TokenEntry], prefix: bool, merged: bool, charsmap: bytes
+) -> dict[str, MetadataValue]:
     found = {
         **metadata("t5", listed(entries, source.size, source.file), scored=True),
         "tokenizer.ggml.pre": "default",
@@ -97,11 +97,11 @@ def _keys(
         "tokenizer.ggml.remove_extra_whitespaces": merged,
     }
     if charsmap:
-        found["tokenizer.ggml.precompiled_charsmap"] = Typed("[u8]", list(charsmap))
+        found["tokenizer.ggml.precompiled_charsmap"] = TypedValue("[u8]", list(charsmap))
     return found
 
 
-def _normalizer(source: Source) -> tuple[bool, bytes]:
+def _normalizer(source: TokenizerFiles) -> tuple[bool, bytes]:
     """Whether runs of spaces become one, and the compiled normalization."""
     merged = stripped = False
     charsmap = b""
@@ -129,7 +129,7 @@ def _type(text: str, index: int) -> int:
     return UNUSED if text == pad_text(index) else NORMAL
 
 
-def _decoded(step: Mapping[str, Any], source: Source) -> bytes:
+def _decoded(step: Mapping[str, Any], source: TokenizerFiles) -> bytes:
     try:
         return base64.b64decode(step.get("precompiled_charsmap") or "", validate=True)
     except ValueError as error:

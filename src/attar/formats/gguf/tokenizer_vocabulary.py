@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attar.errors import ModelError
-from attar.formats.gguf.values import Typed, Value
+from attar.formats.gguf.values import MetadataValue, TypedValue
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -23,7 +23,7 @@ BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
 UNUSED_SCORE, ADDED_SCORE = -10000.0, -1000.0
 
 
-class Entry(NamedTuple):
+class TokenEntry(NamedTuple):
     """A token: its text, its type, and its score where the kind of tokenizer has scores."""
 
     text: str
@@ -36,7 +36,7 @@ def pad_text(index: int) -> str:
     return f"[PAD{index}]"
 
 
-def listed(entries: Mapping[int, Entry], size: int | None, where: Path) -> list[Entry]:
+def listed(entries: Mapping[int, TokenEntry], size: int | None, where: Path) -> list[TokenEntry]:
     """Tokens in the order of their ids, as many as the embedding has rows.
 
     Args:
@@ -54,11 +54,11 @@ def listed(entries: Mapping[int, Entry], size: int | None, where: Path) -> list[
             f"{where}: token {beyond[0]} ({entries[beyond[0]].text!r}) is beyond vocab_size {count}",
             hint="this tokenizer belongs to another model",
         )
-    filled = [entries.get(index, Entry(pad_text(index), UNUSED, UNUSED_SCORE)) for index in range(count)]
+    filled = [entries.get(index, TokenEntry(pad_text(index), UNUSED, UNUSED_SCORE)) for index in range(count)]
     seen: dict[str, int] = {}
     for index, entry in enumerate(filled):
         if not entry.text or "\0" in entry.text:
-            filled[index] = entry = Entry(pad_text(index), UNUSED, UNUSED_SCORE)
+            filled[index] = entry = TokenEntry(pad_text(index), UNUSED, UNUSED_SCORE)
         if seen.setdefault(entry.text, index) != index:
             raise ModelError(
                 f"{where}: tokens {seen[entry.text]} and {index} have the same text {entry.text!r}",
@@ -67,13 +67,13 @@ def listed(entries: Mapping[int, Entry], size: int | None, where: Path) -> list[
     return filled
 
 
-def metadata(kind: str, entries: list[Entry], *, scored: bool) -> dict[str, Value]:
+def metadata(kind: str, entries: list[TokenEntry], *, scored: bool) -> dict[str, MetadataValue]:
     """The keys of a vocabulary."""
-    found: dict[str, Value] = {
+    found: dict[str, MetadataValue] = {
         "tokenizer.ggml.model": kind,
-        "tokenizer.ggml.tokens": Typed("[str]", [entry.text for entry in entries]),
-        "tokenizer.ggml.token_type": Typed("[i32]", [entry.type for entry in entries]),
+        "tokenizer.ggml.tokens": TypedValue("[str]", [entry.text for entry in entries]),
+        "tokenizer.ggml.token_type": TypedValue("[i32]", [entry.type for entry in entries]),
     }
     if scored:
-        found["tokenizer.ggml.scores"] = Typed("[f32]", [entry.score for entry in entries])
+        found["tokenizer.ggml.scores"] = TypedValue("[f32]", [entry.score for entry in entries])
     return found

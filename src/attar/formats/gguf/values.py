@@ -43,7 +43,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedValue:
     """A value with the type that it has in a file, where the width matters.
 
     Attributes:
@@ -55,7 +55,7 @@ class Typed:
     value: Any
 
 
-Value = bool | int | float | str | bytes | list[Any] | Typed
+MetadataValue = bool | int | float | str | bytes | list[Any] | TypedValue
 """A metadata value. Without a type an int is u32, below zero i32, beyond 32 bits u64 or i64; a float is f32;
 a list has the type of its elements, an empty one that of strings."""
 
@@ -66,7 +66,7 @@ def value_kind(value: Any) -> str:
     Raises:
         ModelError: no type holds it, such as None.
     """
-    if isinstance(value, Typed):
+    if isinstance(value, TypedValue):
         bare = isinstance(value.value, list | tuple | bytes) and not value.kind.startswith("[")
         return f"[{value.kind}]" if bare else value.kind
     if isinstance(value, bytes):
@@ -84,7 +84,7 @@ def value_kind(value: Any) -> str:
     raise ModelError(f"GGUF has no type for {value!r}")
 
 
-def encode(key: str, value: Value) -> bytes:
+def encode(key: str, value: MetadataValue) -> bytes:
     """A key and its value as they stand in a file.
 
     Raises:
@@ -94,7 +94,7 @@ def encode(key: str, value: Value) -> bytes:
         raise ModelError(f"{key!r} cannot be a key of GGUF metadata", hint="1 to 65535 ASCII characters")
     try:
         kind = value_kind(value)
-        bare = value.value if isinstance(value, Typed) else value
+        bare = value.value if isinstance(value, TypedValue) else value
         return string(key) + struct.pack("<I", _type_id(kind)) + _payload(kind, bare)
     except (struct.error, OverflowError, UnicodeEncodeError, TypeError, KeyError) as error:
         raise ModelError(f"metadata {key}: the value does not fit its type: {error}") from error

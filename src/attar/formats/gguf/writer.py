@@ -29,7 +29,7 @@ from attar.checkpoint.shards import reserve, write_at
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, OutputError
 from attar.formats.gguf.types import TYPES, row_bytes
-from attar.formats.gguf.values import Typed, Value, encode, string
+from attar.formats.gguf.values import MetadataValue, TypedValue, encode, string
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ DIMENSIONS = 4
 SPLIT = ("split.no", "split.count", "split.tensors.count")
 
 
-class Slot(NamedTuple):
+class GGUFTensorInfo(NamedTuple):
     """A tensor that will be written: its name, its ggml type (``"Q4_K"``) and its shape, torch's way round:
     (N, K), K the row that blocks divide."""
 
@@ -59,7 +59,7 @@ class Slot(NamedTuple):
         return math.prod(self.shape[:-1]) * row_bytes(self.kind, self.shape[-1] if self.shape else 1)
 
 
-class Writer:
+class GGUFWriter:
     """Writes tensors of a known layout into a GGUF file, or several. Memory: the tensor being added.
 
     Files are made beside their places under hidden names and renamed by :meth:`finish`; what is unfinished is
@@ -81,8 +81,8 @@ class Writer:
     def __init__(
         self,
         path: Path,
-        metadata: Mapping[str, Value],
-        slots: Sequence[Slot],
+        metadata: Mapping[str, MetadataValue],
+        slots: Sequence[GGUFTensorInfo],
         *,
         alignment: int = ALIGNMENT,
         max_bytes: int | None = None,
@@ -91,7 +91,7 @@ class Writer:
         self.path = Path(path)
         if not self.path.parent.is_dir():
             raise OutputError(f"{self.path}: there is no folder {self.path.parent}", hint="create it first")
-        self._slots = {slot.name: Slot(*slot) for slot in slots}
+        self._slots = {slot.name: GGUFTensorInfo(*slot) for slot in slots}
         _check(list(slots), metadata, alignment)
         self._parts = _plan(self.path, metadata, list(self._slots.values()), alignment, max_bytes)
         self._place = {name: (part, place) for part in self._parts for name, place in part.places.items()}
@@ -146,7 +146,7 @@ class Writer:
         self._discard.detach()
         return [part.file for part in self._parts]
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> GGUFWriter:
         return self
 
     def __exit__(
@@ -165,7 +165,7 @@ class Writer:
             raise
 
 
-def stored_form(slot: Slot) -> tuple[str, tuple[int, ...]]:
+def stored_form(slot: GGUFTensorInfo) -> tuple[str, tuple[int, ...]]:
     """Type, in safetensors' words, and shape in which a tensor is handed over: bytes for block types."""
     kind = TYPES[slot.kind]
     if kind.block == 1:
@@ -191,7 +191,7 @@ class _Part(NamedTuple):
         return atomic.hidden(self.file, "partial")
 
 
-def _check(slots: list[Slot], metadata: Mapping[str, Value], alignment: int) -> None:
+def _check(slots: list[GGUFTensorInfo], metadata: Mapping[str, MetadataValue], alignment: int) -> None:
     """Refuse what the format, or llama.cpp, cannot hold."""
     assert len({slot.name for slot in slots}) == len(slots), "a layout names each tensor once"
     for slot in slots:
@@ -200,15 +200,21 @@ def _check(slots: list[Slot], metadata: Mapping[str, Value], alignment: int) -> 
         if len(slot.shape) > DIMENSIONS or 0 in slot.shape:
             raise ModelError(f"tensor {slot.name}: GGUF has no shape {list(slot.shape)}")
     said = metadata.get("general.alignment", alignment)
-    assert (said.value if isinstance(said, Typed) else said) == alignment, "metadata says another alignment"
+    assert (said.value if isinstance(said, TypedValue) else said) == alignment, (
+        "metadata says another alignment"
+    )
     assert not any(key in metadata for key in SPLIT), "the writer counts the parts itself"
 
 
 def _plan(
-    path: Path, metadata: Mapping[str, Value], slots: list[Slot], alignment: int, max_bytes: int | None
+    path: Path,
+    metadata: Mapping[str, MetadataValue],
+    slots: list[GGUFTensorInfo],
+    alignment: int,
+    max_bytes: int | None,
 ) -> list[_Part]:
     """Cut the layout, in its order, into files."""
-    aligned: dict[str, Value] = {} if alignment == ALIGNMENT else {"general.alignment": alignment}
+    aligned: dict[str, MetadataValue] = {} if alignment == ALIGNMENT else {"general.alignment": alignment}
     whole = {**metadata, **aligned}
     groups = _groups(slots, whole, aligned, alignment, max_bytes)
     if len(groups) == 1:
@@ -222,12 +228,12 @@ def _plan(
 
 
 def _groups(
-    slots: list[Slot],
-    whole: Mapping[str, Value],
-    rest: Mapping[str, Value],
+    slots: list[GGUFTensorInfo],
+    whole: Mapping[str, MetadataValue],
+    rest: Mapping[str, MetadataValue],
     alignment: int,
     max_bytes: int | None,
-) -> list[list[Slot]]:
+) -> list[list[GGUFTensorInfo]]:
     """The tensors of each file."""
     if not max_bytes:
         return [slots]
@@ -237,7 +243,7 @@ def _groups(
         return [slots]
     keys = _split_keys(0, 0, 0)
     head, next_head = len(_head({**whole, **keys}, 0)), len(_head({**rest, **keys}, 0))
-    groups: list[list[Slot]] = [[]]
+    groups: list[list[GGUFTensorInfo]] = [[]]
     data = 0
     for slot in slots:
         head, data = head + len(_info(slot, 0)), data + _padded(slot.nbytes, alignment)
@@ -248,23 +254,25 @@ def _groups(
     return groups
 
 
-def _split_keys(number: int, count: int, tensors: int) -> dict[str, Value]:
-    values = (Typed("u16", number), Typed("u16", count), Typed("i32", tensors))
+def _split_keys(number: int, count: int, tensors: int) -> dict[str, MetadataValue]:
+    values = (TypedValue("u16", number), TypedValue("u16", count), TypedValue("i32", tensors))
     return dict(zip(SPLIT, values, strict=True))
 
 
-def _head(metadata: Mapping[str, Value], tensors: int) -> bytes:
+def _head(metadata: Mapping[str, MetadataValue], tensors: int) -> bytes:
     """A file up to its tensor infos."""
     counts = struct.pack("<IQQ", VERSION, tensors, len(metadata))
     return MAGIC + counts + b"".join(encode(key, value) for key, value in metadata.items())
 
 
-def _info(slot: Slot, offset: int) -> bytes:
+def _info(slot: GGUFTensorInfo, offset: int) -> bytes:
     sizes = struct.pack(f"<I{len(slot.shape)}Q", len(slot.shape), *reversed(slot.shape))
     return string(slot.name) + sizes + struct.pack("<IQ", TYPES[slot.kind].id, offset)
 
 
-def _part(file: Path, metadata: Mapping[str, Value], slots: Sequence[Slot], alignment: int) -> _Part:
+def _part(
+    file: Path, metadata: Mapping[str, MetadataValue], slots: Sequence[GGUFTensorInfo], alignment: int
+) -> _Part:
     offsets, end = {}, 0
     for slot in slots:
         offsets[slot.name] = end

@@ -1,15 +1,15 @@
-// A packed product, and a whole step of a Llama-shaped model, for attar/kernels: see decode/*.h.
+// Products with packed weights and whole steps of a Llama-shaped model, for attar/kernels: see decode/*.h.
 
-#include "decode/product.h"
-#include "decode/team.h"
-#include "decode/walk.h"
+#include "decode/matmul.h"
+#include "decode/step.h"
+#include "decode/thread_pool.h"
 
 #include <new>
 #include <stdexcept>
 
 using namespace attar;
 
-// No exception leaves the library, or it would end the process: 0 done, 1 no memory, 2 anything else.
+// No exception may leave the library. Returns 0 on success, 1 without memory, 2 on any other failure.
 template <class Function>
 static std::int32_t guarded(Function f) noexcept {
     try {
@@ -26,32 +26,32 @@ static std::int32_t guarded(Function f) noexcept {
 
 extern "C" {
 
-// Whether this processor sums products of bytes in one instruction.
+// Whether the library multiplies and sums bytes in one instruction.
 std::int32_t attar_dot_products() { return one::DOT_PRODUCTS; }
 
-// Whether enough tokens are multiplied by the matrix unit: the library was compiled for one, and the system permits.
+// Whether many tokens are multiplied on the matrix unit: compiled in, and permitted by the system.
 std::int32_t attar_tiles() { return tiles_permitted(); }
 
-// Threads for `attar_multiply`; null: no memory.
-Team* attar_team(std::int32_t size) {
-    Team* made = nullptr;
-    guarded([&] { made = new Team(size); });
-    return made;
+// A thread pool for `attar_multiply`; null: no memory.
+ThreadPool* attar_thread_pool(std::int32_t size) {
+    ThreadPool* pool = nullptr;
+    guarded([&] { pool = new ThreadPool(size); });
+    return pool;
 }
-void attar_team_free(Team* team) { delete team; }
+void attar_thread_pool_free(ThreadPool* pool) { delete pool; }
 
-// y (tokens, rows) = x (tokens, columns) of `linear`, x taken in 8 or 16 bits; the number is that of `guarded`.
-std::int32_t attar_multiply(Team* team, const Linear* linear, const float* x, std::int64_t tokens,
+// y (tokens, rows) = x (tokens, columns) W^T, x quantized to 8 or 16 bits; returns as `guarded` does.
+std::int32_t attar_multiply(ThreadPool* pool, const Linear* linear, const float* x, std::int64_t tokens,
                             std::int32_t bits, float* y) {
     return guarded([&] {
-        Input room;
-        room.reserve(*linear, tokens, bits);
-        const Taken in = room.taken(*linear, bits);
-        team->run(2, [&](Team::Member& member) {
-            member.share(tokens, Parts::EVEN, [&](std::int64_t first, std::int64_t last) {
-                for (std::int64_t t = first; t < last; t++) in.put(t, 0, linear->columns, x + t * linear->columns);
+        ActivationBuffer buffer;
+        buffer.reserve(*linear, tokens, bits);
+        const Activations in = buffer.view(*linear, bits);
+        pool->run(2, [&](ThreadPool::Worker& worker) {
+            worker.parallel_for(tokens, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+                for (std::int64_t t = first; t < last; t++) in.set(t, 0, linear->columns, x + t * linear->columns);
             });
-            member.share(linear->panels(), Parts::GUIDED, [&](std::int64_t first, std::int64_t last) {
+            worker.parallel_for(linear->panels(), Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
                 multiply(*linear, in, first, last, tokens, Output{y, linear->rows, false});
             });
         });
@@ -60,52 +60,55 @@ std::int32_t attar_multiply(Team* team, const Linear* linear, const float* x, st
 
 // null: no memory.
 Runner* attar_runner(const Model* model, std::int32_t threads) {
-    Runner* made = nullptr;
-    guarded([&] { made = new Runner(*model, threads); });
-    return made;
+    Runner* runner = nullptr;
+    guarded([&] { runner = new Runner(*model, threads); });
+    return runner;
 }
 void attar_runner_free(Runner* runner) { delete runner; }
 std::int32_t attar_run(Runner* runner, const Batch* batch) {
     return guarded([&] { runner->run(*batch); });
 }
 
-// For tests: members that want so many bytes in one part of a phase (with -1 in every part), or where `outside`
-// behind it, and then another phase. The number is that of `guarded`; 3 where a part was left undone.
-std::int32_t attar_team_fails(Team* team, std::int64_t bytes, std::int64_t part, std::int32_t outside) {
+// For tests: workers allocate `bytes` in one item of a phase (in every item with -1), or, if `outside`, after it; then
+// another phase. Returns as `guarded` does; 3 if an item was not done.
+std::int32_t attar_thread_pool_fails(ThreadPool* pool, std::int64_t bytes, std::int64_t item, std::int32_t outside) {
     std::atomic<std::int64_t> done{0};
-    const auto take = [&] { ::operator delete(::operator new(std::size_t(bytes))); };
+    const auto allocate = [&] { ::operator delete(::operator new(std::size_t(bytes))); };
     const std::int32_t code = guarded([&] {
-        team->run(2, [&](Team::Member& member) {
-            member.share(64, Parts::GUIDED, [&](std::int64_t first, std::int64_t last) {
+        pool->run(2, [&](ThreadPool::Worker& worker) {
+            worker.parallel_for(64, Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
                 done += last - first;
-                if (!outside && (part < 0 || (first <= part && part < last))) take();
+                if (!outside && (item < 0 || (first <= item && item < last))) allocate();
             });
-            if (outside) take();
-            member.share(64, Parts::EVEN, [&](std::int64_t first, std::int64_t last) { done += last - first; });
+            if (outside) allocate();
+            const auto count = [&](std::int64_t first, std::int64_t last) { done += last - first; };
+            worker.parallel_for(64, Schedule::STATIC, count);
         });
     });
-    return !outside && team->size() > 1 && done.load() != 128 ? 3 : code;
+    return !outside && pool->size() > 1 && done.load() != 128 ? 3 : code;
 }
 
-// Keys and values of slots to other slots: `count` pairs (from, to), one after the other.
-void attar_move(const Model* model, const std::int64_t* pairs, std::int64_t count) { move(*model, pairs, count); }
+// Copies keys and values between slots: `count` pairs (from, to), one after the other.
+void attar_copy_slots(const Model* model, const std::int64_t* pairs, std::int64_t count) {
+    copy_slots(*model, pairs, count);
+}
 
-// The sum of all bytes, each member reading its share in four streams: what reading costs.
-std::uint64_t attar_read(Team* team, const std::uint8_t* data, std::int64_t bytes) {
+// Reads all bytes, every worker its share in four streams, and sums them: measures memory bandwidth.
+std::uint64_t attar_read(ThreadPool* pool, const std::uint8_t* data, std::int64_t bytes) {
     std::atomic<std::uint64_t> total{0};
-    guarded([&] { team->run(1, [&](Team::Member& member) {
-        member.share(bytes / 256, Parts::EVEN, [&](std::int64_t first, std::int64_t last) {
-            const std::int64_t part = (last - first) / 4 * 256;
+    guarded([&] { pool->run(1, [&](ThreadPool::Worker& worker) {
+        worker.parallel_for(bytes / 256, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            const std::int64_t quarter = (last - first) / 4 * 256;
             const std::uint8_t* from = data + first * 256;
             I sums[4] = {};
-            for (std::int64_t i = 0; i < part; i += 64)
+            for (std::int64_t i = 0; i < quarter; i += 64)
                 for (int stream = 0; stream < 4; stream++) {
-                    sums[stream] += load_ints(from + stream * part + i);
-                    prefetch(from + stream * part + i + AHEAD);
+                    sums[stream] += load_ints(from + stream * quarter + i);
+                    prefetch(from + stream * quarter + i + PREFETCH_AHEAD);
                 }
             std::uint64_t own = 0;
-            for (const I& found : sums)
-                for (int i = 0; i < WIDTH; i++) own += std::uint32_t(found[i]);
+            for (const I& lanes : sums)
+                for (int i = 0; i < WIDTH; i++) own += std::uint32_t(lanes[i]);
             total += own;
         });
     }); });

@@ -1,4 +1,4 @@
-// The search of ggml_search.h over a matrix in memory, a part to each thread; and the nearest codes.
+// The search of ggml_search.h over a matrix in memory, divided among threads; and the nearest codes.
 
 #include <algorithm>
 #include <cfloat>
@@ -15,8 +15,7 @@
 
 namespace {
 
-// What one call works on: inputs, and outputs as ggml_search.py describes them. shrink and codes may be
-// missing.
+// The arguments of a call, as ggml_search.py describes them. shrink and codes are optional.
 struct Job {
     const float* weight;
     const float* v;
@@ -37,35 +36,35 @@ std::uint16_t half_bits(float value) {
     return std::uint16_t(sign | ((size >> 13) - (112 << 10)));
 }
 
-// A block of the rows from `row` on, a lane for each; lanes beyond the last row repeat it. False: a weight is
-// not finite.
+// A block of the rows from `row` on, one per lane; lanes beyond the last row repeat it. False: a weight is not
+// finite.
 template <class F>
 bool load(const Job& job, std::int64_t row, std::int64_t column, Lanes* x) {
     for (int lane = 0; lane < LANES; lane++) {
         const float* from = job.weight + std::min(row + lane, job.rows - 1) * job.columns + column;
         for (int i = 0; i < F::block; i++) x[i][lane] = from[i];
     }
-    Mask wrong{};
-    for (int i = 0; i < F::block; i++) wrong |= ~(magnitude(x[i]) <= FLT_MAX);
+    Mask not_finite{};
+    for (int i = 0; i < F::block; i++) not_finite |= ~(magnitude(x[i]) <= FLT_MAX);
     for (int lane = 0; lane < LANES; lane++)
-        if (wrong[lane]) return false;
+        if (not_finite[lane]) return false;
     return true;
 }
 
-// Each tile kept within its `shrink` of its range.
+// Clips each tile to its `shrink` of its range.
 template <class F>
 void clip(const Job& job, std::int64_t row, std::int64_t column, Lanes* x) {
     for (int j = 0; j < F::tiles; j++, x += F::tile) {
-        Lanes part{}, low{}, high{};
+        Lanes fraction{}, low{}, high{};
         for (int lane = 0; lane < LANES; lane++) {
             const std::int64_t at = std::min(row + lane, job.rows - 1) * job.columns + column;
-            part[lane] = job.shrink[at / F::tile + j];
+            fraction[lane] = job.shrink[at / F::tile + j];
         }
         for (int i = 0; i < F::tile; i++) {
-            low = smaller(x[i], low);
-            high = larger(x[i], high);
+            low = ::minimum(x[i], low);
+            high = ::maximum(x[i], high);
         }
-        for (int i = 0; i < F::tile; i++) x[i] = larger(smaller(x[i], high * part), low * part);
+        for (int i = 0; i < F::tile; i++) x[i] = ::maximum(::minimum(x[i], high * fraction), low * fraction);
     }
 }
 
@@ -84,7 +83,7 @@ void store_scales(const Job& job, std::int64_t row, std::int64_t column, const B
     }
 }
 
-// The codes, by the division with which a grid's `encode` finds them.
+// The codes, computed with the same division as a grid's `encode`.
 template <class F>
 void store_codes(const Job& job, std::int64_t row, std::int64_t column, const Tile* tiles,
                  const Block<F>& block) {
@@ -104,8 +103,7 @@ void store_codes(const Job& job, std::int64_t row, std::int64_t column, const Ti
     }
 }
 
-// Blocks of LANES rows from number `first` to before `last`, counted along the rows. False: a weight is not
-// finite.
+// Blocks of LANES rows, numbers [first, last) counted along the rows. False: a weight is not finite.
 template <class F>
 bool run(const Job& job, std::int64_t first, std::int64_t last) {
     const std::int64_t across = job.columns / F::block;
@@ -134,7 +132,7 @@ constexpr Kind KINDS[] = {KIND(Q4_0), KIND(Q4_1), KIND(Q5_0), KIND(Q5_1), KIND(Q
                           KIND(Q3_K), KIND(Q4_K), KIND(Q5_K), KIND(Q6_K), KIND(IQ4_NL), KIND(IQ4_XS)};
 #undef KIND
 
-// Parts of equal length, a thread each; this thread takes what no other could be had for.
+// Equal parts, a thread each; this thread runs the parts for which no thread could be started.
 bool run_threaded(const Kind& kind, const Job& job, int threads) {
     const std::int64_t units = (job.rows + LANES - 1) / LANES * (job.columns / kind.block);
     const std::int64_t parts = std::max<std::int64_t>(1, std::min<std::int64_t>(threads, units));
@@ -158,7 +156,8 @@ bool run_threaded(const Kind& kind, const Job& job, int threads) {
 
 }  // namespace
 
-// 0: done; 1: a weight is not finite; 2: no such kind, or its block does not divide the columns; 3: no memory.
+// Returns 0 on success, 1 if a weight is not finite, 2 for an unknown kind or columns that its block does not divide,
+// 3 without memory.
 extern "C" int attar_ggml_search(const char* name, const float* weight, const float* v, std::int64_t rows,
                                  std::int64_t columns, int effort, int threads, const float* shrink,
                                  std::uint16_t* d, std::uint16_t* minimum, std::uint8_t* scale_codes,

@@ -7,23 +7,22 @@
 //     e = sum v (w - w')^2
 //
 // Letters: w weights of a tile (x in the code), q codes, level(q) = q - h or T[q]; s, m scale and minimum of
-// a tile; c, c_m whole numbers; d, d_m float16, of a block; v importance of an input's squared error. Sums
-// over a tile carry v: V = sum v, Q = sum v q, QQ = sum v q^2, QX = sum v q x (q here the level).
+// a tile; c, c_m integers; d, d_m float16, of a block; v importance of an input's squared error. Sums over a tile
+// are weighted by v: V = sum v, Q = sum v q, QQ = sum v q^2, QX = sum v q x (q here the level).
 //
-// 1. Each tile for itself: its range is spread over more or fewer levels than there are, each time with the
-//    scale and minimum of least squares for the codes that result. The best is rounded and solved again
-//    twice.
-// 2. d and c (d_m and c_m) of a block: d from the largest scale over its largest code, or a little off, then
-//    least squares; the best counts.
-// 3. Two times in turn: c and c_m of each tile, all within `effort` of the present ones (c within twice that
-//    where there is no minimum; the second time fewer), by the true error with the codes that they lead to;
-//    then d and d_m of least squares for these codes, kept where the block's error falls.
+// 1. Each tile alone: its range is mapped to more or fewer levels than there are, each time with the least-squares
+//    scale and minimum of the resulting codes. The best is rounded and solved again twice.
+// 2. d and c (d_m and c_m) of a block: d from the largest scale over its largest code, or near it, then
+//    least squares; the best is kept.
+// 3. Twice, alternating: c and c_m of each tile, all values within `effort` of the current ones (c within twice that
+//    without a minimum; fewer the second time), by the true error with the resulting codes; then the least-squares d
+//    and d_m of these codes, kept where they lower the block's error.
 //
-// Differs from the reference as attar/quantization/grids/ggml_search.py does, which is the same search in
-// torch with fewer trials. c is never 0: with q = h the value is the same, and no scale is zero.
+// Differs from the reference like quantization/grids/ggml_search.py, the same search in torch with fewer trials.
+// c is never 0: q = h has the same value, and no scale is zero.
 //
-// LANES rows are searched at once, a lane each, in the same block of columns: every loop below is over
-// weights or trials of that block, and every operation on all the rows.
+// LANES rows are searched at once, one per lane, in the same block of columns: loops are over weights or trials of
+// that block, operations on all rows.
 
 #pragma once
 
@@ -39,15 +38,15 @@ constexpr int TRIALS = 20;      // of the range of a tile
 constexpr int REFINEMENTS = 2;  // of the best of them
 constexpr int SPREAD = 9;       // trials of d to either side
 constexpr int ROUNDS = 2;       // of step 3
-constexpr int LATER = 2;        // effort of a later one, at most
-constexpr float TINY = 1e-30f;  // what a range or a scale is at least, so that it can divide
+constexpr int LATER = 2;        // effort of later rounds, at most
+constexpr float TINY = 1e-30f;  // lower bound of a range or scale that divides
 
 struct Tile {
     const Lanes* x;
     const float* v;
 };
 
-// s and m of a tile before they are coded, and how fast its error grows with the square of a change of each.
+// s and m of a tile before they are coded; stiffness: its error grows by stiffness times a change squared.
 struct Fit {
     Lanes scale, minimum, scale_stiffness, minimum_stiffness;
 };
@@ -63,8 +62,8 @@ struct Sums {
     Lanes Q{}, QQ{}, QX{}, X{}, V{};
 };
 
-// How many levels a range is spread over in each trial: from less than there are, which leaves the outer ones
-// idle but tries other scales, to more, which clips.
+// The number of levels that a range is mapped to in each trial: from fewer than there are, which leaves the outer ones
+// unused but tries other scales, to more, which clips.
 template <class F>
 struct Reaches {
     static constexpr float less = std::min(std::max(F::count / 8.0f, 0.75f), 16.0f) * F::step;
@@ -72,15 +71,15 @@ struct Reaches {
     static float of(int trial, float levels) { return levels - less + (less + more) * trial / TRIALS; }
 };
 
-// The error of a tile under s and m with the codes that they lead to.
+// The error of a tile with s, m and the nearest codes.
 template <class F>
 Lanes error(Tile t, Lanes s, Lanes m) {
     const Lanes inverse = 1.0f / s;
     Lanes e{};
     for (int i = 0; i < F::tile; i++) {
         const Lanes y = F::minimum ? t.x[i] + m : t.x[i];
-        const Lanes lost = F::level(y * inverse) * s - y;
-        e += lost * lost * t.v[i];
+        const Lanes difference = F::level(y * inverse) * s - y;
+        e += difference * difference * t.v[i];
     }
     return e;
 }
@@ -101,15 +100,15 @@ Sums sums(Tile t, Lanes s, Lanes m) {
     return of;
 }
 
-// ---- 1. each tile for itself
+// ---- 1. each tile alone
 
 // A tile without a minimum: s alone, of either sign.
 struct Symmetric {
     Lanes error, scale, QQ;
 };
 
-// Codes under a scale s = 1 / inverse, then the scale of least squares for them. With l = x / s - q the
-// error of (1 + a) s is s^2 (sum v l^2 - 2 a sum v l q + a^2 QQ): no two large numbers are subtracted.
+// Codes with a scale s = 1 / inverse, then their least-squares scale. With l = x / s - q the
+// error of (1 + a) s is s^2 (sum v l^2 - 2 a sum v l q + a^2 QQ): no large numbers cancel.
 template <class F>
 void try_symmetric(Tile t, Lanes inverse, Symmetric& best) {
     Lanes LL{}, LQ{}, QQ{};
@@ -138,21 +137,20 @@ Fit fit_symmetric(Tile t) {
         try_symmetric<F>(t, -Reaches<F>::of(trial, -F::down) / peak, best);
         if (F::down != -F::up) try_symmetric<F>(t, Reaches<F>::of(trial, F::up) / peak, best);
     }
-    for (int again = 0; again < REFINEMENTS; again++) try_symmetric<F>(t, 1.0f / best.scale, best);
+    for (int i = 0; i < REFINEMENTS; i++) try_symmetric<F>(t, 1.0f / best.scale, best);
     return {best.scale, Lanes{}, best.QQ, Lanes{}};
 }
 
-// A tile with a minimum, measured from `low`: y = x - low, y' = s q + b.
+// A tile with a minimum, relative to `low`: y = x - low, y' = s q + b.
 template <class F>
-struct Lifted {
+struct Shifted {
     Lanes y[F::tile], low, Y{}, YY{}, V{};
     Lanes error, scale, base, QQ;
 };
 
-// Codes of (y - from) * inverse, then s and b of least squares for them; a k-quant's minimum, -(b + low), is
-// not negative.
+// Codes of (y - from) * inverse, then their least-squares s and b; a k-quant's minimum, -(b + low), is not negative.
 template <class F>
-void try_lifted(Lifted<F>& t, const float* v, Lanes inverse, Lanes from) {
+void try_shifted(Shifted<F>& t, const float* v, Lanes inverse, Lanes from) {
     const Lanes offset = from * inverse;
     Lanes Q{}, QQ{}, QY{};
     for (int i = 0; i < F::tile; i++) {
@@ -164,7 +162,7 @@ void try_lifted(Lifted<F>& t, const float* v, Lanes inverse, Lanes from) {
     }
     const Lanes det = minus(t.V * QQ, Q, Q);
     Lanes b = minus(QQ * t.Y, Q, QY) / det;
-    if (F::two_levels) b = smaller(b, -t.low);
+    if (F::two_levels) b = ::minimum(b, -t.low);
     const Lanes s = (QY - b * Q) / QQ;
     const Lanes error = minus(minus(t.YY, b, minus(2.0f * t.Y, b, t.V)), s, minus(QY, b, Q));
     const Mask better = (det > 0.0f) & (s > 0.0f) & (error < t.error);
@@ -175,42 +173,42 @@ void try_lifted(Lifted<F>& t, const float* v, Lanes inverse, Lanes from) {
 }
 
 template <class F>
-Fit fit_lifted(Tile t) {
-    Lifted<F> lifted;
+Fit fit_shifted(Tile t) {
+    Shifted<F> shifted;
     Lanes high = t.x[0];
-    lifted.low = F::two_levels ? smaller(t.x[0], Lanes{}) : t.x[0];
+    shifted.low = F::two_levels ? ::minimum(t.x[0], Lanes{}) : t.x[0];
     for (int i = 1; i < F::tile; i++) {
-        lifted.low = smaller(t.x[i], lifted.low);
-        high = larger(t.x[i], high);
+        shifted.low = ::minimum(t.x[i], shifted.low);
+        high = ::maximum(t.x[i], high);
     }
     for (int i = 0; i < F::tile; i++) {
-        const Lanes y = t.x[i] - lifted.low;
-        lifted.y[i] = y;
-        lifted.Y += y * t.v[i];
-        lifted.YY += y * y * t.v[i];
-        lifted.V += t.v[i];
+        const Lanes y = t.x[i] - shifted.low;
+        shifted.y[i] = y;
+        shifted.Y += y * t.v[i];
+        shifted.YY += y * y * t.v[i];
+        shifted.V += t.v[i];
     }
-    const Lanes range = larger(high - lifted.low, all(TINY));
-    lifted.error = all(INFINITY);
-    lifted.scale = range / F::up;
-    lifted.base = Lanes{};
-    lifted.QQ = lifted.V;
+    const Lanes range = ::maximum(high - shifted.low, all(TINY));
+    shifted.error = all(INFINITY);
+    shifted.scale = range / F::up;
+    shifted.base = Lanes{};
+    shifted.QQ = shifted.V;
     for (int trial = 0; trial <= TRIALS; trial++)
-        try_lifted<F>(lifted, t.v, Reaches<F>::of(trial, F::up) / range, Lanes{});
-    for (int again = 0; again < REFINEMENTS; again++)
-        try_lifted<F>(lifted, t.v, 1.0f / lifted.scale, lifted.base);
-    return {lifted.scale, -(lifted.base + lifted.low), lifted.QQ, lifted.V};
+        try_shifted<F>(shifted, t.v, Reaches<F>::of(trial, F::up) / range, Lanes{});
+    for (int i = 0; i < REFINEMENTS; i++)
+        try_shifted<F>(shifted, t.v, 1.0f / shifted.scale, shifted.base);
+    return {shifted.scale, -(shifted.base + shifted.low), shifted.QQ, shifted.V};
 }
 
 template <class F>
 Fit fit(Tile t) {
-    if constexpr (F::minimum) return fit_lifted<F>(t);
+    if constexpr (F::minimum) return fit_shifted<F>(t);
     else return fit_symmetric<F>(t);
 }
 
 // ---- 2. scales of scales
 
-// d and whole c, at least `least` in magnitude, with values ~ d * c.
+// d and integers c, at least `least` in magnitude, with values ~ d * c.
 template <class F>
 void code_scales(const Lanes* values, const Lanes* stiffness, float least, Lanes& d, Lanes* c) {
     constexpr float end = F::c_low < 0 ? F::c_low : F::c_high;
@@ -224,28 +222,28 @@ void code_scales(const Lanes* values, const Lanes* stiffness, float least, Lanes
         const Lanes inverse = 1.0f / to_half_scale(peak / (end + 0.1f * trial));
         Lanes codes[F::tiles], CX{}, CC{}, error{};
         for (int j = 0; j < F::tiles; j++) {
-            const Lanes at = values[j] * inverse;
-            codes[j] = round_even(clamp(at, F::c_low, F::c_high));
-            if (least > 0.0f) codes[j] = codes[j] == 0.0f ? with_sign(all(least), at) : codes[j];
+            const Lanes ratio = values[j] * inverse;
+            codes[j] = round_even(clamp(ratio, F::c_low, F::c_high));
+            if (least > 0.0f) codes[j] = codes[j] == 0.0f ? with_sign(all(least), ratio) : codes[j];
             CX += stiffness[j] * codes[j] * values[j];
             CC += stiffness[j] * codes[j] * codes[j];
         }
-        const Lanes found = to_half_scale(CX / larger(CC, all(TINY)));
+        const Lanes trial_d = to_half_scale(CX / ::maximum(CC, all(TINY)));
         for (int j = 0; j < F::tiles; j++) {
-            const Lanes lost = values[j] - found * codes[j];
-            error += stiffness[j] * lost * lost;
+            const Lanes difference = values[j] - trial_d * codes[j];
+            error += stiffness[j] * difference * difference;
         }
         const Mask better = error < best;
         best = better ? error : best;
-        d = better ? found : d;
+        d = better ? trial_d : d;
         for (int j = 0; j < F::tiles; j++) c[j] = better ? codes[j] : c[j];
     }
 }
 
-// ---- 3. in turn
+// ---- 3. alternating
 
-// c and c_m of a tile by the true error, which `e` holds. When c moves, the c_m around which is searched
-// moves so that the tile's mean stays.
+// c and c_m of a tile by the true error `e`. When c changes, the center of the search for c_m moves so that the tile's
+// mean stays.
 template <class F>
 void improve_codes(Tile t, Lanes d, Lanes d_m, int effort, Lanes& c, Lanes& c_m, Lanes& e) {
     const Lanes c_start = c, c_m_start = c_m;
@@ -261,16 +259,16 @@ void improve_codes(Tile t, Lanes d, Lanes d_m, int effort, Lanes& c, Lanes& c_m,
         const Lanes middle = round_even(c_m_start + (codes - c_start) * drift);
         for (int move_m = -window_m; move_m <= window_m; move_m++) {
             const Lanes codes_m = clamp(middle + float(move_m), 0, F::c_high);
-            const Lanes found = error<F>(t, d * codes, d_m * codes_m);
-            const Mask better = found < e;
-            e = better ? found : e;
+            const Lanes trial_e = error<F>(t, d * codes, d_m * codes_m);
+            const Mask better = trial_e < e;
+            e = better ? trial_e : e;
             c = better ? codes : c;
             c_m = better ? codes_m : c_m;
         }
     }
 }
 
-// d and d_m of least squares for the codes that the present ones lead to.
+// Least-squares d and d_m of the codes that the current ones yield.
 template <class F>
 void solve_block(const Tile* tiles, Block<F>& block) {
     Lanes AA{}, AX{}, AM{}, MM{}, MX{};  // A = c level(q), M = c_m
@@ -290,7 +288,7 @@ void solve_block(const Tile* tiles, Block<F>& block) {
     const Lanes det = minus(AA * MM, AM, AM);
     const Lanes d = minus(AX * MM, MX, AM) / det, d_m = minus(AX * AM, MX, AA) / det;
     block.d = to_half_scale(((det > 0.0f) & (d > 0.0f)) ? d : block.d);
-    block.d_m = to_half_scale(det > 0.0f ? larger(d_m, Lanes{}) : block.d_m);
+    block.d_m = to_half_scale(det > 0.0f ? ::maximum(d_m, Lanes{}) : block.d_m);
 }
 
 template <class F>
@@ -323,7 +321,7 @@ void improve(const Tile* tiles, int effort, Block<F>& block) {
     }
 }
 
-// ---- all three
+// ---- all steps
 
 template <class F>
 Block<F> search(const Tile* tiles, int effort) {

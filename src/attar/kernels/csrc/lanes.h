@@ -1,7 +1,7 @@
-// One number for each of LANES rows of a matrix, as wide as the machine's vectors.
+// A vector with one number for each of LANES rows of a matrix, as wide as the machine's registers.
 //
-// GCC's and clang's vector extension gives + - * / and comparisons lane by lane; `mask ? a : b` chooses by
-// lane. No function mixes lanes: a row's result depends neither on its neighbours nor on the vectors' width.
+// GCC's and clang's vector extension has + - * /, comparisons and `mask ? a : b` per lane. No function mixes lanes:
+// a row's result depends neither on other rows nor on the width of vectors.
 
 #pragma once
 
@@ -27,20 +27,20 @@ using Bytes = std::int8_t __attribute__((vector_size(LANES)));
 
 static inline Lanes all(float value) { return Lanes{} + value; }
 
-// b where a is not a number. Compilers make two instructions of `a < b ? a : b` where the machine has one.
+// b where a is NaN. Compilers emit two instructions for `a < b ? a : b` where the machine has one.
 #if defined(__AVX512F__)
-static inline Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)a, (__m512)b); }
-static inline Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline Lanes minimum(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+static inline Lanes maximum(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)a, (__m512)b); }
 #elif defined(__AVX__)
-static inline Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm256_min_ps((__m256)a, (__m256)b); }
-static inline Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline Lanes minimum(Lanes a, Lanes b) { return (Lanes)_mm256_min_ps((__m256)a, (__m256)b); }
+static inline Lanes maximum(Lanes a, Lanes b) { return (Lanes)_mm256_max_ps((__m256)a, (__m256)b); }
 #else
-static inline Lanes smaller(Lanes a, Lanes b) { return a < b ? a : b; }
-static inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
+static inline Lanes minimum(Lanes a, Lanes b) { return a < b ? a : b; }
+static inline Lanes maximum(Lanes a, Lanes b) { return a > b ? a : b; }
 #endif
 
-// a - b c. Of a b - c d compilers fuse one product or the other, as the processor has it, and codes that are nearly
-// as good as others would depend on it: there this says which.
+// a - b c, rounded once. In a b - c d compilers may fuse either product, depending on the processor, and codes of
+// nearly equal error would depend on it: this chooses.
 static inline Lanes minus(Lanes a, Lanes b, Lanes c) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_fnmadd_ps((__m512)b, (__m512)c, (__m512)a);
@@ -53,8 +53,8 @@ static inline Lanes minus(Lanes a, Lanes b, Lanes c) {
 #endif
 }
 
-// low where a is not a number
-static inline Lanes clamp(Lanes a, float low, float high) { return smaller(larger(a, all(low)), all(high)); }
+// low where a is NaN
+static inline Lanes clamp(Lanes a, float low, float high) { return minimum(maximum(a, all(low)), all(high)); }
 
 // Half to even, for |a| < 2^22: adding 1.5 * 2^23 leaves no bit for a fraction.
 static inline Lanes round_even(Lanes a) { return (a + 0x1.8p23f) - 0x1.8p23f; }
@@ -65,7 +65,7 @@ static inline Lanes with_sign(Lanes a, Lanes sign) {
     return (Lanes)((Mask)magnitude(a) | ((Mask)sign & INT32_MIN));
 }
 
-// Rounded to float16, half to even; 65504 where it would be infinite, 0 where a is not a number.
+// Rounded to float16, half to even; 65504 where it would be infinite, 0 where a is NaN.
 static inline Lanes to_half(Lanes a) {
     const Lanes size = clamp(magnitude(a), 0.0f, 65504.0f);
     const Mask bits = (Mask)size;
@@ -74,7 +74,7 @@ static inline Lanes to_half(Lanes a) {
     return with_sign(size < 0x1p-14f ? subnormal : normal, a);
 }
 
-// The same and never 0.
+// The same, but never 0.
 static inline Lanes to_half_scale(Lanes a) {
-    return with_sign(to_half(larger(magnitude(a), all(0x1p-24f))), a);
+    return with_sign(to_half(maximum(magnitude(a), all(0x1p-24f))), a);
 }

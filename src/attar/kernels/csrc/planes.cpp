@@ -1,10 +1,9 @@
-// Bits of codes spread over the bytes of ggml's blocks, and back: attar/formats/gguf/planes.py compiled.
+// Packs bits of codes into the bytes of ggml's blocks, and unpacks them: attar/formats/gguf/planes.py compiled.
 //
 //     byte j of a chunk of r bytes:  sum over i < 8 / b of  ((q[j + i r] >> t) mod 2^b) << (b i)
 //
-// Letters: q codes of a chunk of 8 r / b weights; b bits of each that the plane holds, from bit t on; r run,
-// bytes of a chunk. Eight bytes are worked on at a time where r is a multiple of 8, and the eight single bits
-// of a byte where b = r = 1.
+// Letters: q codes of a chunk of 8 r / b weights; b bits of each code in the plane, from bit t on; r (run)
+// bytes of a chunk. Eight bytes are processed at a time where r is a multiple of 8, and eight bits where b = r = 1.
 
 #include <cstdint>
 #include <cstring>
@@ -18,7 +17,7 @@ constexpr Word ONES = 0x0101010101010101;  // a bit in each byte
 
 struct Plane {
     std::int32_t at, bits, run, shift;
-    int per() const { return 8 / bits; }
+    int codes_per_byte() const { return 8 / bits; }
     Word mask() const { return ((1u << bits) - 1) * ONES; }
 };
 
@@ -30,34 +29,34 @@ Word load(const Byte* from) {
 
 void store(Byte* to, Word word) { std::memcpy(to, &word, sizeof word); }
 
-// r bytes of a chunk from its codes.
-void join_chunk(const Plane& plane, const Byte* codes, Byte* out) {
+// Packs the codes of a chunk into its r bytes.
+void pack_chunk(const Plane& plane, const Byte* codes, Byte* out) {
     const Byte mask = Byte(plane.mask());
     if (plane.run % 8 == 0) {
         for (int j = 0; j < plane.run; j += 8) {
-            Word joined = 0;
-            for (int i = 0; i < plane.per(); i++)
-                joined |= (load(codes + i * plane.run + j) >> plane.shift & plane.mask()) << plane.bits * i;
-            store(out + j, joined);
+            Word packed = 0;
+            for (int i = 0; i < plane.codes_per_byte(); i++)
+                packed |= (load(codes + i * plane.run + j) >> plane.shift & plane.mask()) << plane.bits * i;
+            store(out + j, packed);
         }
     } else if (plane.run == 1 && plane.bits == 1) {  // bit i of the product's top byte is that of byte i
         *out = Byte((load(codes) >> plane.shift & ONES) * 0x0102040810204080 >> 56);
     } else {
         for (int j = 0; j < plane.run; j++) {
-            Byte joined = 0;
-            for (int i = 0; i < plane.per(); i++)
-                joined |= (codes[i * plane.run + j] >> plane.shift & mask) << plane.bits * i;
-            out[j] = joined;
+            Byte packed = 0;
+            for (int i = 0; i < plane.codes_per_byte(); i++)
+                packed |= (codes[i * plane.run + j] >> plane.shift & mask) << plane.bits * i;
+            out[j] = packed;
         }
     }
 }
 
-// The bits of a chunk added to its codes.
-void cut_chunk(const Plane& plane, const Byte* in, Byte* codes) {
+// Adds the bits of a chunk to its codes.
+void unpack_chunk(const Plane& plane, const Byte* in, Byte* codes) {
     const Byte mask = Byte(plane.mask());
     if (plane.run % 8 == 0) {
         for (int j = 0; j < plane.run; j += 8)
-            for (int i = 0; i < plane.per(); i++) {
+            for (int i = 0; i < plane.codes_per_byte(); i++) {
                 Byte* to = codes + i * plane.run + j;
                 store(to, load(to) | (load(in + j) >> plane.bits * i & plane.mask()) << plane.shift);
             }
@@ -66,7 +65,7 @@ void cut_chunk(const Plane& plane, const Byte* in, Byte* codes) {
         store(codes, load(codes) | ((single + 0x7f * ONES) >> 7 & ONES) << plane.shift);
     } else {
         for (int j = 0; j < plane.run; j++)
-            for (int i = 0; i < plane.per(); i++)
+            for (int i = 0; i < plane.codes_per_byte(); i++)
                 codes[i * plane.run + j] |= (in[j] >> plane.bits * i & mask) << plane.shift;
     }
 }
@@ -78,9 +77,9 @@ extern "C" void attar_planes_join(const Plane* planes, int number, std::int64_t 
                                   const Byte* codes, Byte* out, std::int64_t stride) {
     for (std::int64_t block = 0; block < blocks; block++, codes += count, out += stride)
         for (int p = 0; p < number; p++) {
-            const std::int64_t chunk = planes[p].run * planes[p].per();
+            const std::int64_t chunk = planes[p].run * planes[p].codes_per_byte();
             for (std::int64_t c = 0; c < count / chunk; c++)
-                join_chunk(planes[p], codes + c * chunk, out + planes[p].at + c * planes[p].run);
+                pack_chunk(planes[p], codes + c * chunk, out + planes[p].at + c * planes[p].run);
         }
 }
 
@@ -90,13 +89,13 @@ extern "C" void attar_planes_cut(const Plane* planes, int number, std::int64_t b
     std::memset(codes, 0, blocks * count);
     for (std::int64_t block = 0; block < blocks; block++, codes += count, in += stride)
         for (int p = 0; p < number; p++) {
-            const std::int64_t chunk = planes[p].run * planes[p].per();
+            const std::int64_t chunk = planes[p].run * planes[p].codes_per_byte();
             for (std::int64_t c = 0; c < count / chunk; c++)
-                cut_chunk(planes[p], in + planes[p].at + c * planes[p].run, codes + c * chunk);
+                unpack_chunk(planes[p], in + planes[p].at + c * planes[p].run, codes + c * chunk);
         }
 }
 
-// How often each byte occurs, added to 256 counts. Four tables: equal neighbours do not wait for each other.
+// Adds the number of occurrences of each byte to 256 counts. Four tables, so that equal neighbours do not conflict.
 extern "C" void attar_histogram(const Byte* bytes, std::int64_t count, std::int64_t* counts) {
     std::int64_t tables[4][256] = {};
     std::int64_t i = 0;

@@ -21,23 +21,18 @@ from torch import Tensor
 
 from attar.errors import NumericsError
 from attar.kernels.threads import one_thread
-from attar.merging.pieces import FEW, elementwise, inner_product, norm
+from attar.merging.methods.common.chunked import FEW, elementwise, inner_product, norm
 
 NEARLY_PARALLEL = 0.9995
 TINY = 1e-8
 
 
 def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "mergekit") -> Tensor:
-    """The point at t on the arc from ``base`` to the tensor. Does not modify its inputs.
+    """The point at t on the arc from ``base`` to the tensor.
 
     Args:
-        tensors: one, of base's shape.
-        base: x_0.
+        tensors: x_1 alone.
         t: 0 is the base, 1 the other model.
-        compat: "mergekit" or "paper".
-
-    Returns:
-        Of base's dtype.
 
     Raises:
         NumericsError: compat "paper" and opposite directions.
@@ -51,7 +46,8 @@ def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "m
 def cosine_of(a: Tensor, b: Tensor) -> Tensor:
     """<u_0, u_1> in float32, a scalar; a vector of norm up to 1e-8 is its own u.
 
-    Large tensors in float64 (see :func:`attar.merging.pieces.norm`), small ones with mergekit's operations.
+    Large tensors in float64, as in :func:`~attar.merging.methods.common.chunked.norm`; small ones with
+    mergekit's operations.
     """
     lengths = [norm(x, dtype=torch.float32) for x in (a, b)]
     m, n = (length if length > TINY else torch.ones(()) for length in lengths)

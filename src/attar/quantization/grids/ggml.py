@@ -130,7 +130,7 @@ class GGMLGrid(Grid):
 
     def _search(
         self, weight: Tensor, shrink: float | Tensor, importance: Tensor | None, *, codes: bool
-    ) -> kernel.Found:
+    ) -> kernel.BlockScales:
         """By the compiled kernel, or a few rows at a time in torch."""
         rows, columns = weight.shape
         block, tile = self.layout.block, self.layout.tile
@@ -154,7 +154,7 @@ class GGMLGrid(Grid):
             x = weight[start : start + step].float().reshape(-1, columns // block, block // tile, tile)
             parts.append(search(self, self.layout, clipped(x, shrink[start : start + step]), v))
         stored = {name: torch.cat([part[name] for part in parts]).reshape(rows, -1) for name in parts[0]}
-        return kernel.Found(stored, None)
+        return kernel.BlockScales(stored, None)
 
     def parameters(self, stored: dict[str, Tensor]) -> TileParameters:
         """Scale and minimum of each tile as a reader computes them."""

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.errors import NumericsError, SettingsError
+from attar.models.parts import weight_of
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor, TileParameters
 from attar.quantization.grids.grid import stored_scale
 from attar.quantization.grids.straight_through import (
@@ -414,9 +415,3 @@ def _originals(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for name, weight in kept.items():
             modules[name].weight = weight
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """The weight (N, K) of a Linear or a Conv1D (which stores it transposed)."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear) else weight.T

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attar.models.device import resolve
+from attar.models.parts import weight_of
 from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.hessian import Hessian
-from attar.quantization.methods.autoround import autoround, weight_of
+from attar.quantization.methods.autoround import autoround
 from attar.quantization.methods.gptq import gptq
-from attar.walks.precision import resolve
 from attar.walks.sweep import BlockView, Solution
 
 StartCodes = Callable[[BlockView, Mapping[str, Grid]], Mapping[str, QuantizedTensor]]

@@ -12,13 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attar.checkpoint.atomic import save_tensors
-from attar.models.device import free_memory, pick_device
+from attar.models.device import free_memory, pick_device, resolve
 from attar.models.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
 from attar.quantization.settings import QuantizeSettings, YAQASettings
 from attar.walks.kronecker import collect
-from attar.walks.precision import resolve
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint

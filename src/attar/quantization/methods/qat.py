@@ -33,7 +33,7 @@ from attar.quantization.grids.straight_through import into_cells, limits, on_uni
 from attar.quantization.methods import lsq
 from attar.walks.objectives import next_token
 from attar.walks.settings import TrainSettings
-from attar.walks.train import History, Loss
+from attar.walks.train import Loss, TrainHistory
 from attar.walks.train import train as run
 
 TRAINED = ("weights", "scales")
@@ -57,7 +57,7 @@ class QATResult:
     weights: dict[str, QuantizedTensor]
     activations: dict[str, dict[str, Tensor]]
     dense: dict[str, Tensor]
-    history: History = field(default_factory=History)
+    history: TrainHistory = field(default_factory=TrainHistory)
 
 
 def learn(
@@ -85,7 +85,7 @@ def learn(
         activations: how inputs are rounded, by module name; static scales are learned.
         rows: int64 (R, S) training rows.
         settings: of the train walk.
-        loss: see attar.walks.train; :func:`attar.walks.objectives.agreement` distils from the original model.
+        loss: see attar.walks.train; distillation from the original model, say.
         train: "weights": weights and scales; "scales": the codes of ``start`` stay, or the nearest ones.
         others: train everything else of the model too (norms, biases, embeddings).
         work: folder of resumable states.

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from attar.checkpoint.hashing import sha256_text
-from attar.data.calibration import calibration_batches
-from attar.data.packing import row_length
+from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
 from attar.errors import ModelError, SettingsError
-from attar.models.anatomy import Anatomy, discover
+from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
-from attar.models.precision import stored_precision
+from attar.models.parts import Anatomy, weight_of
+from attar.models.stored import stored_precision
 from attar.options import flatten
 from attar.progress import Progress
 from attar.quantization.grids import Grid, IntGrid
@@ -34,7 +34,6 @@ from attar.quantization.mixed_precision.sensitivity import (
     MEMORY,
     CandidateGrid,
     RoundFunction,
-    matrix,
     measure,
     nearest_mse,
     reference_of,
@@ -283,7 +282,7 @@ def interaction(
         work: folder for what does not fit in memory; removed afterwards.
     """
     grids = {
-        name: candidates[scheme](dtype or matrix(model.get_submodule(name)).dtype)
+        name: candidates[scheme](dtype or weight_of(model.get_submodule(name)).dtype)
         for name, scheme in schemes.items()
     }
     with (

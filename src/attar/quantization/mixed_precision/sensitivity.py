@@ -30,13 +30,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attar.errors import DataError
+from attar.models.parts import weight_of
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid, QuantizedTensor
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.mixed_precision.measurements import Measurement, SensitivityKey, read, write
-from attar.walks.activations import Activations
 from attar.walks.objectives import token_kl
 from attar.walks.passes import StopForward
+from attar.walks.skeleton import HiddenStates, fixed_output
 
 MEMORY = 8 * 2**30  # bytes of reference logits kept in memory; the rest is spilled to disk
 
@@ -156,7 +157,7 @@ def _requests(
     rounding: RoundFunction,
 ) -> Iterator[_MeasurementRequest]:
     for group, modules in groups.items():
-        weights = [matrix(model.get_submodule(module)) for module in modules]
+        weights = [weight_of(model.get_submodule(module)) for module in modules]
         shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights]
         for name, candidate in candidates.items():
             grid = candidate(dtype or weights[0].dtype)
@@ -182,7 +183,7 @@ def reference_of(
     shutil.rmtree(work, ignore_errors=True)
     try:
         with torch.no_grad():
-            stores = [Activations(work / name, memory) for name in ("hidden", "logits")]
+            stores = [HiddenStates(work / name, memory) for name in ("hidden", "logits")]
             dtype = torch.bfloat16 if precision == "bf16" else None
             yield ReferenceModel(model, blocks, batches, stores[0], stores[1], dtype, after_blocks)
     finally:
@@ -201,8 +202,8 @@ class ReferenceModel:
         model: nn.Module,
         blocks: Sequence[str],
         batches: Sequence[Tensor],
-        hidden: Activations,
-        logits: Activations,
+        hidden: HiddenStates,
+        logits: HiddenStates,
         dtype: torch.dtype | None,
         after_blocks: Sequence[str],
     ) -> None:
@@ -237,7 +238,7 @@ class ReferenceModel:
             if self.start:
                 hidden = self.hidden[number].to(self.device)
                 for block in range(self.start):
-                    stack.enter_context(_returning(self.blocks[block], hidden, self.extra[block]))
+                    stack.enter_context(fixed_output(self.blocks[block], hidden, self.extra[block]))
             logits: Tensor = self.model(input_ids=self.batches[number].to(self.device), **self.options).logits
         return logits
 
@@ -290,20 +291,6 @@ class ReferenceModel:
         return total / self.tokens if math.isfinite(total) else math.inf
 
 
-@contextmanager
-def _returning(block: Any, hidden: Tensor, extra: int | None) -> Iterator[None]:
-    """The block returns ``hidden`` for any input, for the length of the context."""
-    before = block.__dict__.get("forward")
-    block.forward = lambda *_, **__: hidden if extra is None else (hidden, *[None] * extra)
-    try:
-        yield
-    finally:
-        if before is None:
-            del block.forward
-        else:
-            block.forward = before
-
-
 def _measure_one(
     reference: ReferenceModel, request: _MeasurementRequest, rounding: RoundFunction
 ) -> Measurement:
@@ -330,9 +317,9 @@ def rounded(
     with torch.no_grad(), ExitStack() as stack:
         for name, grid in grids.items():
             module = model.get_submodule(name)
-            original = matrix(module).clone()
-            stack.callback(matrix(module).copy_, original)
-            matrix(module).copy_(rounding(original, grid).dequantize().to(original.dtype))
+            original = weight_of(module).clone()
+            stack.callback(weight_of(module).copy_, original)
+            weight_of(module).copy_(rounding(original, grid).dequantize().to(original.dtype))
             hook = module.register_forward_pre_hook(_error_hook(original, energy[name]))
             stack.callback(hook.remove)
         yield energy
@@ -342,7 +329,7 @@ def _error_hook(original: Tensor, energy: list[float]) -> Callable[[nn.Module, t
     """A hook that adds up the output error of a changed matrix."""
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        W, changed = original.float(), matrix(module).float()
+        W, changed = original.float(), weight_of(module).float()
         with torch.autocast(W.device.type, enabled=False):
             lost, output = (_output(module, args[0], weight) for weight in (W - changed, W))
             energy[0] += float(lost.square().sum(dtype=torch.float64))
@@ -354,9 +341,3 @@ def _error_hook(original: Tensor, energy: list[float]) -> Callable[[nn.Module, t
 def _output(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
     """The output of a module with this weight, without bias: rows of an embedding, products otherwise."""
     return weight[x] if isinstance(module, nn.Embedding) else F.linear(x.flatten(0, -2).float(), weight)
-
-
-def matrix(module: nn.Module) -> Tensor:
-    """The weight (N, K) of a Linear or an Embedding, or that of a Conv1D transposed; not a copy."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight if isinstance(module, nn.Linear | nn.Embedding) else weight.T

@@ -32,9 +32,8 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.folding import Foldable, foldable, rescales
 from attar.models.load import empty_model
-from attar.models.names import stored_names
-from attar.models.precision import stored_precision
 from attar.models.residual import residual
+from attar.models.stored import stored_names, stored_precision
 from attar.progress import SILENT, Progress
 from attar.quantization.calibration import batches_of
 from attar.quantization.grids import Grid, IntGrid

@@ -28,7 +28,7 @@ _COMPILED = (
     "the compiled step keeps keys and values in bfloat16, int8 or float32, each in its place; modules run it"
 )
 
-Asked = Mapping[str, tuple[str, object] | None]
+FeatureRequests = Mapping[str, tuple[str, object] | None]
 """Features, each with the setting that asks for it and its value; None: the model is made so."""
 
 REFUSED: dict[tuple[str, str], str] = {
@@ -69,7 +69,7 @@ def reason(one: str, two: str) -> str | None:
     return REFUSED.get((one, two)) or REFUSED.get((two, one))
 
 
-def check_together(features: Asked) -> None:
+def check_together(features: FeatureRequests) -> None:
     """Refuse the first pair that does not work together.
 
     Args:
@@ -100,7 +100,7 @@ def evicting(eviction: object) -> dict[str, tuple[str, object]]:
     return {} if eviction is None else {name: ("eviction", name)}
 
 
-def _refusal(features: Asked, first: str, second: str, why: str) -> SettingsError:
+def _refusal(features: FeatureRequests, first: str, second: str, why: str) -> SettingsError:
     """The second's setting must change."""
     beside, wrong = features[first], features[second]
     assert wrong is not None, f"a model is made with {first} and {second}, which do not go together: {why}"

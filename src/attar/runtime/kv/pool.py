@@ -1,7 +1,6 @@
 """The tensors of the KV cache: blocks of slots for every layer, in one of the formats of ``kv/store``.
 
-Who owns a block is the business of ``kv/manager.py``; the pool only writes where it is told, reads what block
-tables name, and knows its bytes.
+``kv/block_manager.py`` decides which sequence owns a block; the pool writes to slots and reads block tables.
 
     pool.begin(step)                               copy-on-write, before anything is run
     pool.write(layer, slots, k, v)                 of the step's tokens
@@ -16,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store import Geometry, make_store
-from attar.runtime.step import Span, Step
+from attar.runtime.kv.store import PoolGeometry, make_store
+from attar.runtime.step import StepInput, TokenSpan
 from attar.runtime.step import slots as slots_of
 
 
-class Pool:
+class KVPool:
     """Keys and values of all sequences.
 
     Args:
@@ -35,7 +34,7 @@ class Pool:
 
     def __init__(
         self,
-        geometry: Geometry,
+        geometry: PoolGeometry,
         kv_dtype: str = "float32",
         *,
         dtype: torch.dtype = torch.float32,
@@ -50,7 +49,7 @@ class Pool:
         """Bytes held now, scales included."""
         return self.store.nbytes
 
-    def begin(self, step: Step) -> Tensor:
+    def begin(self, step: StepInput) -> Tensor:
         """Make the step's copies; the slots of its tokens, int64 (T,)."""
         self.store.copy_(step.copies)
         slots = torch.from_numpy(step.slots(self.geometry.block_size)).to(self.device)
@@ -75,7 +74,7 @@ class Pool:
         inside = slice(start - first * block, stop - first * block)
         return k[inside], v[inside]
 
-    def end(self, step: Step) -> None:
+    def end(self, step: StepInput) -> None:
         """Tell the store which blocks are full of tokens that no rejected draft can take back."""
         for span, tree in step.trees():
             full = committed(span, tree is not None) // self.geometry.block_size
@@ -104,7 +103,7 @@ class Pool:
         self.store.move_(layer, sources.to(self.device), targets.to(self.device))
 
 
-def committed(span: Span, tree: bool) -> int:
+def committed(span: TokenSpan, tree: bool) -> int:
     """Places [0, n) of a span's sequence that stay whatever becomes of its drafts."""
     if tree:
         return span.place

@@ -21,9 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from attar.errors import ModelError
-from attar.runtime.kv.pool import Pool
-from attar.runtime.runner.view import View
-from attar.runtime.step import Span, Step
+from attar.runtime.kv.pool import KVPool
+from attar.runtime.runner.view import SpanView
+from attar.runtime.step import StepInput, TokenSpan
 
 NAME = "attar_paged"
 
@@ -49,7 +49,7 @@ def paged_attention(
     """What transformers calls in each layer; query (1, h, T, d), key and value (1, kv_heads, T, d).
 
     Args:
-        paged: the pass, handed through the model's forward: a :class:`Pass`, or the probe of ``probe.py``.
+        paged: handed through the model's forward: an :class:`AttentionPass`, or the probe of ``probe.py``.
 
     Returns:
         (1, T, h, d), and no weights.
@@ -81,7 +81,7 @@ def paged_attention(
     return found[None], None
 
 
-class How(NamedTuple):
+class AttentionOptions(NamedTuple):
     """What a layer asks of its attention, and whether an absent mask means the lower triangle."""
 
     scaling: float
@@ -90,15 +90,17 @@ class How(NamedTuple):
     causal: bool
 
 
-class Watch(Protocol):
+class AttentionObserver(Protocol):
     """Is shown queries and keys as they meet."""
 
-    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+    def see(
+        self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions
+    ) -> None:
         """q (t, h, d) of a span over k (n, kv_heads, d); mask as for :func:`attention`."""
         ...
 
 
-class Pass:
+class AttentionPass:
     """One step on its way through the layers.
 
     Args:
@@ -107,11 +109,11 @@ class Pass:
         watch: is shown every span's attention, for eviction.
     """
 
-    def __init__(self, step: Step, pool: Pool, watch: Watch | None = None) -> None:
+    def __init__(self, step: StepInput, pool: KVPool, watch: AttentionObserver | None = None) -> None:
         self.pool, self.watch = pool, watch
         self.slots = pool.begin(step)
         self.views = [
-            View(span, tree, slice(start, stop), pool.device)
+            SpanView(span, tree, slice(start, stop), pool.device)
             for (span, tree), start, stop in zip(
                 step.trees(), step.offsets[:-1], step.offsets[1:], strict=True
             )
@@ -134,11 +136,11 @@ class Pass:
         self.pool.write(layer, self.slots, k, v)
         out = torch.empty_like(q)
         for view in self.views:
-            how = How(scaling, softcap, window, view.fresh)
+            how = AttentionOptions(scaling, softcap, window, view.fresh)
             out[view.rows] = self.see(layer, view, q[view.rows], how)
         return out
 
-    def see(self, layer: int, view: View, q: Tensor, how: How) -> Tensor:
+    def see(self, layer: int, view: SpanView, q: Tensor, how: AttentionOptions) -> Tensor:
         """Attention of one span; q and the result (t, h, d)."""
         keys, values = self.pool.gather(layer, view.blocks, view.span.end, view.first(how.window))
         mask = view.mask(how.window)

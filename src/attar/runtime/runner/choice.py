@@ -12,9 +12,9 @@ from typing import Any
 
 from attar.errors import ModelError, SettingsError
 from attar.formats.decoded import Decoded
-from attar.kernels.build import missing
+from attar.kernels.build import why_missing
 from attar.kernels.decode import TILE
-from attar.kernels.product import usual_bits
+from attar.kernels.product import default_activation_bits
 from attar.kernels.structures import library
 from attar.models.device import pick_device
 from attar.runtime.kv.evict import Eviction
@@ -29,7 +29,7 @@ ACTIVATIONS = ("auto", 16, 8)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunnerSettings:
     """What a runner shall do; see :class:`attar.runtime.llm.LLM`.
 
     Raises:
@@ -64,10 +64,10 @@ class Asked:
     @property
     def bits(self) -> int:
         """Of activations."""
-        return usual_bits() if self.activations == "auto" else int(self.activations)
+        return default_activation_bits() if self.activations == "auto" else int(self.activations)
 
 
-def obstacle(checkpoint: Any, asked: Asked) -> str:
+def obstacle(checkpoint: Any, asked: RunnerSettings) -> str:
     """Why the compiled step does not run a checkpoint; empty where it does. Reads no weights, and builds the
     kernels if they are not built yet."""
     if asked.runner == "modules":
@@ -75,7 +75,7 @@ def obstacle(checkpoint: Any, asked: Asked) -> str:
     return _setting(asked) or _model(checkpoint, asked) or _machine()
 
 
-def _setting(asked: Asked) -> str:
+def _setting(asked: RunnerSettings) -> str:
     if pick_device(asked.device).type != "cpu":
         return f"the device is {asked.device}, and it runs on the CPU"
     if asked.dtype not in ("auto", "bfloat16"):
@@ -89,7 +89,7 @@ def _setting(asked: Asked) -> str:
     return ""
 
 
-def _model(checkpoint: Any, asked: Asked) -> str:
+def _model(checkpoint: Any, asked: RunnerSettings) -> str:
     try:
         check_config(step_config(checkpoint))
     except ModelError as problem:
@@ -107,4 +107,4 @@ def _model(checkpoint: Any, asked: Asked) -> str:
 
 
 def _machine() -> str:
-    return "" if library() is not None else f"there are no compiled kernels here: {missing('decode')}"
+    return "" if library() is not None else f"there are no compiled kernels here: {why_missing('decode')}"

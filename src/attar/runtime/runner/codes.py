@@ -19,11 +19,11 @@ from torch import Tensor
 
 from attar.formats.uniform import Uniform
 from attar.kernels.memory import Arena
-from attar.kernels.packed import BITS, GROUPS, Kind, Packed, pack_codes
+from attar.kernels.packed import BITS, GROUPS, Kind, PackedWeight, pack_codes
 
 
 @dataclass(frozen=True)
-class Codes:
+class PackedCodes:
     """A weight (N, K) in the words of :func:`attar.kernels.packed.pack_codes`.
 
     Attributes:
@@ -45,12 +45,12 @@ class Codes:
         """G."""
         return int(self.codes.shape[1] // self.scales.shape[1])
 
-    def pack(self, bias: Tensor | None = None, arena: Arena | None = None) -> Packed:
+    def pack(self, bias: Tensor | None = None, arena: Arena | None = None) -> PackedWeight:
         """The bytes that a product reads, columns in the order ``order``."""
         return pack_codes(self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena)
 
 
-def codes_of(weight: Uniform) -> Codes | None:
+def codes_of(weight: Uniform) -> PackedCodes | None:
     """A weight for the kernels; None where they have no such groups or zeros. Does not modify its input."""
     (rows, columns), order = weight.codes.shape, None
     groups = torch.arange(columns) // weight.width if weight.order is None else weight.order.long()
@@ -69,10 +69,12 @@ def codes_of(weight: Uniform) -> Codes | None:
     zeros = None if weight.zero is None else _spread(weight.zero, rows, first) + shift
     if zeros is not None and not bool(zeros.isfinite().all()):
         return None
-    return Codes((codes + shift).view(torch.uint8), _spread(weight.scale, rows, first), zeros, kind, order)
+    return PackedCodes(
+        (codes + shift).view(torch.uint8), _spread(weight.scale, rows, first), zeros, kind, order
+    )
 
 
-def fused(parts: Sequence[Codes]) -> Codes | None:
+def fused(parts: Sequence[PackedCodes]) -> PackedCodes | None:
     """Rows of several weights of the same inputs, one after the other; None where the inputs are sorted in
     different ways. Does not modify its inputs."""
     order = parts[0].order
@@ -92,7 +94,7 @@ def fused(parts: Sequence[Codes]) -> Codes | None:
             [torch.full_like(part.scales, middle) if part.zeros is None else part.zeros for part in parts]
         )
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-    return Codes(codes, scales, zeros, parts[0].kind, order)
+    return PackedCodes(codes, scales, zeros, parts[0].kind, order)
 
 
 def _group(groups: Tensor) -> int | None:
@@ -107,14 +109,14 @@ def _spread(table: Tensor, rows: int, groups: Tensor) -> Tensor:
     return table.repeat_interleave(-(-rows // len(table)), 0)[:rows].contiguous()
 
 
-def _widened(part: Codes) -> Codes:
+def _widened(part: PackedCodes) -> PackedCodes:
     """Codes of 4 bits as codes of 8."""
     if part.zeros is not None:
         return replace(part, kind="int8")
     return replace(part, codes=part.codes + (120 if part.kind == "int4" else 0), kind="int8")
 
 
-def _regrouped(part: Codes, size: int) -> Codes:
+def _regrouped(part: PackedCodes, size: int) -> PackedCodes:
     """The same in smaller groups."""
     times = part.group // size
     if times == 1:

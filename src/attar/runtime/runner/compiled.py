@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import UsageError
-from attar.kernels.batch import Tokens
 from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
-from attar.kernels.structures import PRODUCTS
+from attar.kernels.structures import PRODUCTS, StepTokens
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import Span, Step
+from attar.runtime.step import StepInput, TokenSpan
 
 KV_DTYPES = tuple(KV_BYTES)
 
@@ -98,17 +97,17 @@ class Compiled:
         """What it runs; another runner may have a part of it."""
         return self._program.weights
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         for span in step.spans:
             self._check(span)
         return self._program.run(
-            Tokens(
+            StepTokens(
                 ids=np.asarray(step.tokens, dtype=np.int64),
                 positions=step.positions,
                 slots=step.slots(self.block_size),
                 counts=[span.count for span in step.spans],
-                places=[span.place for span in step.spans],
+                past=[span.place for span in step.spans],
                 blocks=[span.blocks for span in step.spans],
                 rows=step.rows,
                 copies=step.copies,
@@ -130,7 +129,7 @@ class Compiled:
         """End the library's threads."""
         self._program.close()
 
-    def _check(self, span: Span) -> None:
+    def _check(self, span: TokenSpan) -> None:
         assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
         assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
-from attar.kernels.packed import Kind, Packed, pack
-from attar.runtime.runner.codes import Codes, fused
+from attar.kernels.packed import Kind, PackedWeight, pack
+from attar.runtime.runner.codes import PackedCodes, fused
 from attar.runtime.runner.rotary_tables import layer_kind, rope, rotary_tables
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
@@ -33,7 +33,7 @@ MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence'
 
 
 @dataclass
-class Source:
+class TensorSource:
     """Tensors by name, each asked for once; remembers which.
 
     Args:
@@ -44,7 +44,7 @@ class Source:
 
     names: frozenset[str]
     load: Callable[[str], Tensor]
-    coded: Callable[[str], Codes | None] = lambda name: None
+    coded: Callable[[str], PackedCodes | None] = lambda name: None
 
     def __post_init__(self) -> None:
         self.used: list[str] = []
@@ -56,7 +56,7 @@ class Source:
         self.used.append(name)
         return self.load(name).detach()
 
-    def codes(self, names: Sequence[str]) -> list[Codes] | None:
+    def codes(self, names: Sequence[str]) -> list[PackedCodes] | None:
         """Several weights as codes; None where one has none."""
         parts = [self.coded(name) if name in self.names else None for name in names]
         found = [part for part in parts if part is not None]
@@ -82,7 +82,7 @@ def model_weights(
     config: Any,
     names: Iterable[str],
     load: Callable[[str], Tensor],
-    coded: Callable[[str], Codes | None] = lambda name: None,
+    coded: Callable[[str], PackedCodes | None] = lambda name: None,
     *,
     weights: Kind = "bf16",
     head: Kind | None = None,
@@ -107,7 +107,7 @@ def model_weights(
         ModelError: the family, or something in the checkpoint, is not what the compiled step does.
     """
     check_config(config)
-    source, arena = Source(frozenset(names), load, coded), Arena()
+    source, arena = TensorSource(frozenset(names), load, coded), Arena()
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
@@ -140,7 +140,7 @@ class _Parts:
     """One layer's tensors."""
 
     config: Any
-    source: Source
+    source: TensorSource
     prefix: str
     arena: Arena
     kind: Kind
@@ -173,7 +173,7 @@ class _Parts:
         found = self._ask(name)
         return None if found is None else _norm(self.config, found)
 
-    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> Packed:
+    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> PackedWeight:
         """Several Linears with the same inputs as one."""
         if whole and f"{self.prefix}{room}{whole}.weight" in self.source.names:
             names = (whole,)
@@ -189,7 +189,7 @@ class _Parts:
         return pack(torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena)
 
 
-def _head(source: Source, table: Tensor, kind: Kind, group: int, arena: Arena) -> Packed:
+def _head(source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Arena) -> PackedWeight:
     """The head; tied to the embedding ``table`` where it is not stored."""
     own = HEAD if HEAD in source.names else EMBEDDING
     parts = source.codes([own])

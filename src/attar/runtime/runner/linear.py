@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attar.kernels.product import Team
-from attar.runtime.runner.codes import Codes
+from attar.kernels.product import ThreadPool
+from attar.runtime.runner.codes import PackedCodes
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         bits: that rows of x are rounded to.
     """
 
-    def __init__(self, codes: Codes, bias: Tensor | None, team: Team, bits: int = 16) -> None:
+    def __init__(self, codes: PackedCodes, bias: Tensor | None, team: ThreadPool, bits: int = 16) -> None:
         super().__init__()
         self.packed, self.order, self.bits, self._team = codes.pack(bias), codes.order, bits, team
         self.in_features, self.out_features = self.packed.columns, self.packed.rows

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from attar.kernels.structures import library
-from attar.runtime.kv.compose import Asked, check_together, evicting, store_feature
+from attar.runtime.kv.blocks import Packing
+from attar.runtime.kv.compose import FeatureRequests, check_together, evicting, store_feature
 from attar.runtime.kv.evict import H2O, Eviction, Reread, SnapKV, Streaming
-from attar.runtime.kv.pool import Pool
-from attar.runtime.kv.store import Geometry
-from attar.runtime.kv.table import Packing
-from attar.runtime.runner.attention import Pass
+from attar.runtime.kv.pool import KVPool
+from attar.runtime.kv.store import PoolGeometry
+from attar.runtime.runner.attention import AttentionPass
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
-from attar.runtime.runner.probe import Found, probe
+from attar.runtime.runner.probe import ModelShape, probe
 from attar.runtime.runner.rotary import Rotary
 from attar.runtime.runner.shared_cells import SharedPass, Shares, pack
 from attar.runtime.runner.streamed import StreamedPass
-from attar.runtime.runner.watching import HeavyWatch, Keys, RereadWatch, TailWatch
-from attar.runtime.step import Step
+from attar.runtime.runner.watching import AttentionSums, LastQueries, ReadKeys, StridedQueries
+from attar.runtime.step import StepInput
 
 
 class Modules:
@@ -67,8 +67,8 @@ class Modules:
         self.kv_dtype, self.activations = kept, _activations(model)
         self.features = _features(kept, eviction, found)
         check_together(self.features)
-        geometry = Geometry(found.layers, blocks, block_size, found.kv_heads, found.head_dim)
-        self.pool = Pool(geometry, kept, dtype=model.dtype, device=model.device)
+        geometry = PoolGeometry(found.layers, blocks, block_size, found.kv_heads, found.head_dim)
+        self.pool = KVPool(geometry, kept, dtype=model.dtype, device=model.device)
         self.vocabulary, self.window = found.vocabulary, found.window
         self.context = None if isinstance(eviction, Streaming) else found.context
         turns = isinstance(eviction, Streaming | Reread)
@@ -107,16 +107,16 @@ class Modules:
 
     @property
     def lookback(self) -> tuple[int | None, int]:
-        """``window`` and ``sinks`` for ``kv/manager.py``: places behind are given back."""
+        """``window`` and ``sinks`` for ``kv/block_manager.py``: places behind are given back."""
         if isinstance(self.eviction, Streaming):
             return self.eviction.window, self.eviction.sinks
         return self.window, 0
 
     def most(self, chunk: int) -> int | None:
-        """``most`` for ``kv/manager.py``, when a step runs at most ``chunk`` tokens of a sequence."""
+        """``most`` for ``kv/block_manager.py``, when a step runs at most ``chunk`` tokens of a sequence."""
         return None if self.eviction is None else self.eviction.most(chunk, self.block_size)
 
-    def run(self, step: Step) -> Tensor:
+    def run(self, step: StepInput) -> Tensor:
         """Copies blocks, writes keys and values; returns logits float32 (W, vocabulary), spans in order."""
         passing, device = self._pass(step), self.pool.device
         with torch.no_grad():
@@ -139,7 +139,7 @@ class Modules:
         """Choose which places of a sequence stay, for each layer and head, and move them together."""
         watch = self._watch
         assert watch is not None, "packing without a method that chooses"
-        if isinstance(watch, RereadWatch):
+        if isinstance(watch, StridedQueries):
             scores = [watch.scores(packing, layer, self._keys(packing, layer)) for layer in self._layers]
             self._shares[packing.sequence] = pack(self.pool, packing, watch.method.choose(np.stack(scores)))
             return
@@ -152,7 +152,7 @@ class Modules:
     def _layers(self) -> range:
         return range(self.pool.geometry.layers)
 
-    def _keys(self, packing: Packing, layer: int) -> Keys:
+    def _keys(self, packing: Packing, layer: int) -> ReadKeys:
         """Keys of a layer's first places, before the sequence is packed."""
         return lambda places: self.pool.gather(layer, packing.old, places)[0]
 
@@ -169,13 +169,13 @@ class Modules:
             self._watch.forget(sequence)
         self._shares.pop(sequence, None)
 
-    def _pass(self, step: Step) -> Pass:
+    def _pass(self, step: StepInput) -> AttentionPass:
         if isinstance(self.eviction, Streaming):
             assert self._rotary is not None
             return StreamedPass(step, self.pool, self.eviction, self._rotary)
         if self._shares:
             return SharedPass(step, self.pool, self._watch, self._shares)
-        return Pass(step, self.pool, self._watch)
+        return AttentionPass(step, self.pool, self._watch)
 
 
 def _activations(model: Any) -> str:
@@ -189,16 +189,18 @@ def _activations(model: Any) -> str:
     return f"{integers} and {dense}" if others else integers
 
 
-def _watch(eviction: Eviction | None, rotary: Rotary | None) -> HeavyWatch | TailWatch | RereadWatch | None:
+def _watch(
+    eviction: Eviction | None, rotary: Rotary | None
+) -> AttentionSums | LastQueries | StridedQueries | None:
     if isinstance(eviction, H2O):
-        return HeavyWatch(eviction)
+        return AttentionSums(eviction)
     if isinstance(eviction, Reread):
         assert rotary is not None, "queries are turned"
-        return RereadWatch(eviction, rotary)
-    return TailWatch(eviction) if isinstance(eviction, SnapKV) else None
+        return StridedQueries(eviction, rotary)
+    return LastQueries(eviction) if isinstance(eviction, SnapKV) else None
 
 
-def _features(kv_dtype: str, eviction: Eviction | None, found: Found) -> Asked:
+def _features(kv_dtype: str, eviction: Eviction | None, found: ModelShape) -> FeatureRequests:
     """Rows of ``kv/compose.py`` that the runner knows of."""
     windows = any(window is not None for window in found.windows)
     asked = {store_feature(kv_dtype): ("kv_dtype", kv_dtype), **evicting(eviction)}

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
 from attar.formats.decoded import Decoded
-from attar.kernels.product import Team
-from attar.models.blocks import is_linear
+from attar.kernels.product import ThreadPool
+from attar.models.anatomy import is_linear
 from attar.models.configs import load_config
 from attar.models.load import empty_model
-from attar.models.names import stored_names
+from attar.models.stored import stored_names
 from attar.runtime.runner.codes import codes_of
 from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 
 
-class Held:
+class CachedCheckpoint:
     """A checkpoint of which everything that was read once stays in memory, as it is stored."""
 
     def __init__(self, checkpoint: Any) -> None:
@@ -61,7 +61,7 @@ def packed_model(
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     model = empty_model(config)
-    filling = _Filling(model, checkpoint, dtype, Team(threads), bits)
+    filling = _Filling(model, checkpoint, dtype, ThreadPool(threads), bits)
     weakref.finalize(model, filling.team.close)
     for name in filling.decoded.tensors:
         filling.place(name)
@@ -76,9 +76,9 @@ def packed_model(
 class _Filling:
     """Puts tensors into an empty model."""
 
-    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: Team, bits: int) -> None:
+    def __init__(self, model: Any, checkpoint: Any, dtype: torch.dtype, team: ThreadPool, bits: int) -> None:
         self.model, self.dtype, self.team, self.bits = model, dtype, team, bits
-        self.decoded, self.held = Decoded(checkpoint), Decoded(Held(checkpoint))
+        self.decoded, self.held = Decoded(checkpoint), Decoded(CachedCheckpoint(checkpoint))
         self.prefix = f"{getattr(model, 'base_model_prefix', '')}."
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.shapes = {name: each.shape for name, each in (*parameters.items(), *model.named_buffers())}

@@ -20,7 +20,7 @@ ROPES_OF_LENGTH = ("dynamic", "longrope")  # their angles change with the length
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelShape:
     """What a runner must know of a model."""
 
     layers: int
@@ -37,7 +37,7 @@ class Found:
         return max(known) if len(known) == self.layers else None
 
 
-class Probe:
+class AttentionProbe:
     """Stands in for a pass: writes down what each layer hands over."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Probe:
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
-def probe(model: Any) -> Found:
+def probe(model: Any) -> ModelShape:
     """Take a causal language model over and look at it; afterwards it runs through a runner only.
 
     Raises:
@@ -68,12 +68,12 @@ def probe(model: Any) -> Found:
     _check(name, seen.seen, config.num_hidden_layers)
     kv_heads, head_dim, _ = seen.seen[0]
     windows = tuple(seen.windows[layer] for layer in range(len(seen.seen)))
-    return Found(len(seen.seen), kv_heads, head_dim, logits.shape[-1], _context(config), windows)
+    return ModelShape(len(seen.seen), kv_heads, head_dim, logits.shape[-1], _context(config), windows)
 
 
-def shown(model: Any, position: int) -> tuple[Probe, Tensor]:
+def shown(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
     """What each layer hands over for token 1 alone at a position, and the logits (1, 1, vocabulary)."""
-    seen, token = Probe(), torch.ones(1, 1, dtype=torch.int64, device=model.device)
+    seen, token = AttentionProbe(), torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         logits = model(input_ids=token, position_ids=token * position, use_cache=False, paged=seen).logits
     return seen, logits

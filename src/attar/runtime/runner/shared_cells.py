@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attar.runtime.kv.pool import Pool
-from attar.runtime.kv.store.geometry import Cells, Planes
-from attar.runtime.kv.table import Packing
-from attar.runtime.runner.attention import How, Pass, Watch, attention
-from attar.runtime.runner.view import View
-from attar.runtime.step import Step
+from attar.runtime.kv.blocks import Packing
+from attar.runtime.kv.pool import KVPool
+from attar.runtime.kv.store.geometry import Cells, PlaneStore
+from attar.runtime.runner.attention import AttentionObserver, AttentionOptions, AttentionPass, attention
+from attar.runtime.runner.view import SpanView
+from attar.runtime.step import StepInput
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Shares:
         return head // kv_heads, table[place // size] * size + place % size, head % kv_heads
 
 
-def pack(pool: Pool, packing: Packing, keep: NDArray[np.bool_]) -> Shares:
+def pack(pool: KVPool, packing: Packing, keep: NDArray[np.bool_]) -> Shares:
     """Moves what is kept, bool (layers, kv_heads, n), of a sequence together."""
     geometry, shares = pool.geometry, Shares.of(keep)
     assert shares.places == packing.kept, f"{shares.places} places chosen, not {packing.kept}"
@@ -68,18 +68,20 @@ def pack(pool: Pool, packing: Packing, keep: NDArray[np.bool_]) -> Shares:
     return shares
 
 
-class SharedPass(Pass):
+class SharedPass(AttentionPass):
     """A pass in which packed sequences have shares.
 
     Args:
         packed: the shares of sequences that were packed.
     """
 
-    def __init__(self, step: Step, pool: Pool, watch: Watch | None, packed: Mapping[int, Shares]) -> None:
+    def __init__(
+        self, step: StepInput, pool: KVPool, watch: AttentionObserver | None, packed: Mapping[int, Shares]
+    ) -> None:
         super().__init__(step, pool, watch)
         self.packed = packed
 
-    def see(self, layer: int, view: View, q: Tensor, how: How) -> Tensor:
+    def see(self, layer: int, view: SpanView, q: Tensor, how: AttentionOptions) -> Tensor:
         """Attention of one span; q and the result (t, h, d)."""
         shares = self.packed.get(view.span.sequence)
         if shares is None:
@@ -103,7 +105,7 @@ class SharedPass(Pass):
             )
         return out.flatten(1, 2)
 
-    def kept(self, shares: Shares, index: int, view: View) -> tuple[Tensor, Tensor]:
+    def kept(self, shares: Shares, index: int, view: SpanView) -> tuple[Tensor, Tensor]:
         """Keys and values (n_i, d) of head ``index`` = layer x kv_heads + head."""
         start, stop = (int(bound) for bound in shares.bounds[index : index + 2])
         geometry, device = self.pool.geometry, self.pool.device
@@ -112,9 +114,9 @@ class SharedPass(Pass):
         return planes(self.pool).read_cells((layers, slots, heads), self.pool.dtype)
 
 
-def planes(pool: Pool) -> Planes:
+def planes(pool: KVPool) -> PlaneStore:
     """The pool's store, whose numbers can be moved one by one."""
-    assert isinstance(pool.store, Planes), "KIVI's groups are not taken apart"
+    assert isinstance(pool.store, PlaneStore), "KIVI's groups are not taken apart"
     return pool.store
 
 

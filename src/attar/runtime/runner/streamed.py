@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from attar.runtime.kv.evict.streaming import Streaming
-from attar.runtime.kv.pool import Pool
-from attar.runtime.runner.attention import How, Pass, scores, weighted
+from attar.runtime.kv.pool import KVPool
+from attar.runtime.runner.attention import AttentionOptions, AttentionPass, scores, weighted
 from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.view import View
-from attar.runtime.step import Step
+from attar.runtime.runner.view import SpanView
+from attar.runtime.step import StepInput
 
 
-class StreamedPass(Pass):
+class StreamedPass(AttentionPass):
     """A pass in which a token sees the sinks and a window.
 
     Args:
@@ -28,11 +28,11 @@ class StreamedPass(Pass):
         rotary: how the model's queries are turned.
     """
 
-    def __init__(self, step: Step, pool: Pool, streaming: Streaming, rotary: Rotary) -> None:
+    def __init__(self, step: StepInput, pool: KVPool, streaming: Streaming, rotary: Rotary) -> None:
         super().__init__(step, pool)
         self.streaming, self.rotary = streaming, rotary
 
-    def see(self, layer: int, view: View, q: Tensor, how: How) -> Tensor:
+    def see(self, layer: int, view: SpanView, q: Tensor, how: AttentionOptions) -> Tensor:
         """Attention of one span; q and the result (t, h, d)."""
         span, S, w = view.span, self.streaming.sinks, self.streaming.window
         assert span.kept is None and how.window is None, "StreamingLLM beside another window or packing"
@@ -53,7 +53,7 @@ class StreamedPass(Pass):
         return weighted(found, torch.cat([vs, vw]))
 
 
-def seen(view: View, columns: Tensor, streaming: Streaming) -> Tensor:
+def seen(view: SpanView, columns: Tensor, streaming: Streaming) -> Tensor:
     """bool (t, n): which of the places ``columns`` int64 (n,) each token of the span sees."""
     span = view.span
     own = (columns - span.place).clamp(min=0)

@@ -12,13 +12,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attar.runtime.step import Span, depths
+from attar.runtime.step import TokenSpan, depths
 
 
-class View:
+class SpanView:
     """One span of a pass: its rows of the step, its block table, and what its tokens may see."""
 
-    def __init__(self, span: Span, tree: tuple[int, ...] | None, rows: slice, device: torch.device) -> None:
+    def __init__(
+        self, span: TokenSpan, tree: tuple[int, ...] | None, rows: slice, device: torch.device
+    ) -> None:
         self.span, self.tree, self.rows, self.device = span, tree, rows, device
         self.blocks = torch.tensor(span.blocks, dtype=torch.int64, device=device)
         self.fresh = tree is None and span.place == 0 and span.count > 1

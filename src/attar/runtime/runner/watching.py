@@ -12,27 +12,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attar.runtime.kv.blocks import Packing
 from attar.runtime.kv.evict import H2O, Reread, SnapKV
-from attar.runtime.kv.evict.h2o import Places, Scores
+from attar.runtime.kv.evict.h2o import EntryIndices, Scores
 from attar.runtime.kv.evict.reread import PIECE as REREAD
-from attar.runtime.kv.table import Packing
-from attar.runtime.runner.attention import How, weights
+from attar.runtime.runner.attention import AttentionOptions, weights
 from attar.runtime.runner.rotary import Rotary
-from attar.runtime.step import Span
+from attar.runtime.step import TokenSpan
 
-Keys = Callable[[int], Tensor]  # places -> keys (places, kv_heads, d) of the layer and sequence in question
-Piece = tuple[int, Tensor]
+ReadKeys = Callable[
+    [int], Tensor
+]  # places -> keys (places, kv_heads, d) of the layer and sequence in question
+QueryChunk = tuple[int, Tensor]
 PIECE = 256  # queries whose weights are held at once
 
 
-class HeavyWatch:
+class AttentionSums:
     """Sums of weights, float32 (kv_heads, n) for each sequence and layer."""
 
     def __init__(self, method: H2O) -> None:
         self.method = method
         self.sums: dict[int, dict[int, Scores]] = {}
 
-    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+    def see(
+        self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions
+    ) -> None:
         """Adds the weights of the span's queries."""
         mine = self.sums.setdefault(span.sequence, {})
         before = mine.get(layer, np.zeros((k.shape[1], 0), dtype=np.float32))
@@ -43,7 +47,7 @@ class HeavyWatch:
         total[:, : span.place] += before
         mine[layer] = total
 
-    def choose(self, packing: Packing, layer: int, keys: Keys) -> Places:
+    def choose(self, packing: Packing, layer: int, keys: ReadKeys) -> EntryIndices:
         """Places that stay, int64 (kv_heads, kept); their scores stay with them."""
         mine = self.sums[packing.sequence]
         keep = self.method.choose(mine[layer])
@@ -60,14 +64,16 @@ class HeavyWatch:
         self.sums.pop(sequence, None)
 
 
-class TailWatch:
+class LastQueries:
     """The last w queries (w, h, d) of each sequence and layer, until it is packed."""
 
     def __init__(self, method: SnapKV) -> None:
         self.method = method
-        self.tails: dict[int, dict[int, tuple[Tensor, How, int]]] = {}  # queries, how, places
+        self.tails: dict[int, dict[int, tuple[Tensor, AttentionOptions, int]]] = {}  # queries, how, places
 
-    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+    def see(
+        self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions
+    ) -> None:
         """Keeps the span's last queries; those of a packed sequence are not needed."""
         if span.kept is not None:
             return
@@ -75,7 +81,7 @@ class TailWatch:
         before = kept(*mine[layer], span.place) if layer in mine else q[:0]
         mine[layer] = (torch.cat([before, q])[-self.method.window :].clone(), how, span.end)
 
-    def choose(self, packing: Packing, layer: int, keys: Keys) -> Places:
+    def choose(self, packing: Packing, layer: int, keys: ReadKeys) -> EntryIndices:
         """Places that stay, int64 (kv_heads, kept)."""
         tail, n = self.tails[packing.sequence].pop(layer), packing.length
         q, how = kept(*tail, n), tail[1]
@@ -95,16 +101,18 @@ class TailWatch:
         self.tails.pop(sequence, None)
 
 
-class RereadWatch:
+class StridedQueries:
     """Every ``stride``-th query of a prompt, in bfloat16, for each sequence and layer, until it is packed:
     pieces (start, queries (m, h, d)) in ascending order."""
 
     def __init__(self, method: Reread, rotary: Rotary) -> None:
         self.method, self.rotary = method, rotary
-        self.queries: dict[int, dict[int, tuple[Piece, ...]]] = {}
-        self.how: dict[int, How] = {}
+        self.queries: dict[int, dict[int, tuple[QueryChunk, ...]]] = {}
+        self.how: dict[int, AttentionOptions] = {}
 
-    def see(self, layer: int, span: Span, q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> None:
+    def see(
+        self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions
+    ) -> None:
         """Keeps queries of the span; a span that starts earlier takes the rest back."""
         if span.kept is not None:
             return
@@ -114,7 +122,7 @@ class RereadWatch:
         piece = (start, q[start - span.place :: stride].bfloat16())
         mine[layer], self.how[layer] = (*before, piece), how
 
-    def scores(self, packing: Packing, layer: int, keys: Keys) -> Scores:
+    def scores(self, packing: Packing, layer: int, keys: ReadKeys) -> Scores:
         """s of a layer, float32 (kv_heads, n): the queries are asked again behind the prompt."""
         n, stride = packing.length, self.method.stride
         pieces = [_until(piece, n, stride) for piece in self.queries[packing.sequence].pop(layer)]
@@ -134,18 +142,18 @@ class RereadWatch:
         self.queries.pop(sequence, None)
 
 
-def _until(piece: Piece, stop: int, stride: int) -> Piece:
+def _until(piece: QueryChunk, stop: int, stride: int) -> QueryChunk:
     """A piece without queries at places from ``stop`` on, of drafts that were rejected."""
     start, q = piece
     return start, q[: max(-((start - stop) // stride), 0)]
 
 
-def kept(q: Tensor, how: How, places: int, length: int) -> Tensor:
+def kept(q: Tensor, how: AttentionOptions, places: int, length: int) -> Tensor:
     """The last queries without those of rejected drafts, which were at places [length, places)."""
     return q[: max(len(q) - (places - length), 0)]
 
 
-def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> Tensor:
+def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions) -> Tensor:
     """Softmax weights summed over queries and over the group's heads; float32 (kv_heads, n)."""
     if mask is None and how.causal:
         mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril()
@@ -165,7 +173,7 @@ def column_sums(q: Tensor, k: Tensor, mask: Tensor | None, how: How) -> Tensor:
     return total
 
 
-def column_largest(q: Tensor, k: Tensor, how: How) -> Tensor:
+def column_largest(q: Tensor, k: Tensor, how: AttentionOptions) -> Tensor:
     """The largest softmax weight of each place over queries and the group's heads; float32 (kv_heads, n).
 
     Every query of q (t, h, d) sees every place of k (n, kv_heads, d).

@@ -1,19 +1,19 @@
-"""Texts that keep to a grammar: tokens that would leave it cannot be drawn.
+"""Constrained decoding: tokens that would violate a grammar cannot be sampled.
 
-    JSON schema | regex | Lark grammar  →  compiled once  →  a matcher for each text  →  a mask for each token
+    JSON schema | regex | Lark grammar  →  compiled once  →  a matcher per completion  →  a mask per token
 
 The library is llguidance (Earley parser over derivatives of regular expressions, masks from a trie of the
-vocabulary). It refuses what it cannot hold to instead of overlooking it, takes milliseconds for a schema, and
-brings no other package; which is why it stands here, and not xgrammar (brings triton, overlooks
-``uniqueItems``) or outlines-core (seconds for ``{"type": "object"}``).
+vocabulary). It refuses what it cannot enforce instead of ignoring it, takes milliseconds for a schema, and
+has no dependencies; xgrammar depends on triton and ignores ``uniqueItems``, outlines-core takes seconds for
+``{"type": "object"}``.
 
-An end token can be drawn only where the grammar is satisfied; where nothing else can follow, the text ends by
-itself. Stop strings, and stop ids that are words of the grammar, cut a text wherever they come. The blanks
-between JSON's parts have a limit, or a weak model writes them for ever.
+An end token can be sampled only where the grammar is satisfied; where nothing else can follow, the completion
+ends by itself. Stop strings, and stop ids that are tokens of the grammar, end a completion anywhere. Blanks
+between the parts of JSON are limited, because a weak model can repeat them without end.
 
-What a grammar may take is limited (``LIMITS``, in units of work and not of time, so that the same grammar is
-refused everywhere): one that no text can follow, or whose first mask takes too much, is refused when it is
-compiled; where a later mask does, its text ends with the same error.
+The cost of a grammar is limited (``LIMITS``, in units of work and not of time, so that the same grammar is
+refused on every machine): a grammar that no text satisfies, or whose first mask costs too much, is refused
+when it is compiled; where a later mask costs too much, its completion ends with the same error.
 
 Letters: V vocabulary.
 """
@@ -52,16 +52,16 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,  # up to 2 kB each
     "max_grammar_size": 500_000,
 }
-"""Of llguidance's LLParserLimits: its own defaults, but for the states of the lexer, which are memory."""
+"""llguidance's LLParserLimits: its defaults, except for the states of the lexer, which cost memory."""
 _NOTHING = "no text can follow it: does a rule call nothing but itself?"
-_WORDS = {"NoExtension": _NOTHING, "NoExtensionBias": _NOTHING}
+_REASONS = {"NoExtension": _NOTHING, "NoExtensionBias": _NOTHING}
 
 
 class Matcher:
-    """Where one text stands in its grammar.
+    """The state of one completion in its grammar.
 
     Args:
-        matcher: llguidance's, at the text's place; nobody else has it.
+        matcher: llguidance's, in this state; not shared.
         vocabulary: V.
         end: llguidance's own end token.
         guide: the name of the parameter, and the grammar.
@@ -69,73 +69,73 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int, guide: tuple[str, str]) -> None:
         self._matcher, self._vocabulary, self._end, self._guide = matcher, vocabulary, end, guide
-        self._look()
+        self._compute_mask()
 
     def copy(self) -> Matcher:
-        """Another text at the same place."""
-        made = Matcher.__new__(Matcher)
-        made.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
-        return made
+        """A second matcher in the same state."""
+        twin = Matcher.__new__(Matcher)
+        twin.__dict__.update(self.__dict__, _matcher=self._matcher.deep_copy())
+        return twin
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Another text with further tokens, as a verifier sees a draft; it stops at the first that the
-        grammar does not allow.
+        """A second matcher after further tokens, for the positions of a draft; it stops at the first token
+        that the grammar forbids.
         """
-        made = self.copy()
+        ahead = self.copy()
         for token in tokens:
-            if not bool(made._words[token]):
+            if not bool(ahead._mask[token]):
                 break
-            made.take(token)
-        return made
+            ahead.consume(token)
+        return ahead
 
     @property
     def may_end(self) -> bool:
-        """Whether the text so far is one of the grammar's."""
+        """Whether the text so far satisfies the grammar."""
         return self._may_end
 
     @property
     def complete(self) -> bool:
-        """Whether it is, and nothing can follow."""
-        return self._may_end and not self._goes_on and self._failure is None
+        """Whether it does, and nothing can follow."""
+        return self._may_end and not self._continues and self._failure is None
 
     def allowed(self, ends: Sequence[int] = ()) -> Tensor:
         """Tokens that may come next.
 
         Args:
-            ends: tokens that end the text: allowed where it may end; before, only if they are words that the
-                grammar allows.
+            ends: tokens that end the completion: allowed where it may end; before, only if the grammar
+                allows them as text.
 
         Returns:
-            bool (V,), newly made where there are ends.
+            bool (V,), a new tensor where there are ends.
 
         Raises:
             GrammarError: as :meth:`check`.
         """
         self.check()
         if not ends:
-            return self._words
-        words = self._words.clone()
-        words[list(ends)] |= self._may_end
-        return words
+            return self._mask
+        mask = self._mask.clone()
+        mask[list(ends)] |= self._may_end
+        return mask
 
     def check(self) -> None:
-        """Raises GrammarError where the grammar takes more than is allowed, or no text can follow it."""
+        """Raises GrammarError where the grammar exceeds the limits, or no text satisfies it."""
         if self._failure is not None:
             raise _refused(*self._guide, self._failure, GrammarError)
 
-    def take(self, token: int) -> None:
-        """The text has one more token, which was allowed and does not end it."""
+    def consume(self, token: int) -> None:
+        """One more token, which was allowed and is no end token."""
         self._matcher.consume_token(token)
-        self._look()
+        self._compute_mask()
 
-    def _look(self) -> None:
-        """The mask of the next token; the end token's bit says whether the text may end here."""
+    def _compute_mask(self) -> None:
+        """The mask of the next token; the end token's bit tells whether the text may end here."""
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._failure = _reason(self._matcher.get_error()) if self._matcher.is_error() else None
         bits = np.unpackbits(packed, bitorder="little", count=self._end + 1).view(np.bool_)
-        words = bits[: self._vocabulary]
-        self._may_end, self._goes_on = bool(bits[self._end]), bool(words.any())
-        self._words = torch.from_numpy(words)
+        mask = bits[: self._vocabulary]
+        self._may_end, self._continues = bool(bits[self._end]), bool(mask.any())
+        self._mask = torch.from_numpy(mask)
 
 
 class Grammars:
@@ -150,35 +150,35 @@ class Grammars:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._trie: tuple[LLTokenizer, int] | None = None
         self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._lock, self._making = Lock(), Lock()
+        self._lock, self._trie_lock = Lock(), Lock()
 
     def prepare(self) -> None:
-        """Read the vocabulary, for which the first grammar would wait, and with it every thread: llguidance
-        lets no other run meanwhile. Nothing where it is not installed, or knows no such tokenizer.
+        """Build the vocabulary trie ahead of the first grammar, because llguidance holds the interpreter lock
+        meanwhile. Nothing happens where it is not installed or does not support the tokenizer.
         """
         with suppress(ImportError, ValueError):
             self._vocabulary_trie()
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
-        """At the beginning of a text; None where the parameters have no grammar.
+        """In the initial state; None where the parameters have no grammar.
 
         Raises:
             MissingExtraError: llguidance is not installed.
-            SettingsError: the grammar is wrong, or cannot be held to, and why. GrammarError, a kind of it: it
-                takes more than is allowed.
+            SettingsError: the grammar is invalid or not supported, with the reason. GrammarError, a subclass:
+                it exceeds the limits.
         """
         guide = params.guide
         if guide is None:
             return None
         with self._lock:
-            found = self._compiled.get(guide)
-        found = found or self._compile(*guide)  # it may take a second: others need not wait
+            compiled = self._compiled.get(guide)
+        compiled = compiled or self._compile(*guide)  # outside the lock, it may take a second
         with self._lock:
-            self._compiled[guide] = found
+            self._compiled[guide] = compiled
             self._compiled.move_to_end(guide)
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return found.copy()
+        return compiled.copy()
 
     def _compile(self, name: str, text: str) -> Matcher:
         try:
@@ -186,32 +186,32 @@ class Grammars:
         except ImportError:
             raise MissingExtraError("llguidance", "grammar") from None
         try:
-            words, end = self._vocabulary_trie()
+            trie, end = self._vocabulary_trie()
         except ValueError as error:
             raise _refused(name, text, f"of the model's tokenizer: {_reason(str(error))}") from error
-        made = LLMatcher(words, _written(name, text), log_level=0, limits=LLParserLimits(**LIMITS))
-        if made.is_error():
-            raise _refused(name, text, _reason(made.get_error()))
-        matcher = Matcher(made, self._vocabulary, end, (name, text))
+        compiled = LLMatcher(trie, _to_lark(name, text), log_level=0, limits=LLParserLimits(**LIMITS))
+        if compiled.is_error():
+            raise _refused(name, text, _reason(compiled.get_error()))
+        matcher = Matcher(compiled, self._vocabulary, end, (name, text))
         matcher.check()
         if matcher.complete:
             raise _refused(name, text, "it allows the empty text alone")
         return matcher
 
     def _vocabulary_trie(self) -> tuple[LLTokenizer, int]:
-        with self._making:
+        with self._trie_lock:
             if self._trie is None:
                 self._trie = _make_trie(self._tokenizer, self._vocabulary)
             return self._trie
 
 
 def _make_trie(tokenizer: Any, vocabulary: int) -> tuple[LLTokenizer, int]:
-    """The vocabulary as llguidance has it, and an end token of its own behind the last.
+    """The vocabulary for llguidance, with an additional end token after the last.
 
-    The model's own may differ from request to request, and a stop id may be a word.
+    The model's own end tokens can differ from request to request, and a stop id may be text.
 
     Raises:
-        ValueError: the tokenizer is of no kind that llguidance knows.
+        ValueError: llguidance does not support the tokenizer.
     """
     from llguidance import LLTokenizer
 
@@ -219,14 +219,14 @@ def _make_trie(tokenizer: Any, vocabulary: int) -> tuple[LLTokenizer, int]:
     if backend is None:
         raise ValueError("it has no fast kind")
     end = max(vocabulary, *(token + 1 for token in backend.get_vocab(with_added_tokens=True).values()))
-    described = json.loads(backend.to_str())
-    added = [*described["added_tokens"], {"id": end, "content": "<|end of grammar|>", **_SPECIAL}]
-    described |= {"padding": None, "truncation": None, "added_tokens": added}
-    return LLTokenizer(json.dumps(described), n_vocab=end + 1, eos_token=end), end
+    tokenizer_json = json.loads(backend.to_str())
+    added = [*tokenizer_json["added_tokens"], {"id": end, "content": "<|end of grammar|>", **_SPECIAL}]
+    tokenizer_json |= {"padding": None, "truncation": None, "added_tokens": added}
+    return LLTokenizer(json.dumps(tokenizer_json), n_vocab=end + 1, eos_token=end), end
 
 
-def _written(name: str, text: str) -> str:
-    """A grammar in llguidance's own form."""
+def _to_lark(name: str, text: str) -> str:
+    """A grammar in llguidance's format."""
     from llguidance import LLMatcher
 
     if name == "regex":
@@ -241,12 +241,12 @@ def _written(name: str, text: str) -> str:
 
 def _refused(name: str, text: str, reason: str, error: type[SettingsError] = SettingsError) -> SettingsError:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return error(name, shown, f"one that texts can be held to ({reason})")
+    return error(name, shown, f"one that can be enforced ({reason})")
 
 
-def _reason(said: str) -> str:
-    """One line of what llguidance says: the parser's own error where there is one."""
-    lines = [line.strip() for line in said.partition("<state>")[0].splitlines() if line.strip()]
+def _reason(message: str) -> str:
+    """One line of llguidance's message: the parser's own error where there is one."""
+    lines = [line.strip() for line in message.partition("<state>")[0].splitlines() if line.strip()]
     first = lines[0] if lines else "unknown"
     inner = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), None)
-    return _WORDS.get(inner or first, inner or first)
+    return _REASONS.get(inner or first, inner or first)

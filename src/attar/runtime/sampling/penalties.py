@@ -1,12 +1,12 @@
-"""Logits adjusted by what has been said: penalties, biases and bans, before any temperature.
+"""Logits adjusted by the tokens so far: penalties, biases and bans, before any temperature.
 
-    repetition r    l / r where l > 0, l r where l < 0, for tokens in prompt or text (CTRL, arXiv 1909.05858)
-    frequency f     l - f c        c how often the token is in the text so far
+    repetition r    l / r where l > 0, l r where l < 0, for tokens so far (CTRL, arXiv 1909.05858)
+    frequency f     l - f c        c how often the token is in the completion so far
     presence  s     l - s [c > 0]
     bias      b     l + b
-    ban             l = -infinity: end tokens before min_tokens, tokens a grammar does not allow
+    ban             l = -infinity: end tokens before min_tokens, tokens that a grammar forbids
 
-in this order. Repetition counts the prompt, frequency and presence do not (as vLLM and OpenAI have it).
+in this order. Repetition counts the prompt, frequency and presence do not (as in vLLM and OpenAI's API).
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from torch import Tensor
 from attar.runtime.sampling.params import SamplingParams
 
 
-class History:
+class TokenHistory:
     """The tokens of a sequence as the penalties see them.
 
     Args:
         prompt: its tokens; they count for repetition alone.
-        text: the tokens generated so far.
+        generated: the tokens of the completion so far.
     """
 
-    def __init__(self, prompt: Iterable[int], text: Iterable[int] = ()) -> None:
+    def __init__(self, prompt: Iterable[int], generated: Iterable[int] = ()) -> None:
         self.prompt = torch.tensor(list(dict.fromkeys(prompt)), dtype=torch.long)
-        self.counts = Counter(text)
+        self.counts = Counter(generated)
 
     def add(self, token: int) -> None:
         """One more token was generated."""
         self.counts[token] += 1
 
-    def after(self, tokens: Iterable[int]) -> History:
-        """The history with further tokens, as a verifier sees a draft. This one is not changed."""
-        later = History(())
-        later.prompt, later.counts = self.prompt, self.counts.copy()
-        later.counts.update(tokens)
-        return later
+    def after(self, tokens: Iterable[int]) -> TokenHistory:
+        """A new history with further tokens, for the positions of a draft."""
+        extended = TokenHistory(())
+        extended.prompt, extended.counts = self.prompt, self.counts.copy()
+        extended.counts.update(tokens)
+        return extended
 
 
-def penalise_(logits: Tensor, params: SamplingParams, history: History) -> None:
+def penalise_(logits: Tensor, params: SamplingParams, history: TokenHistory) -> None:
     """Apply the three penalties to one row.
 
     Args:
@@ -56,9 +56,9 @@ def penalise_(logits: Tensor, params: SamplingParams, history: History) -> None:
         r = params.repetition_penalty
         logits[seen] = torch.where(values > 0, values / r, values * r)
     if history.counts and (params.frequency_penalty or params.presence_penalty):
-        said = _index(history.counts, logits)
+        generated = _index(history.counts, logits)
         c = torch.tensor(list(history.counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[said] -= params.frequency_penalty * c + params.presence_penalty
+        logits[generated] -= params.frequency_penalty * c + params.presence_penalty
 
 
 def bias_(logits: Tensor, params: SamplingParams) -> None:
@@ -69,11 +69,11 @@ def bias_(logits: Tensor, params: SamplingParams) -> None:
 
 
 def ban_(logits: Tensor, tokens: Sequence[int], allowed: Tensor | None = None) -> None:
-    """Make tokens impossible in one row (V,), which is changed.
+    """Set tokens of one row (V,), which is changed, to -infinity.
 
     Args:
-        tokens: ids that may not be drawn.
-        allowed: bool (V,), False where a token may not be drawn; None allows all.
+        tokens: ids that may not be sampled.
+        allowed: bool (V,), False where a token may not be sampled; None allows all.
     """
     if tokens:
         logits[_index(tokens, logits)] = -torch.inf

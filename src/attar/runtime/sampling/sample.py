@@ -1,4 +1,4 @@
-"""Tokens drawn from distributions, with noise that belongs to a place and not to a batch.
+"""Tokens sampled from distributions, with noise that depends on the position and not on the batch.
 
     token = argmax_v  p_v / e_v        e_v ~ Exp(1), equally argmax log p_v + g_v with Gumbel noise g = -log e
 
@@ -9,13 +9,13 @@ function of four integers:
     bits_v = SplitMix64 seeded with key, output v        (Steele et al. 2014; counter-based: any v by itself)
     u_v = (floor(bits_v / 2^11) + 1/2) / 2^53 ,  e_v = -log u_v
 
-position is the index of the drawn token in its sequence, the prompt counted; sample numbers the n texts of a
-request. So a seeded text depends neither on its neighbours in the batch, nor on preemption, nor on how many
-tokens a step verifies; a prompt lengthened by what was generated continues with the same noise. Coupled
-speculation draws draft and target with one key: where p and q agree the tokens agree, and the text is that of
-plain decoding. Only tokens with p_v > 0 get noise, which a counter makes possible at no loss; and of them
-only those get a logarithm that can still win: with c = e_m / p_m of the likeliest token m, whoever is before
-it has 1 - u_v <= e_v <= c p_v.
+position is the index of the sampled token in its sequence, the prompt counted; sample is the index of the
+completion. So a seeded completion depends neither on the other rows of the batch, nor on preemption, nor on
+how many tokens a step verifies; a prompt extended by its own completion continues with the same noise.
+Coupled speculation samples draft and target with one key: where p and q agree the tokens agree, and the
+result is that of plain decoding. Only tokens with p_v > 0 get noise (the generator is counter-based), and a
+logarithm is taken only of those that can still win: with c = e_m / p_m of the most likely token m, a token v
+that beats m has 1 - u_v <= e_v <= c p_v.
 
 Letters: R rows, V vocabulary, p probabilities, u uniform in (0, 1).
 """
@@ -31,20 +31,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attar.runtime.sampling.cuts import top
-from attar.runtime.sampling.warp import Row, adjust, likeliest, warp
+from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, likeliest, warp
 
 TOKEN, ACCEPT, RESAMPLE = 0, 1, 2
-"""Purposes: the token itself; a verifier's coin; its draw from the residual. Streams of their own."""
+"""Purposes, each with its own noise: the token; a verifier's acceptance test; its residual sample."""
 
 
 def noise_key(seed: int, sample: int, position: int, purpose: int = TOKEN) -> int:
-    """The stream of noise for one draw: an integer in [0, 2^64).
+    """The noise stream of one sample: an integer in [0, 2^64).
 
     Args:
         seed: of the request, in [0, 2^64).
-        sample: which of the request's n texts.
-        position: index of the drawn token in its sequence.
+        sample: index of the completion in [0, n).
+        position: index of the sampled token in its sequence.
         purpose: TOKEN, ACCEPT or RESAMPLE.
     """
     packed = struct.pack("<QIQI", seed, sample, position, purpose)
@@ -52,7 +51,7 @@ def noise_key(seed: int, sample: int, position: int, purpose: int = TOKEN) -> in
 
 
 def uniforms(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """u of the tokens, of the same shape: in (0, 1), integers up to the last step."""
+    """u of the tokens, of the same shape: in (0, 1), computed in integers up to the last step."""
     z = tokens.astype(np.uint64)
     z += _ONE
     z *= _GAMMA
@@ -60,7 +59,7 @@ def uniforms(key: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def draw(p: Tensor, keys: Sequence[int]) -> list[int]:
-    """One token from each row.
+    """One token of each row.
 
     Args:
         p: probabilities (R, V), or weights that are not normalised; not modified.
@@ -70,43 +69,44 @@ def draw(p: Tensor, keys: Sequence[int]) -> list[int]:
 
 
 def draw_distinct(p: Tensor, key: int, count: int) -> list[int]:
-    """Several tokens without putting back, in the order drawn: the first of one race (Gumbel top-k).
+    """Several tokens without replacement, in order: the first of one race (Gumbel top-k).
 
     Args:
         p: probabilities (V,), or weights that are not normalised; not modified.
-        key: the stream; the first token is the one that ``draw`` takes with it.
-        count: how many; fewer come where fewer have p > 0.
+        key: the stream; the first token is that of ``draw`` with this key.
+        count: tokens; fewer are returned where fewer have p > 0.
     """
     tokens, race = _race(p.cpu().numpy(), key, count)
     best = np.argsort(-race, kind="stable")[:count]
-    found: list[int] = tokens[best].tolist()
-    return found
+    drawn: list[int] = tokens[best].tolist()
+    return drawn
 
 
-def sample(logits: Tensor, rows: Sequence[Row], keys: Sequence[int]) -> list[int]:
-    """Warp and draw: a token for each row. Rows at temperature 0 take the likeliest without any noise.
+def sample(logits: Tensor, rows: Sequence[SamplingRow], keys: Sequence[int]) -> list[int]:
+    """Warp and draw: a token for each row. Rows at temperature 0 take the most likely token, without noise.
 
     Args:
         logits: (R, V); not modified.
         rows: one for each row.
-        keys: one for each row; not looked at where the row is greedy.
+        keys: one for each row; not used where the row is greedy.
 
     Raises:
         NumericsError: as :func:`warp`.
     """
-    sure = [number for number, row in enumerate(rows) if row.params.greedy]
-    if len(sure) == len(rows):
+    greedy = [index for index, row in enumerate(rows) if row.params.greedy]
+    if len(greedy) == len(rows):
         return likeliest(adjust(logits, rows))
     tokens: dict[int, int] = {}
-    if sure:
-        found = likeliest(adjust(logits[sure], [rows[number] for number in sure]))
-        tokens |= zip(sure, found, strict=True)
-    drawn = [number for number, row in enumerate(rows) if not row.params.greedy]
-    # on a CPU a row at a time stays in its cache
-    for some in [drawn] if logits.device.type != "cpu" else [[number] for number in drawn]:
-        p = warp(logits[some[0] : some[0] + 1], [rows[number] for number in some])
-        tokens |= zip(some, draw(p, [keys[number] for number in some]), strict=True)
-    return [tokens[number] for number in range(len(rows))]
+    if greedy:
+        best = likeliest(adjust(logits[greedy], [rows[index] for index in greedy]))
+        tokens |= zip(greedy, best, strict=True)
+    random = [index for index, row in enumerate(rows) if not row.params.greedy]
+    # on a CPU one row at a time stays in its cache
+    for part in [random] if logits.device.type != "cpu" else [[index] for index in random]:
+        some = logits[part] if len(part) > 1 else logits[part[0] : part[0] + 1]  # a view of one row
+        p = warp(some, [rows[index] for index in part])
+        tokens |= zip(part, draw(p, [keys[index] for index in part]), strict=True)
+    return [tokens[index] for index in range(len(rows))]
 
 
 def _draw_one(p: NDArray[np.float32], key: int) -> int:
@@ -116,14 +116,14 @@ def _draw_one(p: NDArray[np.float32], key: int) -> int:
 
 
 def _race(p: NDArray[np.float32], key: int, count: int = 1) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Tokens, the first ``count`` of the race among them, and -e / p of each, largest where p / e is."""
-    some = int(np.count_nonzero(p))
-    if 4 * some < len(p):
+    """Tokens that include the first ``count`` of the race, and -e / p of each, largest where p / e is."""
+    possible = int(np.count_nonzero(p))
+    if 4 * possible < len(p):
         tokens = np.flatnonzero(p)
         u = uniforms(key, tokens)
     else:
         bits = _mixed_(_counters(len(p)).copy(), key)
-        tokens = _contenders(p, bits, min(count, some))
+        tokens = _contenders(p, bits, min(count, possible))
         u = _unit(bits[tokens])
     race = np.log(u)
     race /= p[tokens]
@@ -131,8 +131,8 @@ def _race(p: NDArray[np.float32], key: int, count: int = 1) -> tuple[NDArray[np.
 
 
 def _contenders(p: NDArray[np.float32], bits: NDArray[np.uint64], count: int) -> NDArray[np.int64]:
-    """Tokens that may be among the first ``count``: all others are behind so many of the likeliest."""
-    likely = top(p, count)
+    """Tokens that may be among the first ``count``: all others lose to ``count`` of the most likely ones."""
+    likely = largest_indices(p, count)
     c = float((-np.log(_unit(bits[likely])) / p[likely]).max())
     below_one = (_WHOLE - bits.view(np.int64)).astype(np.float32)  # 1 - u, in steps of 2^-53
     return np.flatnonzero(below_one <= p * np.float32(c * 2.0**53 * _SLACK))
@@ -159,9 +159,9 @@ def _unit(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 @lru_cache(maxsize=4)
 def _counters(count: int) -> NDArray[np.uint64]:
     """(v + 1) gamma of tokens [0, count)."""
-    found = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
-    found.flags.writeable = False
-    return found
+    counters = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
+    counters.flags.writeable = False
+    return counters
 
 
 _WHOLE = np.int64(1 << 53)

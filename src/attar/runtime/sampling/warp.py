@@ -1,4 +1,4 @@
-"""Logits to the distribution that tokens are drawn from.
+"""Logits to the distribution that tokens are sampled from.
 
     l' = penalties, bias, bans (penalties.py)
     x = l' / T                                  temperature; T = 0 is one-hot at the largest l'
@@ -9,10 +9,13 @@
 
 Letters: R rows (positions of sequences), V vocabulary, l logits (R, V), p probabilities (R, V).
 
-The order is transformers'. Every cut is a value, and what equals it stays: the result does not depend on how
-ties are sorted, nor on the other rows of the batch. (transformers keeps ties at top-k and splits them, by the
-order of its sort, at top-p.) Speculation calls the same function for drafts and for targets, with the history
-of each drafted position.
+The order is transformers'. Every cut is a threshold, and values equal to it stay: the result depends neither
+on how ties are sorted nor on the other rows of the batch. (transformers keeps ties at top-k and splits them,
+by the order of its sort, at top-p.) Speculation calls the same function for draft and target distributions,
+with the history of one draft position.
+
+A sort of the vocabulary costs more than a small model's step. So on a CPU the cuts examine only values near
+the largest, down to a distance below it that grows until enough are included.
 """
 
 from __future__ import annotations
@@ -23,29 +26,32 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import NumericsError
-from attar.runtime.sampling.cuts import mass_, top_k_
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.sampling.penalties import History, ban_, bias_, penalise_
+from attar.runtime.sampling.penalties import TokenHistory, ban_, bias_, penalise_
 
+FloatRow = NDArray[np.float32]
+_DEPTHS = (-4.0, -8.0, -16.0, -np.inf)  # below the largest logit
+_PARTS = (2.0**-6, 2.0**-12, 2.0**-18, 0.0)  # of the largest probability
 _TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class Row:
-    """What decides one row beside its logits.
+class SamplingRow:
+    """What decides one row besides its logits.
 
     Attributes:
         params: of the row's request.
-        history: the tokens before; needed where the parameters penalise.
-        banned: tokens that may not be drawn here.
+        history: the tokens before; needed where there are penalties.
+        banned: tokens that may not be sampled here.
         allowed: bool (V,) of a grammar; None allows all.
     """
 
     params: SamplingParams
-    history: History | None = None
+    history: TokenHistory | None = None
     banned: Sequence[int] = ()
     allowed: Tensor | None = None
 
@@ -55,32 +61,32 @@ class Row:
         return bool(self.params.penalises or self.params.biases or self.banned or self.allowed is not None)
 
 
-def warp(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def warp(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The distributions.
 
     Args:
         logits: (R, V); not modified.
-        rows: one for each row.
+        rows: one for one row.
 
     Returns:
-        float32 (R, V), each row of sum 1.
+        float32 (R, V), one row of sum 1.
 
     Raises:
-        NumericsError: a row's logits are NaN or +infinity, or nothing can be drawn in it.
+        NumericsError: a row's logits are NaN or +infinity, or no token can be sampled in it.
     """
     x = adjust(logits, rows)
     if all(row.params.greedy for row in rows):
         return one_hot(x)
     top = x.amax(-1, keepdim=True)
-    check(top)
-    p = truncate(heat(x, top, rows), [row.params for row in rows])
+    check_finite(bool(top.isfinite().all()))  # NaN spreads to the largest
+    p = truncate(scale_by_temperature(x, top, rows), [row.params for row in rows])
     greedy = [number for number, row in enumerate(rows) if row.params.greedy]
     if greedy:
         p[greedy] = one_hot(x[greedy])
     return p
 
 
-def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def adjust(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Penalties, biases and bans: float32 (R, V); the input itself where nothing applies."""
     assert len(rows) == len(logits), f"{len(rows)} rows for {len(logits)} rows of logits"
     logits = logits.float()
@@ -96,11 +102,6 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return adjusted
 
 
-def check(largest: Tensor) -> None:
-    """Raise where a row's largest logit is not finite: NaN spreads to it."""
-    check_finite(bool(largest.isfinite().all()))
-
-
 def check_finite(finite: bool) -> None:
     """Raises NumericsError where the largest logit of a row is not finite."""
     if not finite:
@@ -111,17 +112,17 @@ def check_finite(finite: bool) -> None:
 
 
 def one_hot(logits: Tensor) -> Tensor:
-    """1 at the largest of each row, the lowest id among equals; float32 (R, V)."""
-    made = torch.zeros_like(logits)
-    made[range(len(logits)), likeliest(logits)] = 1.0
-    return made
+    """1 at the largest of one row, the lowest id among equals; float32 (R, V)."""
+    p = torch.zeros_like(logits)
+    p[range(len(logits)), likeliest(logits)] = 1.0
+    return p
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    """The largest of each row of (R, V), the lowest id among equals.
+    """The largest of one row of (R, V), the lowest id among equals.
 
     Raises:
-        NumericsError: a row's logits are NaN or +infinity, or nothing can be drawn in it.
+        NumericsError: a row's logits are NaN or +infinity, or no token can be sampled in it.
     """
     tokens, largest = argmax(logits)
     check_finite(all(map(math.isfinite, largest)))
@@ -129,7 +130,7 @@ def likeliest(logits: Tensor) -> list[int]:
 
 
 def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
-    """The largest of each row of (R, V), the lowest id among equals, and its logit: NaN where a row has one.
+    """The largest of one row of (R, V), the lowest id among equals, and its logit: NaN where a row has one.
 
     NumPy's argmax is ten times faster than torch's on a CPU.
     """
@@ -141,9 +142,9 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
     return indices.tolist(), largest.tolist()
 
 
-def heat(logits: Tensor, top: Tensor, rows: Sequence[Row]) -> Tensor:
-    """(l - max l) / T, newly made (R, V): subtracted first, so that a tiny temperature cannot overflow; of
-    numbers that float32 does not have the nearest normal one is taken, so that none becomes 0.
+def scale_by_temperature(logits: Tensor, top: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """(l - max l) / T, a new tensor (R, V). The maximum is subtracted first, so that a tiny temperature
+    cannot overflow; temperatures outside float32 are clamped to its normal numbers, so that none becomes 0.
 
     Args:
         top: max l, (R, 1).
@@ -157,30 +158,76 @@ def truncate(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """softmax(x) cut by top-k, top-p and min-p and made to sum to 1; float32 (R, V). Changes x."""
     if x.device.type != "cpu":
         return _truncate_anywhere(x, params)
-    for row, each in zip(x.numpy(), params, strict=True):
-        top_k_(row, each.top_k)
+    for row, one in zip(x.numpy(), params, strict=True):
+        cut_top_k_(row, one.top_k)
     p = x.softmax(-1)
-    for row, each in zip(p.numpy(), params, strict=True):
-        mass_(row, each.top_p, each.min_p)
+    for row, one in zip(p.numpy(), params, strict=True):
+        cut_top_p_(row, one.top_p, one.min_p)
     return p
 
 
 def _truncate_anywhere(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """The same in torch's operators, row by row."""
     V = x.shape[-1]
-    for row, each in zip(x, params, strict=True):
-        if 0 < each.top_k < V:
-            row.masked_fill_(row < row.topk(each.top_k).values[-1], -torch.inf)
+    for row, one in zip(x, params, strict=True):
+        if 0 < one.top_k < V:
+            row.masked_fill_(row < row.topk(one.top_k).values[-1], -torch.inf)
     p = x.softmax(-1)
-    for row, each in zip(p, params, strict=True):
-        if each.top_p < 1.0:
+    for row, one in zip(p, params, strict=True):
+        if one.top_p < 1.0:
             values = row.sort(descending=True).values.double()
-            kept = int((values.cumsum(-1) - values < each.top_p).sum())
+            kept = int((values.cumsum(-1) - values < one.top_p).sum())
             row.masked_fill_(row < values[kept - 1].float(), 0.0)
-        row.masked_fill_(row < row.max() * each.min_p, 0.0)
-        if each.top_p < 1.0 or each.min_p > 0.0:
+        row.masked_fill_(row < row.max() * one.min_p, 0.0)
+        if one.top_p < 1.0 or one.min_p > 0.0:
             row.div_(row.sum())
     return p
+
+
+def cut_top_k_(x: FloatRow, k: int) -> None:
+    """Set to -infinity what top-k drops of a row (V,) whose largest is 0; k = 0 keeps all."""
+    if not 0 < k < len(x):
+        return
+    for depth in _DEPTHS:
+        near = x[x >= depth]
+        if len(near) >= k:
+            break
+    np.putmask(x, x < np.partition(near, len(near) - k)[len(near) - k], -np.inf)
+
+
+def largest_indices(x: FloatRow, count: int) -> NDArray[np.int64]:
+    """Indices of the ``count`` largest of a row (V,), the largest first, the lowest index among equals."""
+    if count == 1:
+        return np.array([x.argmax()])
+    left, indices = x.copy(), np.empty(count, dtype=np.int64)
+    for rank in range(count):
+        indices[rank] = left.argmax()
+        left[indices[rank]] = -np.inf
+    return indices
+
+
+def cut_top_p_(p: FloatRow, top_p: float, min_p: float) -> None:
+    """Set to 0 what top-p and then min-p drop of a row (V,) of sum 1, and normalise the row."""
+    if top_p >= 1.0 and min_p <= 0.0:
+        return
+    if top_p < 1.0:
+        p *= p >= _top_p_cut(p, top_p)
+    if min_p > 0.0:
+        p *= p >= p.max() * np.float32(min_p)
+    p /= p.sum()
+
+
+def _top_p_cut(p: FloatRow, mass: float) -> np.float32:
+    """The smallest probability that stays."""
+    top = p.max()
+    for part in _PARTS:
+        near = p[p >= top * np.float32(part)]
+        values = np.sort(near)[::-1]
+        sums = values.cumsum(dtype=np.float64)
+        if sums[-1] >= mass:
+            break
+    kept: np.float32 = values[int((sums - values < mass).sum()) - 1]
+    return kept
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One line of JSON for each request, on the logger ``attar.server``; prompts and texts only where asked for.
+"""Access log: a line of JSON per request on the logger ``attar.server``; bodies only with ``log_prompts``.
 
 {"time", "id", "method", "path", "status", "seconds", "request", "prompt_tokens", "completion_tokens", ...}
 """
@@ -16,20 +16,19 @@ from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from attar.runtime.server.middleware import ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
+from attar.runtime.server.middleware import LOGGER, ASGIApp, ASGIMessage, ASGIReceive, ASGIScope, ASGISend
 
-LOGGER = "attar.server"
-_QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds
-_LONGEST_ID = 128
-_LONGEST_BODY = 1 << 20  # bytes of it that are written
+_QUIET = ("/health", "/ready", "/metrics")  # polled every few seconds
+_MAX_ID = 128  # characters
+_MAX_BODY = 1 << 20  # bytes of a body that are logged
 
 
 class AccessLogMiddleware:
-    """Writes the line when the answer is complete; gives every answer an ``X-Request-Id``.
+    """Logs a request when its response is complete; gives every response an ``X-Request-Id``.
 
     Args:
-        app: what is behind.
-        prompts: write the body of the request as well.
+        app: the next application.
+        prompts: log the body as well.
     """
 
     def __init__(self, app: ASGIApp, prompts: bool = False) -> None:
@@ -39,30 +38,31 @@ class AccessLogMiddleware:
     async def __call__(self, scope: ASGIScope, receive: ASGIReceive, send: ASGISend) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        start, facts = time.monotonic(), scope.setdefault("state", {}).setdefault("facts", {})
+        start = time.monotonic()
+        log_fields = scope.setdefault("state", {}).setdefault("log_fields", {})
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "id": _id(scope),
+            "id": _request_id(scope),
         }
         line |= {"method": scope["method"], "path": scope["path"][:200], "status": 500}
         body: list[bytes] = []
 
-        async def noted() -> ASGIMessage:
+        async def receive_and_record() -> ASGIMessage:
             message = await receive()
             if self._prompts:
-                body.append(message.get("body", b"")[: max(_LONGEST_BODY - sum(map(len, body)), 0)])
+                body.append(message.get("body", b"")[: max(_MAX_BODY - sum(map(len, body)), 0)])
             return message
 
-        async def named(message: ASGIMessage) -> None:
+        async def send_with_id(message: ASGIMessage) -> None:
             if message["type"] == "http.response.start":
                 line["status"] = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = line["id"]
             await send(message)
 
         try:
-            await self._app(scope, noted, named)
+            await self._app(scope, receive_and_record, send_with_id)
         finally:
-            line |= {"seconds": round(time.monotonic() - start, 6), **facts}
+            line |= {"seconds": round(time.monotonic() - start, 6), **log_fields}
             with log_errors("the log"):
                 self._write(line, body)
 
@@ -75,15 +75,15 @@ class AccessLogMiddleware:
 
 @contextmanager
 def log_errors(what: str) -> Iterator[None]:
-    """For what comes behind an answer, or counts it: an error goes to the log and costs nobody the answer."""
+    """For work after a response, or for statistics: log its errors, and do not fail the request."""
     try:
         yield
     except Exception:
         logging.getLogger(LOGGER).exception("%s failed", what)
 
 
-def _id(scope: ASGIScope) -> str:
-    """The client's own, where it is short and harmless, else a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
-    fine = given.isascii() and given.isprintable() and 0 < len(given) <= _LONGEST_ID
-    return given if fine else uuid4().hex
+def _request_id(scope: ASGIScope) -> str:
+    """The client's id where it is short and printable, else a new one."""
+    id = Headers(scope=scope).get("x-request-id", "")
+    valid = id.isascii() and id.isprintable() and 0 < len(id) <= _MAX_ID
+    return id if valid else uuid4().hex

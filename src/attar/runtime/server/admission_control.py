@@ -1,7 +1,7 @@
-"""Who may come in: not more than the queue holds, no caller beyond its share, nobody while it goes down.
+"""Admission control: a bounded queue, a share for each caller, and no new requests while the server drains.
 
-What is counted is texts, prompts times ``n``, from a request's admission to its last byte; besides these what
-waits in the engine, which has preempted texts too.
+Completions (prompts * ``n``) are counted from a request's admission to its last byte; to these come those
+that wait in the engine, preempted ones included.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from attar.runtime.server.api_keys import ApiKey
 from attar.runtime.server.backend import Backend
 from attar.runtime.server.errors import ApiError
 
-LONGEST_RETRY_S = 60
+MAX_RETRY_S = 60
 _WEIGHT = 0.1  # of the newest request in the mean duration
 ANONYMOUS = ApiKey(name="anyone")
 
 
 class AdmissionControl:
-    """Admission and drain.
+    """Admits requests, and counts those that are running.
 
     Args:
-        backend: tells how much is waiting.
-        max_queue: texts that wait at most.
-        share: of all places that one caller may take.
+        backend: reports how many completions run and wait.
+        max_queue: completions that may wait.
+        share: of the whole capacity, for one caller.
         clock: seconds.
     """
 
@@ -42,59 +42,37 @@ class AdmissionControl:
         self.draining = False
         self.arriving = 0
         self._mean_s = 1.0
-        self._inside: dict[int, Callable[[], None]] = {}
+        self._active: dict[int, Callable[[], None]] = {}
         self._next = 0
-        self._texts: Counter[str] = Counter()  # by caller, from admission to the last byte
-        self._spent: dict[str, tuple[float, float]] = {}  # by caller: tokens owed, and when
+        self._completions: Counter[str] = Counter()  # by caller, from admission to the last byte
+        self._budgets: dict[str, tuple[float, float]] = {}  # by caller: tokens over budget, and when
 
     @property
     def active(self) -> int:
         """Requests from admission to their last byte."""
-        return len(self._inside)
+        return len(self._active)
 
     def admit(self, count: int = 1, caller: ApiKey = ANONYMOUS) -> None:
-        """Raises RefusedError where ``count`` more texts cannot be taken: 503, 429, or 400 for ever."""
+        """Raise ApiError where ``count`` more completions are refused: 503, 429, or 400 if they never fit."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_s=1)
         if not self._backend.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
         stats = self._backend.stats()
-        places = self._max_queue + stats.free
-        if count > places + stats.running:
-            message = f"{count:,} texts in one request; the server holds {places + stats.running:,}"
+        queue_room = self._max_queue + stats.free
+        capacity = queue_room + stats.running
+        if count > capacity:
+            message = f"{count:,} completions in one request; the server holds {capacity:,}"
             raise ApiError(400, message, param="n", code="too_many_texts")
         waiting = stats.waiting + self.arriving
-        if waiting + count > places or self._texts.total() + count > places + stats.running:
+        if waiting + count > queue_room or self._completions.total() + count > capacity:
             message = f"{waiting:,} requests are waiting, the limit is {self._max_queue:,}"
             raise ApiError(429, message, code="queue_full", retry_s=self.retry_s())
-        self._admit_caller(count, caller, places + stats.running)
+        self._admit_caller(count, caller, capacity)
 
     @contextmanager
-    def inside(
-        self, give_up: Callable[[], None], count: int = 1, caller: ApiKey = ANONYMOUS
-    ) -> Iterator[None]:
-        """Counts a request until it is answered; the drain waits for it.
-
-        Args:
-            give_up: called where it takes too long.
-            count: its texts.
-        """
-        number, self._next = self._next, self._next + 1
-        self._inside[number] = give_up
-        try:
-            with self._counted(count, caller):
-                yield
-        finally:
-            del self._inside[number]
-
-    def give_up(self) -> None:
-        """Nobody waits any more for those inside: they are told so."""
-        for give_up in list(self._inside.values()):
-            give_up()
-
-    @contextmanager
-    def entering(self, count: int = 1, caller: ApiKey = ANONYMOUS) -> Iterator[None]:
-        """Counts texts while they are made ready for the engine."""
+    def preparing(self, count: int = 1, caller: ApiKey = ANONYMOUS) -> Iterator[None]:
+        """Admit completions, and count them until they are submitted to the engine."""
         self.admit(count, caller)
         self.arriving += count
         try:
@@ -103,43 +81,67 @@ class AdmissionControl:
         finally:
             self.arriving -= count
 
-    def took(self, seconds: float, tokens: int = 0, caller: ApiKey = ANONYMOUS) -> None:
-        """A request was served in so many seconds; its caller owes its tokens."""
+    @contextmanager
+    def serving(
+        self, shut_down: Callable[[], None], count: int = 1, caller: ApiKey = ANONYMOUS
+    ) -> Iterator[None]:
+        """Count a request until it is answered; draining waits for it.
+
+        Args:
+            shut_down: ends the request early.
+            count: its completions.
+        """
+        number, self._next = self._next, self._next + 1
+        self._active[number] = shut_down
+        try:
+            with self._counted(count, caller):
+                yield
+        finally:
+            del self._active[number]
+
+    def shut_down(self) -> None:
+        """End all active requests."""
+        for shut_down in list(self._active.values()):
+            shut_down()
+
+    def served(self, seconds: float, tokens: int = 0, caller: ApiKey = ANONYMOUS) -> None:
+        """Record a request's duration, and charge its tokens to the caller."""
         self._mean_s += _WEIGHT * (seconds - self._mean_s)
         if caller.tokens_per_minute:
-            self._spent[caller.name] = (self._owed(caller) + tokens, self._clock())
+            self._budgets[caller.name] = (self._over_budget(caller) + tokens, self._clock())
 
     def retry_s(self) -> int:
-        """Seconds until there is probably room: the time in which as many requests as wait are served."""
+        """Seconds until there is probably room: the time to serve as many requests as wait now."""
         stats = self._backend.stats()
         seconds = self._mean_s * (stats.waiting + 1) / max(stats.running, 1)
-        return max(1, min(math.ceil(seconds), LONGEST_RETRY_S))
+        return max(1, min(math.ceil(seconds), MAX_RETRY_S))
 
-    def _admit_caller(self, count: int, caller: ApiKey, places: int) -> None:
-        """Raises RefusedError where the caller has its share already."""
-        most = caller.max_texts or max(1, int(self._share * places))
-        if count > most:
-            message = f"{count:,} texts in one request; {caller.name} may have {most:,}"
+    def _admit_caller(self, count: int, caller: ApiKey, capacity: int) -> None:
+        """Raise ApiError where the caller has used its share."""
+        limit = caller.max_texts or max(1, int(self._share * capacity))
+        if count > limit:
+            message = f"{count:,} completions in one request; {caller.name} may have {limit:,}"
             raise ApiError(400, message, param="n", code="too_many_texts")
-        if self._texts[caller.name] + count > most:
-            message = f"{caller.name} has {self._texts[caller.name]:,} texts open, the limit is {most:,}"
+        if self._completions[caller.name] + count > limit:
+            running = self._completions[caller.name]
+            message = f"{caller.name} has {running:,} completions open, the limit is {limit:,}"
             raise ApiError(429, message, code="too_many_requests", retry_s=self.retry_s())
-        if (owed := self._owed(caller)) >= caller.tokens_per_minute > 0:
-            wait = math.ceil(60 * (owed / caller.tokens_per_minute - 1)) + 1
+        if (tokens := self._over_budget(caller)) >= caller.tokens_per_minute > 0:
+            wait_s = math.ceil(60 * (tokens / caller.tokens_per_minute - 1)) + 1
             message = f"{caller.name} has used its {caller.tokens_per_minute:,} tokens of a minute"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_s=wait)
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_s=wait_s)
 
     @contextmanager
     def _counted(self, count: int, caller: ApiKey) -> Iterator[None]:
-        self._texts[caller.name] += count
+        self._completions[caller.name] += count
         try:
             yield
         finally:
-            self._texts[caller.name] -= count
-            if not self._texts[caller.name]:
-                del self._texts[caller.name]
+            self._completions[caller.name] -= count
+            if not self._completions[caller.name]:
+                del self._completions[caller.name]
 
-    def _owed(self, caller: ApiKey) -> float:
-        """Tokens used that no minute has paid for yet."""
-        owed, then = self._spent.get(caller.name, (0.0, 0.0))
-        return max(0.0, owed - (self._clock() - then) * caller.tokens_per_minute / 60)
+    def _over_budget(self, caller: ApiKey) -> float:
+        """Tokens used less those that the time since has paid for."""
+        tokens, then = self._budgets.get(caller.name, (0.0, 0.0))
+        return max(0.0, tokens - (self._clock() - then) * caller.tokens_per_minute / 60)

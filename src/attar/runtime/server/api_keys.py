@@ -1,14 +1,14 @@
-"""Who may call the server, and how much of it each may take: a YAML or JSON file of keys.
+"""API keys and their limits: a YAML or JSON file.
 
     keys:
       - name: web                  # in messages and in the log
         key: a-long-random-text
         priority: -1               # of its requests; smaller goes first, 0 without it
         set_priority: true         # its requests may have a priority of their own
-        max_texts: 32              # texts of its requests that run or wait at the same time
-        tokens_per_minute: 60000   # prompts and texts together
+        max_texts: 32              # completions that run or wait at the same time
+        tokens_per_minute: 60000   # of prompts and completions
 
-Without keys every address is a caller of its own.
+Without keys every address is a caller.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class ApiKey:
 
     Args:
         name: in messages and in the log.
-        key: what it sends; empty: nothing.
-        priority: of its requests; smaller goes first.
+        key: empty: the caller sends none.
+        priority: of its requests; smaller runs first.
         set_priority: its requests may have a priority of their own.
-        max_texts: that run or wait at the same time; 0: its share of the server (``--client-share``).
-        tokens_per_minute: prompts and texts together; 0: any number.
+        max_texts: completions that run or wait at the same time; 0: its share of the server
+            (``--client-share``).
+        tokens_per_minute: of prompts and completions; 0: any number.
     """
 
     name: str
@@ -58,23 +59,20 @@ class ApiKey:
 
     @property
     def salt(self) -> str:
-        """The tenant: prefixes are shared inside it only."""
+        """The tenant: cached prefixes are shared only within it."""
         return hashlib.sha256(self.key.encode()).hexdigest()[:16] if self.key else ""
 
 
 def make_api_keys(plain: Sequence[str], file: str) -> tuple[ApiKey, ...]:
-    """All keys: those of a file, and those without limits of their own.
-
-    Args:
-        file: its path; empty: none.
+    """The keys of a file (empty: none), and plain keys, which have no limits of their own.
 
     Raises:
         DataError: the file, or a field of it, is wrong.
     """
-    read = read_api_keys(Path(file)) if file else ()
-    known = {each.key for each in read}
-    others = [each for each in dict.fromkeys(plain) if each not in known]
-    return (*read, *(ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
+    listed = read_api_keys(Path(file)) if file else ()
+    known = {entry.key for entry in listed}
+    others = [key for key in dict.fromkeys(plain) if key not in known]
+    return (*listed, *(ApiKey(name=f"key-{number}", key=key) for number, key in enumerate(others, 1)))
 
 
 def read_api_keys(file: Path) -> tuple[ApiKey, ...]:
@@ -92,15 +90,15 @@ def read_api_keys(file: Path) -> tuple[ApiKey, ...]:
     listed = content.get("keys") if isinstance(content, dict) and set(content) == {"keys"} else None
     if not isinstance(listed, list) or not listed:
         raise DataError(f"{file}: has no list called keys", hint="see docs/serve.md#keys")
-    keys = tuple(_key(f"{file}: keys[{place}]", entry) for place, entry in enumerate(listed))
+    keys = tuple(_parse_key(f"{file}: keys[{index}]", entry) for index, entry in enumerate(listed))
     for name in ("name", "key"):
-        if len({getattr(each, name) for each in keys}) < len(keys):
+        if len({getattr(key, name) for key in keys}) < len(keys):
             raise DataError(f"{file}: two keys have the same {name}")
     return keys
 
 
 def client_address(client: Sequence[Any] | None) -> str:
-    """A caller's address; of IPv6 its network of 64 bits, for one host has all of them."""
+    """A client's address; for IPv6 its /64 network, because one host has all its addresses."""
     host = str(client[0]) if client else ""
     try:
         address = ipaddress.ip_address(host)
@@ -111,8 +109,8 @@ def client_address(client: Sequence[Any] | None) -> str:
     return host.removeprefix("::ffff:")
 
 
-def _key(where: str, entry: Any) -> ApiKey:
-    names = [each.name for each in fields(ApiKey)]
+def _parse_key(where: str, entry: Any) -> ApiKey:
+    names = [field.name for field in fields(ApiKey)]
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str) or not is_key(entry.get("key")):
         hint = "a key has 8 or more printable ASCII characters, no blanks"
         raise DataError(f"{where}: needs a name and a key, both texts", hint=hint)

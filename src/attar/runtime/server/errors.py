@@ -1,10 +1,10 @@
-"""Errors in OpenAI's shape, and which status belongs to which.
+"""Errors in OpenAI's shape, with their status codes.
 
 {"error": {"message", "type", "param", "code"}}
 
 400  a wrong value, a prompt that is too long      404  an unknown model or path
 401  a missing or wrong key                        413  a body that is too large
-429  too much is waiting (Retry-After)             503  the server or the engine goes down
+429  the queue is full (Retry-After)               503  the server shuts down, or the engine has stopped
 500  a bug, or the model failed
 """
 
@@ -20,7 +20,7 @@ from attar.runtime.admission import BusyError
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong."""
+    """An error."""
 
     message: str
     type: str
@@ -29,20 +29,19 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not 2xx."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error response.
 
     Args:
-        status: of HTTP.
         message: one line.
-        param: the field that is wrong.
-        code: OpenAI's short name of the reason.
-        retry_s: seconds after which it is worth trying again.
+        param: the wrong field.
+        code: OpenAI's name of the reason.
+        retry_s: seconds for ``Retry-After``.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class ApiError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-_FIELDS = {"json_schema": "response_format", "stop_ids": "stop_token_ids"}  # of OpenAI's and vLLM's bodies
+_FIELDS = {"json_schema": "response_format", "stop_ids": "stop_token_ids"}  # attar's field to the body's
 _MEMBERS = ("str", "int", "float", "bool", "dict", "list")
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 def api_error(error: AttarError, retry_s: int) -> ApiError:
-    """The answer to what the engine or the tokenizer refused."""
+    """The response to an error of the engine or the tokenizer."""
     if isinstance(error, BusyError):
         return ApiError(429, error.message, code="queue_full", retry_s=retry_s)
     if isinstance(error, SettingsError):
@@ -89,24 +88,24 @@ def api_error(error: AttarError, retry_s: int) -> ApiError:
 
 
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The answer to pydantic's errors: the deepest of the first field's. The value itself is not repeated."""
+    """The response to pydantic's errors: the deepest of the first field. The value is not repeated."""
     errors = errors[:100]
     start = _path(errors[0])[:1]
-    first = max((error for error in errors if _path(error)[:1] == start), key=lambda each: len(_path(each)))
-    about = first.get("ctx", {}).get("param")
-    kind, param = str(first.get("type", "")), ".".join([*_path(first), *([about] if about else [])]) or None
+    first = max((error for error in errors if _path(error)[:1] == start), key=lambda error: len(_path(error)))
+    nested = first.get("ctx", {}).get("param")
+    kind, param = str(first.get("type", "")), ".".join([*_path(first), *([nested] if nested else [])]) or None
     if kind == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
     if kind == "missing":
         message = f"Missing required parameter: {param!r}."
         return ApiError(400, message, param=param, code="missing_required_parameter")
-    said = str(first.get("msg", "not allowed")).removeprefix("Value error, ")
+    reason = str(first.get("msg", "not allowed")).removeprefix("Value error, ")
     return ApiError(
-        400, f"Invalid value for {param!r}: {said}" if param else said, param=param, code="invalid_value"
+        400, f"Invalid value for {param!r}: {reason}" if param else reason, param=param, code="invalid_value"
     )
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
-    """Where an error is: fields and places in lists, without pydantic's names for the members of a union."""
+    """Fields and list indices of an error, without pydantic's names for members of a union."""
     parts = [str(part) for part in error.get("loc", ()) if part != "[key]"]
     return [part for part in parts if part not in _MEMBERS and "[" not in part and "-" not in part]

@@ -1,7 +1,7 @@
-"""Numbers for Prometheus, under the names that people already scrape, with the prefix ``attar:``.
+"""Prometheus metrics, under vLLM's names with the prefix ``attar:``.
 
-Times are taken at the server, from a request's arrival; what only the engine knows is read from its ``Stats``
-at each scrape. Every app has a registry of its own.
+Times are measured at the server, from a request's arrival; the engine's ``Stats`` are read at each scrape.
+Every app has a registry of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from attar.runtime.results import Event
 from attar.runtime.server.backend import Backend, Stats
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
@@ -23,10 +23,9 @@ _LONG = (*_SHORT, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
 class Metrics:
-    """All the numbers of one server.
+    """The metrics of one server.
 
     Args:
-        backend: whose state is shown.
         model: the label ``model_name``.
         facts: the labels of ``attar:info``.
     """
@@ -34,9 +33,9 @@ class Metrics:
     def __init__(self, backend: Backend, model: str, facts: Mapping[str, Any]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(backend, model))
-        texts = {name: str(value) for name, value in facts.items() if name != "model"}
-        info = Gauge("attar:info", "What runs the model.", ["model_name", *texts], registry=self._registry)
-        info.labels(model_name=model, **texts).set(1)
+        labels = {name: str(value) for name, value in facts.items() if name != "model"}
+        info = Gauge("attar:info", "What runs the model.", ["model_name", *labels], registry=self._registry)
+        info.labels(model_name=model, **labels).set(1)
         self._labels = {"model_name": model}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
@@ -57,8 +56,8 @@ class Metrics:
             registry=self._registry,
         )
 
-    def watch(self, n: int, start: float) -> PromptMetrics:
-        """What follows one prompt's n texts; ``start``: when it came, on ``time.monotonic``."""
+    def of_prompt(self, n: int, start: float) -> PromptMetrics:
+        """Metrics of a prompt's n completions; ``start``: time of arrival, ``time.monotonic``."""
         return PromptMetrics(self, n, start)
 
     def finished(self, reason: str) -> None:
@@ -68,7 +67,7 @@ class Metrics:
         self._refused.labels(status=str(status), **self._labels).inc()
 
     def text(self) -> bytes:
-        """What a scrape gets."""
+        """The text of a scrape."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -81,18 +80,18 @@ class Metrics:
 
 
 class PromptMetrics:
-    """One prompt's texts while they grow."""
+    """Counts and times the completions of one prompt."""
 
     def __init__(self, metrics: Metrics, n: int, start: float) -> None:
-        self._metrics, self._start, self._left = metrics, start, n
-        self._last: dict[int, float] = {}  # sample to the time of its last token
+        self._metrics, self._start, self._open = metrics, start, n
+        self._last: dict[int, float] = {}  # by sample: time of its last token
 
-    def saw(self, event: Event, now: float) -> None:
+    def observe(self, event: Event, now: float) -> None:
         """Count an event."""
         if event.token_ids:
             self._tokens(event, now)
         if event.finish_reason is not None:
-            self._left -= 1
+            self._open -= 1
             self._metrics.finished(event.finish_reason)
         if event.usage is not None:
             self._metrics.prompt_tokens.inc(event.usage.prompt_tokens)
@@ -100,14 +99,14 @@ class PromptMetrics:
             if event.usage.queue_s is not None:
                 self._metrics.queued.observe(event.usage.queue_s)
 
-    def drop(self) -> None:
-        """Texts that are still open are not counted."""
-        self._left = 0
+    def discard(self) -> None:
+        """Do not count unfinished completions."""
+        self._open = 0
 
     def close(self) -> None:
-        """Texts that nobody waited for are counted as cancelled."""
-        while self._left > 0:
-            self._left -= 1
+        """Count unfinished completions as cancelled."""
+        while self._open > 0:
+            self._open -= 1
             self._metrics.finished("cancelled")
 
     def _tokens(self, event: Event, now: float) -> None:
@@ -122,10 +121,10 @@ class PromptMetrics:
 
 
 class EngineCollector:
-    """The engine's own numbers, read when they are asked for."""
+    """The engine's numbers, read at each scrape."""
 
     def __init__(self, backend: Backend, model: str) -> None:
-        self._backend, self._model, self._born = backend, model, time.time()
+        self._backend, self._model, self._created = backend, model, time.time()
 
     def collect(self) -> Iterator[Metric]:
         stats = self._backend.stats()
@@ -136,7 +135,7 @@ class EngineCollector:
         yield self._blocks(stats)
         for name, help, value in _counts(stats):
             counter = CounterMetricFamily(f"attar:{name}", help, labels=["model_name"])
-            counter.add_metric([self._model], value, created=self._born)
+            counter.add_metric([self._model], value, created=self._created)
             yield counter
         if stats.speculation is not None:
             yield self._positions(stats.speculation)
@@ -149,14 +148,14 @@ class EngineCollector:
             gauge.add_metric([self._model, state], count)
         return gauge
 
-    def _positions(self, speculation: Counts) -> Metric:
+    def _positions(self, speculation: SpeculationCounts) -> Metric:
         counter = CounterMetricFamily(
             "attar:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens at each position of a draft.",
             labels=["model_name", "position"],
         )
         for position, count in enumerate(speculation.accepted_at):
-            counter.add_metric([self._model, str(position)], count, created=self._born)
+            counter.add_metric([self._model, str(position)], count, created=self._created)
         return counter
 
 
@@ -174,10 +173,10 @@ def _counts(stats: Stats) -> list[tuple[str, str, float]]:
         ("prefix_cache_hits", "Of these, found.", stats.prefix_hits),
         ("num_preemptions", "Sequences that lost their blocks to others.", stats.preemptions),
     ]
-    if (made := stats.speculation) is not None:
+    if (speculation := stats.speculation) is not None:
         counts += [
-            ("spec_decode_num_drafts", "Drafts that were verified.", made.drafts),
-            ("spec_decode_num_draft_tokens", "Tokens in them.", made.drafted),
-            ("spec_decode_num_accepted_tokens", "Of these, accepted.", made.accepted),
+            ("spec_decode_num_drafts", "Drafts that were verified.", speculation.drafts),
+            ("spec_decode_num_draft_tokens", "Tokens in them.", speculation.drafted),
+            ("spec_decode_num_accepted_tokens", "Of these, accepted.", speculation.accepted),
         ]
     return counts

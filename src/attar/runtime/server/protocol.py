@@ -1,8 +1,7 @@
-"""Requests, field by field as OpenAI documents them, with a few of vLLM's beside (``top_k``, ``min_p``, ...).
+"""Bodies of requests and responses, as OpenAI documents them, with fields of vLLM (``top_k``, ``min_p``).
 
-As at OpenAI an unknown field is refused by name. Fields that change nothing here (``user``, ``store``, ...)
-are read and ignored; those that would change the answer and are not built (``tools``, ``suffix``, ...) are
-refused unless they ask for nothing.
+As at OpenAI an unknown field is refused by name. Fields without effect here (``user``, ``store``, ...) are
+accepted and ignored. Fields that are not supported (``tools``, ``suffix``, ...) are refused unless empty.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from attar.runtime.results import FinishReason
 from attar.runtime.sampling.params import MAX_LOGPROBS, MAX_N, MAX_STOP_CHARACTERS, MAX_STOPS
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON has names in quotes only
+TokenName = Annotated[int, Field(ge=0, strict=False)]  # JSON's keys are strings
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=300)]  # as at OpenAI
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions alone
 
 
-def _wrong(param: str, message: str) -> PydanticCustomError:
-    """What a check of several fields raises: the message, and the field that it is about."""
+def _field_error(param: str, message: str) -> PydanticCustomError:
+    """The error of a check of several fields, with the field that it names."""
     return PydanticCustomError("wrong_value", "{message}", {"message": message, "param": param})
 
 
@@ -51,13 +49,13 @@ class ResponseFormat(StrictModel):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is given with, and only with, type json_schema")
         return self
 
     def schema_text(self) -> str | None:
-        """The schema that the text must follow, as JSON; None: no rule."""
+        """The JSON schema of the completion; None: free text."""
         if self.json_schema is not None:
             return json.dumps(self.json_schema.schema_)
         return '{"type": "object"}' if self.type == "json_object" else None
@@ -71,7 +69,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingRequest(StrictModel):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: str
     n: int | None = Field(None, ge=1, le=MAX_N)
@@ -107,20 +105,20 @@ class SamplingRequest(StrictModel):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _stops(cls, stop: Any) -> Any:
+    def _check_stops(cls, stop: Any) -> Any:
         listed = stop if isinstance(stop, list) else [stop]
-        if stop is not None and not all(isinstance(each, str) for each in listed[: MAX_STOPS + 1]):
+        if stop is not None and not all(isinstance(item, str) for item in listed[: MAX_STOPS + 1]):
             raise ValueError("it is a text or a list of texts")
         if len(listed) > MAX_STOPS:
             raise ValueError(f"{len(listed):,} texts; the limit is {MAX_STOPS}")
-        if stop is not None and not all(1 <= len(each) <= MAX_STOP_CHARACTERS for each in listed):
+        if stop is not None and not all(1 <= len(item) <= MAX_STOP_CHARACTERS for item in listed):
             raise ValueError(f"each text has 1 to {MAX_STOP_CHARACTERS:,} characters")
         return stop
 
     @model_validator(mode="after")
-    def _fits(self) -> SamplingRequest:
+    def _check_stream_options(self) -> SamplingRequest:
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options", "stream_options is allowed only where stream is true")
+            raise _field_error("stream_options", "stream_options is allowed only where stream is true")
         return self
 
 
@@ -136,7 +134,7 @@ class CompletionRequest(SamplingRequest):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _some(cls, prompt: Any) -> Any:
+    def _check_prompt(cls, prompt: Any) -> Any:
         parts = prompt if isinstance(prompt, list) else [prompt]
         if not parts or any(part in ("", []) for part in parts):
             raise ValueError("a prompt must not be empty")
@@ -149,20 +147,20 @@ class CompletionRequest(SamplingRequest):
         return prompt
 
     @model_validator(mode="after")
-    def _built(self) -> CompletionRequest:
+    def _check_supported(self) -> CompletionRequest:
         if self.suffix:
-            raise _wrong("suffix", "suffix is not supported: the model continues texts")
+            raise _field_error("suffix", "suffix is not supported: the model continues texts")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise _wrong("best_of", "best_of is not supported beyond n")
+            raise _field_error("best_of", "best_of is not supported beyond n")
         if self.echo and self.stream and self.logprobs is not None:
-            raise _wrong("echo", "echo with logprobs is not supported where stream is true")
+            raise _field_error("echo", "echo with logprobs is not supported where stream is true")
         if self.max_tokens == 0 and (not self.echo or self.stream):
-            raise _wrong("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
+            raise _field_error("max_tokens", "max_tokens may be 0 only where echo is true and stream is not")
         return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, each a text or token ids."""
+        """Texts or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
@@ -171,7 +169,7 @@ class CompletionRequest(SamplingRequest):
 
 
 class ContentPart(StrictModel):
-    """A part of a message."""
+    """A part of a message's content."""
 
     type: Literal["text", "refusal"]
     text: str = ""
@@ -187,13 +185,13 @@ class ChatMessage(StrictModel):
     refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    # what the answers of some servers have, sent back
+    # in answers of some servers, which clients send back
     function_call: None = None
     annotations: Any = None
     audio: None = None
 
     def plain(self) -> dict[str, Any]:
-        """For a chat template: the parts joined, ``developer`` as the older ``system``."""
+        """For a chat template: parts joined, role ``developer`` as ``system``."""
         parts = self.content if isinstance(self.content, list) else []
         text = "".join(part.text or part.refusal for part in parts)
         message: dict[str, Any] = {
@@ -220,13 +218,13 @@ class ChatRequest(SamplingRequest):
     verbosity: str | None = None
 
     @model_validator(mode="after")
-    def _built(self) -> ChatRequest:
+    def _check_supported(self) -> ChatRequest:
         if self.tools or self.functions or self.tool_choice not in (None, "none", "auto"):
-            raise _wrong("tools", "tools are not supported")
+            raise _field_error("tools", "tools are not supported")
         if self.modalities not in (None, [], ["text"]):
-            raise _wrong("modalities", "modalities must be ['text']")
+            raise _field_error("modalities", "modalities must be ['text']")
         if self.top_logprobs and not self.logprobs:
-            raise _wrong("top_logprobs", "top_logprobs is allowed only where logprobs is true")
+            raise _field_error("top_logprobs", "top_logprobs is allowed only where logprobs is true")
         return self
 
 
@@ -239,9 +237,9 @@ class TokenizeRequest(StrictModel):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise _wrong("prompt", "give prompt or messages")
+            raise _field_error("prompt", "give prompt or messages")
         return self
 
 
@@ -252,11 +250,11 @@ class DetokenizeRequest(StrictModel):
     tokens: list[TokenId]
 
 
-Reason = Literal["stop", "length"]
+FinishReasonBody = Literal["stop", "length"]
 
 
 class PromptDetails(BaseModel):
-    """Prompt tokens that the prefix cache had."""
+    """Prefix cache hits, in prompt tokens."""
 
     cached_tokens: int
 
@@ -271,17 +269,17 @@ class UsageBody(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text."""
+    """A completion."""
 
     index: int
     text: str
     logprobs: dict[str, Any] | None = None
-    finish_reason: Reason | None
+    finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
 
 
 class CompletionBody(BaseModel):
-    """The answer of /v1/completions, and each of its chunks."""
+    """The response of /v1/completions, and each of its chunks."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -292,7 +290,7 @@ class CompletionBody(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
@@ -300,17 +298,17 @@ class AnswerMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """One answer."""
+    """A chat completion."""
 
     index: int
     message: AnswerMessage
     logprobs: dict[str, Any] | None = None
-    finish_reason: Reason | None
+    finish_reason: FinishReasonBody | None
     stop_reason: str | int | None = None
 
 
 class ChatBody(BaseModel):
-    """The answer of /v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -332,14 +330,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """The one model there is."""
+    """The model of this server."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeBody(BaseModel):
-    """The answer of /tokenize."""
+    """The response of /tokenize."""
 
     count: int
     max_model_len: int | None
@@ -347,34 +345,13 @@ class TokenizeBody(BaseModel):
 
 
 class DetokenizeBody(BaseModel):
-    """The answer of /detokenize."""
+    """The response of /detokenize."""
 
     prompt: str
 
 
 class StateBody(BaseModel):
-    """The answer of /health and /ready."""
+    """The response of /health and /ready."""
 
     status: str
     reason: str | None = None
-
-
-def head(id: str, kind: str, model: str, created: int) -> dict[str, Any]:
-    """How an answer, or a chunk, begins; ``created``: seconds since 1970, the same in all chunks."""
-    return {"id": id, "object": kind, "created": created, "model": model}
-
-
-def reason(finished: FinishReason | None) -> Reason | None:
-    """OpenAI's word: whatever cut the text short is ``length``."""
-    return None if finished is None else "stop" if finished == "stop" else "length"
-
-
-def why(finished: FinishReason | None, stop: str | int | None) -> str | int | None:
-    """``stop_reason``, as in vLLM: what stopped the text, or attar's own word where OpenAI has none."""
-    return finished if finished in ("deadline", "capacity") else stop
-
-
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Token counts."""
-    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}

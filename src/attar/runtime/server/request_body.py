@@ -1,9 +1,9 @@
-"""From the bytes of a body to a checked model: bounded before it is checked, large ones in a thread.
+"""From the bytes of a body to a validated request: bounded before validation, large bodies in a thread.
 
     bytes → number of lists and objects → JSON → number of values → pydantic
 
-Text of a bounded length is read in milliseconds, but making and checking every value of it takes a hundred
-times as long and holds the interpreter, so what no request needs is refused by number first.
+Parsing JSON of a bounded length takes milliseconds. Validating all its values takes a hundred times as long
+and holds the interpreter, so bodies with more values than any request needs are refused before.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from starlette.responses import Response
 from attar.runtime.server.errors import ApiError, validation_error
 from attar.runtime.server.service import SMALL
 
-MOST_VALUES = 8192  # in lists and objects together; ids of prompts and schemas are not counted
-MOST_LEVELS = 64  # of a JSON schema
-MOST_IDS = 1 << 18  # of one list of token ids, where the model has no limit of its own
+MAX_VALUES = 8192  # in lists and objects; token ids of prompts and schemas are not counted
+MAX_LEVELS = 64  # of a JSON schema
+MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no limit
 _UNCOUNTED = ("prompt", "tokens", "schema")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -32,58 +32,58 @@ BodyModel = TypeVar("Model", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):
-    """A route whose argument ``body`` is read here and not by FastAPI, which reads it on the event loop."""
+    """A route whose argument ``body`` is parsed here; FastAPI would parse it on the event loop."""
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """See FastAPI; a route without a body is as ever."""
+        """See FastAPI; a route without a body is unchanged."""
         model = get_type_hints(self.endpoint).get("body")
         if model is None:
             return super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            body = await read(request, model)
-            answer: Response = await self.endpoint(body=body, request=request)
-            return answer
+            body = await read_body(request, model)
+            response: Response = await self.endpoint(body=body, request=request)
+            return response
 
         return handle
 
 
-async def read(request: Request, model: type[BodyModel]) -> BodyModel:
+async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
     """The body of a request.
 
     Raises:
-        RefusedError: 400, it is not what the model allows; 499, the client has gone.
+        ApiError: 400, it is invalid; 499, the client has disconnected.
     """
     try:
         raw = await request.body()
     except ClientDisconnect:
-        raise ApiError(499, "the client has hung up") from None
+        raise ApiError(499, "the client has disconnected") from None
     if not raw:
         raise ApiError(400, "the body is missing")
     if not _is_json(request.headers):
         raise ApiError(400, "the body is not a JSON object; send one with Content-Type: application/json")
     service = request.app.state.service
-    most_ids = service.backend.context or MOST_IDS
+    max_ids = service.backend.context or MAX_IDS
     if len(raw) <= SMALL:
-        return parse(raw, model, most_ids)
-    parsed: BodyModel = await service.lanes.small(parse, raw, model, most_ids)
+        return parse(raw, model, max_ids)
+    parsed: BodyModel = await service.threads.run_small(parse, raw, model, max_ids)
     return parsed
 
 
-def parse(raw: bytes, model: type[BodyModel], most_ids: int = MOST_IDS) -> BodyModel:
-    """A model from JSON.
+def parse(raw: bytes, model: type[BodyModel], max_ids: int = MAX_IDS) -> BodyModel:
+    """A request from JSON.
 
     Args:
-        most_ids: token ids in one list at most.
+        max_ids: token ids in one list.
 
     Raises:
-        RefusedError: 400, and which field is wrong.
+        ApiError: 400, naming the wrong field.
     """
-    bare = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # without its texts
-    _count(max(bare.count(b"[") + bare.count(b"{"), bare.count(b":")))
+    bare = b"".join(raw.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])  # without its strings
+    _check_count(max(bare.count(b"[") + bare.count(b"{"), bare.count(b":")))
     data = _json(raw)
     _check_values(data)
-    _check_ids(data, most_ids)
+    _check_ids(data, max_ids)
     _check_schema(data)
     try:
         return model.model_validate(data)
@@ -116,46 +116,46 @@ def _json(raw: bytes) -> dict[str, Any]:
 
 
 def _check_values(data: dict[str, Any]) -> None:
-    """Raises RefusedError where there are more values than a request has need of."""
-    left = MOST_VALUES
-    waiting: list[Any] = [data]
-    while waiting:
-        value = waiting.pop()
-        left -= len(value)
-        _count(MOST_VALUES - left)
+    """Raise ApiError for more values than a request needs."""
+    count = 0
+    stack: list[Any] = [data]
+    while stack:
+        value = stack.pop()
+        count += len(value)
+        _check_count(count)
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        waiting += [item for key, item in items if isinstance(item, dict | list) and key not in _UNCOUNTED]
+        stack += [item for key, item in items if isinstance(item, dict | list) and key not in _UNCOUNTED]
 
 
-def _count(values: int) -> None:
-    if values > MOST_VALUES:
-        message = f"the body has more than {MOST_VALUES:,} values in its lists and objects"
+def _check_count(values: int) -> None:
+    if values > MAX_VALUES:
+        message = f"the body has more than {MAX_VALUES:,} values in its lists and objects"
         raise ApiError(400, message, code="too_many_values")
 
 
-def _check_ids(data: dict[str, Any], most: int) -> None:
-    """Raises RefusedError for a list of token ids that no context holds."""
+def _check_ids(data: dict[str, Any], limit: int) -> None:
+    """Raise ApiError for a list of token ids longer than the context."""
     for name in ("prompt", "tokens"):
-        given = data.get(name)
-        if not isinstance(given, list):
+        ids = data.get(name)
+        if not isinstance(ids, list):
             continue
-        count = max([len(given), *(len(part) for part in given[:MOST_VALUES] if isinstance(part, list))])
-        if count > most:
-            message = f"This model's context is {most:,} tokens, but {name!r} has {count:,}."
+        count = max([len(ids), *(len(part) for part in ids[:MAX_VALUES] if isinstance(part, list))])
+        if count > limit:
+            message = f"This model's context is {limit:,} tokens, but {name!r} has {count:,}."
             raise ApiError(400, message, param=name, code="context_length_exceeded")
 
 
 def _check_schema(data: dict[str, Any]) -> None:
-    """Raises RefusedError for a JSON schema that is nested too deeply to be compiled."""
+    """Raise ApiError for a JSON schema that is nested too deeply to be compiled."""
     level: list[Any] = [data.get("response_format")]
-    for _ in range(MOST_LEVELS):
-        level = [part for value in level for part in _parts(value)]
+    for _ in range(MAX_LEVELS):
+        level = [part for value in level for part in _children(value)]
         if not level:
             return
-    message = f"a JSON schema may be nested {MOST_LEVELS} levels deep at most"
+    message = f"a JSON schema may be nested {MAX_LEVELS} levels deep at most"
     raise ApiError(400, message, param="response_format", code="invalid_value")
 
 
-def _parts(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [part for part in parts if isinstance(part, dict | list)]

@@ -1,34 +1,146 @@
-"""Server-sent events: ``data: JSON`` for each chunk, ``data: [DONE]`` at the end, a comment after a silence.
+"""From a request's events to its HTTP response: one JSON body, or server-sent events.
 
-The usage is in the last chunk where ``stream_options.include_usage`` asks for it, with no choices. An error
-after the first chunk is a chunk of its own, ``{"error": ...}``: the status has been sent already.
+    data: JSON          for each chunk; the usage in a last one without choices, where it was requested
+    : alive             a comment, after a silence
+    data: [DONE]        at the end
+
+An error after the first chunk is a chunk of its own, ``{"error": ...}``, because the status has been sent.
+Long bodies are written in threads.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from attar.runtime.server.middleware import ASGIReceive, ASGIScope, ASGISend
+from attar.errors import AttarError
+from attar.runtime.results import Event
+from attar.runtime.server.errors import ApiError, api_error
+from attar.runtime.server.middleware import LOGGER, ASGIReceive, ASGIScope, ASGISend
+from attar.runtime.server.request_handler import ChoiceEvents, ClientDisconnectedError, RequestHandler
+from attar.runtime.server.service import Service
 
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": alive\n\n"
+_DISCONNECTED = 499  # the status in the log
+_INLINE_LOGPROBS = 32  # tokens with log-probabilities that the event loop writes itself
+_LEVELS = 5  # of JSON above the entries of log-probabilities
+
+
+class ResponseBuilder(Protocol):
+    """JSON of an endpoint."""
+
+    def body(self, events: list[list[Event]]) -> dict[str, Any]:
+        """The whole body, from the events of each choice; called in a thread."""
+
+    def chunks(self, choice: int, event: Event) -> list[dict[str, Any]]:
+        """The chunks of an event."""
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        """The chunks after the last event."""
+
+
+async def respond(
+    service: Service, handler: RequestHandler, builder: ResponseBuilder, *, stream: bool | None
+) -> Response:
+    """The response to a request whose prompts are submitted.
+
+    Raises:
+        ApiError: what is refused before the first event has a status of its own.
+    """
+    return await (_streamed if stream else _complete)(service, handler, builder)
+
+
+async def _complete(service: Service, handler: RequestHandler, builder: ResponseBuilder) -> Response:
+    try:
+        events: list[list[Event]] = [[] for _ in range(handler.choices)]
+        async for batch in handler.events():
+            for choice, event in batch:
+                events[choice].append(event)
+        content = await service.threads.run_response(_write_body, builder, events)
+        return Response(content, media_type="application/json")
+    except ClientDisconnectedError:
+        return Response(status_code=_DISCONNECTED)
+    except AttarError as error:
+        raise api_error(error, service.admission.retry_s()) from error
+    finally:
+        await handler.close()
+
+
+async def _streamed(service: Service, handler: RequestHandler, builder: ResponseBuilder) -> Response:
+    events = handler.events(service.settings.alive_s)
+    try:
+        first = await anext(events)
+    except ClientDisconnectedError:
+        await handler.close()
+        return Response(status_code=_DISCONNECTED)
+    except AttarError as error:
+        await handler.close()
+        raise api_error(error, service.admission.retry_s()) from error
+    except BaseException:
+        await handler.close()
+        raise
+    return EventStreamResponse(_sse_chunks(service, handler, first, events, builder))
+
+
+async def _sse_chunks(
+    service: Service,
+    handler: RequestHandler,
+    first: ChoiceEvents,
+    events: AsyncGenerator[ChoiceEvents, None],
+    builder: ResponseBuilder,
+) -> AsyncGenerator[bytes, None]:
+    try:
+        yield await _sse_bytes(service, first, builder)
+        async for batch in events:
+            if part := await _sse_bytes(service, batch, builder):
+                yield part
+        for data in builder.last_chunks():
+            yield sse_event(data)
+    except ClientDisconnectedError:
+        return
+    except Exception as error:
+        if not isinstance(error, AttarError | ApiError):
+            logging.getLogger(LOGGER).error("request %s failed", handler.id, exc_info=error)
+        yield sse_event(service.error_for(error).body)
+    finally:
+        await handler.close()
+    yield DONE
+
+
+async def _sse_bytes(service: Service, events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
+    """The chunks of some events; in a thread where they have many log-probabilities."""
+    if sum(len(event.logprobs) for _, event in events) > _INLINE_LOGPROBS:
+        chunks: bytes = await service.threads.run_response(_write_chunks, events, builder)
+        return chunks
+    return _write_chunks(events, builder)
+
+
+def _write_chunks(events: ChoiceEvents, builder: ResponseBuilder) -> bytes:
+    if not events:
+        return ALIVE
+    return b"".join(sse_event(data) for choice, event in events for data in builder.chunks(choice, event))
+
+
+def _write_body(builder: ResponseBuilder, events: list[list[Event]]) -> bytes:
+    return dump_json(builder.body(events)).encode()
 
 
 def sse_event(data: Mapping[str, Any]) -> bytes:
-    """One event."""
+    """A server-sent event."""
     return b"data: " + dump_json(data).encode() + b"\n\n"
 
 
 class EventStreamResponse(Response):
-    """Sends chunks as they are made, and closes their generator whatever happens.
+    """Sends chunks as they arrive, and closes their generator in any case.
 
     Args:
-        chunks: it watches for the client's leaving itself.
+        chunks: watches for the client's disconnect itself.
     """
 
     media_type = "text/event-stream"
@@ -48,11 +160,8 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-_DEEP = 5  # levels above the entries of log-probabilities
-
-
-def dump_json(data: Any, levels: int = _DEEP) -> str:
-    """JSON without blanks.
+def dump_json(data: Any, levels: int = _LEVELS) -> str:
+    """JSON without blanks, item by item: Python's encoder blocks all other threads until it returns.
 
     Args:
         levels: of objects and lists whose items are written one by one.
@@ -61,11 +170,12 @@ def dump_json(data: Any, levels: int = _DEEP) -> str:
         ValueError: NaN or an infinity, which JSON does not have.
     """
     if levels and isinstance(data, dict):
-        return "{" + ",".join(f"{_plain(str(key))}:{dump_json(data[key], levels - 1)}" for key in data) + "}"
+        items = (f"{_encode(str(key))}:{dump_json(value, levels - 1)}" for key, value in data.items())
+        return "{" + ",".join(items) + "}"
     if levels and isinstance(data, list):
         return "[" + ",".join(dump_json(item, levels - 1) for item in data) + "]"
-    return _plain(data)
+    return _encode(data)
 
 
-def _plain(data: Any) -> str:
+def _encode(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Settings of the server; free of torch and of fastapi."""
+"""Settings of the server; imports neither torch nor fastapi."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ MIB = 1 << 20
 
 
 def is_key(text: object) -> bool:
-    """Whether it can be a key."""
+    """Whether a text is a valid API key."""
     printable = isinstance(text, str) and text.isascii() and text.isprintable()
     return printable and len(str(text)) >= 8 and " " not in str(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where the server listens, who may call it, and how much it takes on."""
+    """Address, callers and limits of the server."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=8000, metadata={"help": "port; 0: any that is free"})
-    name: str = field(default="", metadata={"help": "the model's name for clients; empty: as it was given"})
+    name: str = field(
+        default="", metadata={"help": "the model's name for clients; empty: MODEL as it is written"}
+    )
     api_key: tuple[str, ...] = field(
         default=(),
         metadata={
             "help": "key that clients must send, 8 characters at least; the variable ATTAR_API_KEY "
-            "is not seen by ps"
+            "hides it from ps"
         },
     )
     keys: str = field(default="", metadata={"help": "file of keys with limits of their own"})
@@ -37,16 +39,18 @@ class ServerSettings:
     )
     priority: bool = field(default=False, metadata={"help": "every request may have a priority"})
     allow_special_tokens: bool = field(
-        default=False, metadata={"help": "special tokens written in messages are read as such"}
+        default=False, metadata={"help": "special tokens in messages are special tokens, not text"}
     )
     max_body: int = field(default=MIB, metadata={"help": "bytes of a request at most"})
-    max_queue: int = field(default=256, metadata={"help": "texts that wait at most; more get 429"})
+    max_queue: int = field(default=256, metadata={"help": "completions that may wait; more get 429"})
     max_prompts: int = field(default=64, metadata={"help": "prompts in one completion request at most"})
-    max_texts: int = field(default=128, metadata={"help": "texts of one request, prompts times n, at most"})
+    max_texts: int = field(
+        default=128, metadata={"help": "completions of one request, prompts times n, at most"}
+    )
     client_share: float = field(
         default=0.0,
         metadata={
-            "help": "of all places and connections, what one key or address may take; "
+            "help": "fraction of all completions and connections that one key or address may hold; "
             "0: half where several may call, else all"
         },
     )
@@ -55,16 +59,16 @@ class ServerSettings:
     )
     header_s: float = field(default=10.0, metadata={"help": "seconds for a request's headers"})
     body_s: float = field(default=30.0, metadata={"help": "seconds for a request's body"})
-    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection idles at most"})
+    idle_s: float = field(default=30.0, metadata={"help": "seconds that a connection may be idle"})
     write_s: float = field(
-        default=60.0, metadata={"help": "seconds for a client to take a piece of its answer"}
+        default=60.0, metadata={"help": "seconds for a client to read a piece of its answer"}
     )
     request_s: float = field(default=0.0, metadata={"help": "seconds a request may take; 0: any time"})
     drain_s: float = field(default=30.0, metadata={"help": "seconds that running requests get on SIGTERM"})
     alive_s: float = field(
-        default=15.0, metadata={"help": "seconds of silence before a stream says it lives"}
+        default=15.0, metadata={"help": "seconds of silence before a stream sends a comment"}
     )
-    log_prompts: bool = field(default=False, metadata={"help": "write prompts and texts to the log"})
+    log_prompts: bool = field(default=False, metadata={"help": "write prompts to the log"})
 
     def __post_init__(self) -> None:
         for name, least, most in _RANGES:
@@ -82,7 +86,7 @@ class ServerSettings:
 
     @property
     def share(self) -> float:
-        """Of all places and connections, what one caller may take."""
+        """Fraction of all completions and connections that one caller may hold."""
         keys = len(self.api_key) + 2 * bool(self.keys)
         several = keys > 1 or (not keys and not self.loopback)
         return self.client_share or (0.5 if several else 1.0)

@@ -1,7 +1,14 @@
-"""A transformers tokenizer as the server's :class:`~attar.runtime.server.backend.Words`.
+"""The server's tokenizer: safe in any thread, and special tokens that a user writes in a message stay text.
 
-Any thread may call it, and none waits for another: the tokenizer's Rust part is asked directly and is never
-changed, so a long text in one thread holds up neither the event loop nor a short text in another.
+A chat template writes its own ``<|im_start|>`` around the messages. Where a message contains such a text, it
+must not become the special token, or the user could begin a message of another role:
+
+    1. in the messages each special text becomes an unguessable placeholder
+    2. the template is rendered; special texts in it are now the template's own, and each becomes a mark
+    3. the placeholders become the user's text again
+    4. a copy of the tokenizer, which has the marks as special tokens and no special text, encodes it
+
+Messages without special texts skip these steps, so their tokens are those of the plain tokenizer.
 """
 
 from __future__ import annotations
@@ -17,31 +24,38 @@ from typing import Any
 
 from attar.errors import DataError
 
-_SPACE = "\u2581"  # how SentencePiece writes a blank
+_SPACE = "\u2581"  # SentencePiece's blank
+_TAG = re.compile(r"<[|｜].*[|｜]>")  # a role token in families that do not mark it as special
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class ServerTokenizer:
     """Text to tokens and back.
 
+    The Rust tokenizer is called directly and never changed, so threads do not wait for each other.
+
     Args:
         tokenizer: of transformers; copied.
-        special: special tokens written in the messages of a conversation are read as such; else they are
-            text like any other, so that a user's message cannot begin a message of another role.
+        special: special tokens written in messages are read as such.
+
+    Attributes:
+        longest: bytes of the longest token, or more.
     """
 
     def __init__(self, tokenizer: Any, special: bool = False) -> None:
         self._tokenizer = deepcopy(tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        self._lock = Lock()  # of a tokenizer written in Python, which may change while it works
+        self._lock = Lock()  # for a tokenizer written in Python, which may change while it works
         self._bytes = _byte_alphabet()
         self._pieces: dict[int, tuple[str, bytes]] = {}
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
-        self._specials = None if special else SpecialTokenEscaper(self._tokenizer)
+        self._escaper = None if special else SpecialTokenEscaper(self._tokenizer)
         self.longest = max([1, *map(self._size, self._tokenizer.get_vocab())])
 
     def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text, with the tokenizer's special tokens around it where ``special``."""
         if self._fast is not None:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         with self._lock:
@@ -50,21 +64,26 @@ class ServerTokenizer:
         return [int(token) for token in encoding["input_ids"]]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
         if self._fast is not None:
             return str(self._fast.decode(list(ids), skip_special_tokens=False))
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def piece(self, id: int) -> tuple[str, bytes]:
-        """Its own bytes, even half a character: byte-level alphabets and ``<0xE2>`` are undone."""
-        name = self._pieces.get(id)
-        if name is None:
-            name = self._pieces[id] = self._piece(id)
-        return name
+        """Text and bytes of a single token, even half a character. Never waits: the event loop calls it."""
+        piece = self._pieces.get(id)
+        if piece is None:
+            piece = self._pieces[id] = self._piece(id)
+        return piece
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        if self._specials is not None and self._specials.written_in(messages):
-            hidden = self._specials.hide(messages)
-            return self._specials.encode(self._rendered(hidden))
+        """Tokens of a conversation up to where the answer begins.
+
+        Raises:
+            DataError: there is no chat template, or it refuses the messages.
+        """
+        if self._escaper is not None and self._escaper.found_in(messages):
+            return self._escaper.encode(self._rendered(self._escaper.escape(messages)))
         return self.encode(self._rendered(messages), special=False)
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -86,6 +105,7 @@ class ServerTokenizer:
         return raw.decode("utf-8", "replace"), raw
 
     def _raw(self, written: str, decoded: str) -> bytes:
+        """Bytes of a token: byte-level alphabets and ``<0xE2>`` are undone."""
         if written.startswith("<0x") and written.endswith(">") and len(written) == 6:
             return bytes([int(written[3:5], 16)])
         if written.startswith(_SPACE):
@@ -101,19 +121,15 @@ class ServerTokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for 256 and on."""
+    """GPT-2's letters for bytes: printable ones are themselves, the others 256 and up."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     letters = {chr(byte): byte for byte in plain}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-_TAG = re.compile(r"<[|｜].*[|｜]>")  # a role's token in families that do not call it special
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class SpecialTokenEscaper:
-    """The special tokens of a tokenizer, as text.
+    """Keeps special tokens in messages as text.
 
     Args:
         tokenizer: of transformers; not changed.
@@ -122,16 +138,16 @@ class SpecialTokenEscaper:
     def __init__(self, tokenizer: Any) -> None:
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
         self._tokens = _role_tokens(tokenizer)
-        self._hidden = {text: token_hex(16) for text in self._tokens}
-        # a thought that a model closed before is sent back as it was
-        spoken = [text for text, token in self._tokens.items() if token["special"]]
-        self._in_answers, self._in_messages = _any_of(spoken), _any_of(list(self._tokens))
+        self._placeholders = {text: token_hex(16) for text in self._tokens}
+        # answers may repeat the model's own non-special tags, such as those of its thoughts
+        special = [text for text, token in self._tokens.items() if token["special"]]
+        self._in_answers, self._in_messages = _any_of(special), _any_of(list(self._tokens))
 
-    def written_in(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a text of the messages holds a special token's."""
+    def found_in(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a message contains the text of a special token."""
         return any(self._pattern(message).search(text) for message in messages for text in _texts(message))
 
-    def hide(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def escape(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with placeholders.
 
         Raises:
@@ -143,30 +159,30 @@ class SpecialTokenEscaper:
         return [self._replaced(message, self._pattern(message)) for message in messages]
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids of what a template made of hidden messages."""
+        """Token ids of the template's text for escaped messages."""
         tokenizer, marks, ids = self._marked
-        text = self._in_messages.sub(lambda found: marks[found[0]], rendered)
-        for written, placeholder in self._hidden.items():
+        text = self._in_messages.sub(lambda match: marks[match[0]], rendered)
+        for written, placeholder in self._placeholders.items():
             text = text.replace(placeholder, written)
         return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
 
     @cached_property
     def _marked(self) -> tuple[Any, dict[str, str], dict[int, int]]:
-        """The copy of the tokenizer, the marks by special text, and the true ids by those of the marks."""
+        """The copy of the tokenizer, marks by special text, and true ids by those of the marks."""
         from tokenizers import AddedToken, Tokenizer
 
         assert self._fast is not None
-        described = json.loads(self._fast.to_str())
-        described |= {"truncation": None, "padding": None}
-        for token in described["added_tokens"]:
+        config = json.loads(self._fast.to_str())
+        config |= {"truncation": None, "padding": None}
+        for token in config["added_tokens"]:
             token["special"] = token["special"] or token["content"] in self._tokens
-        tokenizer = Tokenizer.from_str(json.dumps(described))
+        tokenizer = Tokenizer.from_str(json.dumps(config))
         tokenizer.encode_special_tokens = True
         marks = {text: token_hex(16) for text in self._tokens}
         for text, token in self._tokens.items():
             tokenizer.add_tokens([AddedToken(marks[text], **{flag: token[flag] for flag in _FLAGS})])
-        found = ((tokenizer.token_to_id(mark), text) for text, mark in marks.items())
-        ids = {id: int(self._tokens[text]["id"]) for id, text in found if id is not None}
+        marked = ((tokenizer.token_to_id(mark), text) for text, mark in marks.items())
+        ids = {id: int(self._tokens[text]["id"]) for id, text in marked if id is not None}
         return tokenizer, marks, ids
 
     def _pattern(self, message: Mapping[str, Any]) -> re.Pattern[str]:
@@ -174,7 +190,7 @@ class SpecialTokenEscaper:
 
     def _replaced(self, value: Any, pattern: re.Pattern[str]) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda found: self._hidden[found[0]], value)
+            return pattern.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, Mapping):
             return {
                 self._replaced(key, pattern): self._replaced(item, pattern) for key, item in value.items()
@@ -183,14 +199,11 @@ class SpecialTokenEscaper:
 
 
 def _role_tokens(tokenizer: Any) -> dict[str, dict[str, Any]]:
-    """Added tokens that a text of a user must not become, with their flags.
-
-    Special ones, those of the form ``<|name|>``, and those that the chat template writes.
+    """Added tokens that a user's text must not become, with their flags: special ones, those of the form
+    ``<|name|>``, and those that the chat template writes.
     """
-    fast, template = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        str(getattr(tokenizer, "chat_template", "")),
-    )
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    template = str(getattr(tokenizer, "chat_template", ""))
     if fast is None:
         return {text: {"special": True} for text in tokenizer.all_special_tokens}
     added = json.loads(fast.to_str())["added_tokens"]
@@ -203,7 +216,7 @@ def _is_role(token: Mapping[str, Any], template: str) -> bool:
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:
-    """Any of some texts, the longest first, as the tokenizer finds them; none matches nothing."""
+    """Any of the texts, the longest first as in the tokenizer; matches nothing where there are none."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

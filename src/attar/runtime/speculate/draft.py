@@ -15,20 +15,25 @@ q_i is the distribution, after the warps, that the token of draft i was drawn fr
 a draft of the last two rules is in the tree may depend on what was drawn before it and above it, and never on
 its own token or on a later one: to stop at a doubtful prefix is allowed, to drop a doubtful draw is not.
 
+The acceptance of a draft is counted under its kind, a group and a level in it from 1: for a chain of a draft
+model the level is the depth, for n-grams the number of tokens that matched before.
+
 Letters: n drafts, V vocabulary of the proposer, p and q distributions of target and draft.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-Rule = Literal["fixed", "iid", "distinct"]
+LEVELS = 32
+
+DraftRule = Literal["fixed", "iid", "distinct"]
 Floats = NDArray[np.floating]
 
 
@@ -41,13 +46,13 @@ class Draft:
         parents: of each the index it follows, in [0, its own).
         q: float32 (n, V), or n rows (V,) that siblings may share; None where the rule is fixed.
         rule: how the drafts behind one node were chosen.
-        kinds: of each draft, what its acceptance is counted under (``acceptance.py``); None: its depth.
+        kinds: of each draft, what its acceptance is counted under; None: its depth.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     q: Floats | Sequence[Floats] | None = None
-    rule: Rule = "fixed"
+    rule: DraftRule = "fixed"
     kinds: tuple[int, ...] | None = None
 
     @classmethod
@@ -107,6 +112,23 @@ class Draft:
     def text(self, path: Iterable[int]) -> tuple[int, ...]:
         """Tokens of the drafts of a path."""
         return tuple(self.tokens[node - 1] for node in path)
+
+    def pruned(self, nodes: Sequence[int]) -> Draft | None:
+        """Some of the nodes, each with its parent among them; None where there are none.
+
+        Only what is fixed may be pruned: with q the choice must not look at the tokens.
+        """
+        nodes = sorted(nodes)
+        if len(nodes) in (0, len(self)):
+            return self if nodes else None
+        assert self.q is None, "a drawn draft is not pruned"
+        index = {0: 0, **{node: new for new, node in enumerate(nodes, 1)}}
+        return replace(
+            self,
+            tokens=tuple(self.tokens[node - 1] for node in nodes),
+            parents=tuple(index[self.parents[node - 1]] for node in nodes),
+            kinds=None if self.kinds is None else tuple(self.kinds[node - 1] for node in nodes),
+        )
 
     def cut(self, count: int) -> Draft | None:
         """The first ``count`` drafts, as the scheduler cuts them; None where that is none."""
@@ -201,3 +223,13 @@ class Verdict:
         """
         steps = enumerate(self.path, 1)
         return tuple((place + node, place + depth) for depth, node in steps if node != depth)
+
+
+def kind_of(group: int, level: int) -> int:
+    """The kind of a level; levels from LEVELS - 1 on are one."""
+    return group * LEVELS + min(level, LEVELS - 1)
+
+
+def kinds_of(draft: Draft) -> Sequence[int]:
+    """The kind of each draft of a tree: its own, or its depth."""
+    return draft.kinds or [kind_of(0, depth) for depth in draft.depths[1:]]

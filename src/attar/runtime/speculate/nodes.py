@@ -10,18 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attar.runtime.completion import Completion
 from attar.runtime.speculate.draft import Floats
-from attar.runtime.speculate.target import Logits
-from attar.runtime.text import Text
+from attar.runtime.speculate.target import TargetLogits
 
 BEHIND = -1  # stands for a token behind the end; no draft is it
 
 
 @dataclass(frozen=True, eq=False)
-class Nodes(Logits):
-    """Args: as of :class:`Logits`, and the text itself."""
+class Nodes(TargetLogits):
+    """Args: as of :class:`TargetLogits`, and the text itself."""
 
-    text: Text
+    text: Completion
 
     def token(self, node: int) -> int:
         return BEHIND if self._over(node) else super().token(node)
@@ -33,4 +33,4 @@ class Nodes(Logits):
         return super().p(node)
 
     def _over(self, node: int) -> bool:
-        return self.text.over(self.draft.text(self.draft.path(node)))
+        return self.text.ends_within(self.draft.text(self.draft.path(node)))

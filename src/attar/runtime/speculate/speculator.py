@@ -1,11 +1,11 @@
-"""Speculation inside the engine: joins a proposer, the chooser and the verifier with the loop.
+"""Speculation inside the engine: joins a proposer, the policy and the verifier with the loop.
 
     schedule    certain tokens and prompts are planned → plan(): drafts for the sequences that decode, in what
                 they leave of the step's tokens and of the free blocks; so drafts hold up no prompt and
                 preempt nobody
     run, commit
     draw        judge(): which drafts of a sequence are taken, and the token behind
-    note        proposer and chooser learn from the pass
+    note        proposer and policy learn from the pass
     append      the accepted path's places are moved together, the rest is taken back
 
 Where nothing pays, even asking does not: then some passes are as without speculation, and the
@@ -27,20 +27,30 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from attar.runtime.batch import Output, Planned
-from attar.runtime.drawing import Drawn
-from attar.runtime.scheduler import Scheduler
+from attar.runtime.completion import Completion
+from attar.runtime.sampling.sampled_tokens import SampledTokens
+from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.counts import Counts
-from attar.runtime.speculate.draft import Draft
+from attar.runtime.speculate.counts import SpeculationCounts
+from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.nodes import Nodes
-from attar.runtime.speculate.proposer import News, Proposer
-from attar.runtime.speculate.reading import Reading
-from attar.runtime.speculate.round import RESTING, Round, Watched, mode_of, noise_of, room, wish, writes
-from attar.runtime.speculate.siblings import Siblings
-from attar.runtime.speculate.verify import Mode, verify
-from attar.runtime.text import Text
+from attar.runtime.speculate.policy import DraftPolicy
+from attar.runtime.speculate.proposer import DraftFeedback, Proposer
+from attar.runtime.speculate.reading import DraftPrefill
+from attar.runtime.speculate.round import (
+    RESTING,
+    GuardedRules,
+    SpeculativePass,
+    decodes_one,
+    draft_limit,
+    draft_request,
+    mode_of,
+    noise_of,
+)
+from attar.runtime.speculate.siblings import cut, learn
+from attar.runtime.speculate.verify import VerificationMode, verify
+
+WIDE_EVERY = 4  # passes between two with siblings, where none pay
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +60,7 @@ class Speculator:
 
     Args:
         proposer: of tokens.
-        chooser: of how many.
+        policy: of how many.
         most: drafts of one sequence in a pass at most, all branches counted.
         verification: coupled, exact, or None: coupled where the request has a seed, else exact.
         clock: seconds.
@@ -64,20 +74,22 @@ class Speculator:
     def __init__(
         self,
         proposer: Proposer,
-        chooser: Chooser,
+        policy: DraftPolicy,
         *,
         most: int,
-        verification: Mode | None = None,
+        verification: VerificationMode | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.proposer, self.chooser, self.most = proposer, chooser, most
+        self.proposer, self.policy, self.most = proposer, policy, most
         self.verification, self.clock = verification, clock
-        self.counts, self.siblings, self.reading = Counts(), Siblings(), Reading()
+        self.counts, self.reading = SpeculationCounts(), DraftPrefill()
         self.failure: Exception | None = None
         self.stopped = False
         self._known: dict[int, None] = {}
-        self._round = Round()
+        self._round = SpeculativePass()
         self._asking = self._reading = False  # of this pass
+        self._whole: dict[int, Draft] = {}  # drafts of the pass with all siblings
+        self._since_wide = WIDE_EVERY
         self._spent = 0.0  # seconds here that nothing has been charged for: the next asking is
         self._pause = self._resting = 0  # passes that are as without speculation, and those still to come
 
@@ -85,7 +97,7 @@ class Speculator:
         self,
         planned: Planned,
         scheduler: Scheduler,
-        text: Callable[[Running], Text],
+        text: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
         """Gives drafts to sequences of a planned step.
@@ -105,11 +117,11 @@ class Speculator:
         began = self.clock()
         self._asking = self._reading = False
         self.follow(scheduler.running)
-        decoding = [each for each, _ in planned if writes(each)]
+        decoding = [each for each, _ in planned if decodes_one(each)]
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         beside = total - len(decoding)
-        rooms = [room(each, scheduler, min(self.most, left), inside) for each in decoding]
+        rooms = [draft_limit(each, scheduler, min(self.most, left), inside) for each in decoding]
         drafts: dict[int, Draft] = {}
         if self.failure is None and not rested and any(rooms):
             for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
@@ -122,14 +134,14 @@ class Speculator:
         spent = now - began + self._spent
         drafting, self._spent = (spent, 0.0) if self._asking else (0.0, spent)
         ids = tuple(each.id for each in decoding)
-        self._round = Round(drafts, ids, beside, drafting, self._reading, now)
+        self._round = SpeculativePass(drafts, ids, beside, drafting, self._reading, now)
         return [(each, share + len(each.drafts)) for each, share in planned]
 
-    def has(self, output: Output) -> bool:
+    def has(self, output: StepOutput) -> bool:
         """Whether a sequence has drafts in the pass."""
         return output.sequence.id in self._round.drafts
 
-    def judge(self, output: Output, logits: Tensor, text: Text) -> Drawn:
+    def judge(self, output: StepOutput, logits: Tensor, text: Completion) -> SampledTokens:
         """What is taken of a sequence's draft.
 
         Args:
@@ -144,11 +156,13 @@ class Speculator:
         nodes = Nodes(logits[rows.start : rows.stop], text, draft, text)
         verdict = verify(draft, nodes, noise_of(sequence, text), mode_of(text, self.verification))
         self.counts.note(len(draft), len(verdict.path))
-        return Drawn(
+        return SampledTokens(
             verdict.tokens(draft), tuple(rows[row] for row in verdict.rows), verdict.path, len(draft)
         )
 
-    def note(self, outputs: Sequence[Output], drawn: Sequence[Drawn | Exception], logits: Tensor) -> None:
+    def note(
+        self, outputs: Sequence[StepOutput], drawn: Sequence[SampledTokens | Exception], logits: Tensor
+    ) -> None:
         """A pass is over, and its tokens are decided."""
         if self._round is RESTING:
             return
@@ -157,22 +171,23 @@ class Speculator:
         news = [
             self._news(output, each, logits)
             for output, each in zip(outputs, drawn, strict=True)
-            if isinstance(each, Drawn)
+            if isinstance(each, SampledTokens)
         ]
         decoded = [each for each in news if each.sequence in self._round.decoding]
         drafting = self._round.drafting
         if self._round.reading:
-            self.reading.charge(self.chooser, len(self._round.decoding), drafting)
+            self.reading.charge(self.policy, len(self._round.decoding), drafting)
             drafting = 0.0
-        self.chooser.note(decoded, took, drafting, self._round.beside)
-        self.siblings.learn(self.chooser.acceptance, decoded)
+        self.policy.note(decoded, took, drafting, self._round.beside)
+        learn(self.policy.acceptance, decoded, self._whole)
+        self._whole = {}
         if self.failure is None:
             try:
                 self.proposer.observe(news)
             except Exception as failure:
                 self._broken(failure)
         asking = 0.0 if self._round.drafts else self._round.drafting
-        self._pause = self._resting = self.chooser.rest(len(decoded), asking)
+        self._pause = self._resting = self.policy.rest(len(decoded), asking)
         self._spent += self.clock() - now
 
     def stop(self, failure: Exception) -> None:
@@ -184,7 +199,7 @@ class Speculator:
         """Forgets sequences that run no longer."""
         now = {each.id: None for each in running}
         for gone in [each for each in self._known if each not in now]:
-            self.chooser.forget(gone)
+            self.policy.forget(gone)
             self.proposer.forget(gone)
             self.reading.forget(gone)
         self._known = now
@@ -195,7 +210,7 @@ class Speculator:
         if self._resting:
             self._round = RESTING
         else:
-            self.chooser.purse.rested(self._pause - 1)  # the last one is noted as any other
+            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is noted as any other
         return self._resting > 0
 
     def _asked(
@@ -204,23 +219,25 @@ class Speculator:
         rooms: list[int],
         left: int,
         beside: int,
-        text: Callable[[Running], Text],
+        text: Callable[[Running], Completion],
     ) -> list[Draft | None]:
         """What is proposed and pays, for each."""
         ids, nothing = [each.id for each in decoding], [None] * len(decoding)
-        if not self.chooser.open:
+        if not self.policy.open:
             return [*nothing]
         self._asking, free, wide = True, self.proposer.free, False
         if not free:
             rooms = [self._worth(each, most) for each, most in zip(decoding, rooms, strict=True)]
-            limits, rooms = rooms, self.chooser.choose(ids, rooms, beside)
+            branches = getattr(self.proposer, "branches", 1)
+            kinds = self.policy.choose(ids, rooms, beside, branches, left)
+            rooms = [sum(kind < LEVELS for kind in each) for each in kinds]
             if not any(rooms):
                 return [*nothing]
-            wide, siblings = self.siblings.wanted(self.chooser, ids, rooms, limits, left, beside)
+            wide = self._wide(kinds)
             self._reading = self.reading.meet(ids, rooms, [len(each.tokens) for each in decoding])
-        rules = [Watched(text(each)) for each in decoding]
+        rules = [GuardedRules(text(each)) for each in decoding]
         wishes = [
-            wish(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
+            draft_request(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
             for each, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
@@ -230,28 +247,35 @@ class Speculator:
                 self._broken(failure)
             return [*nothing]
         if not free:
-            return self.siblings.kept(ids, drafts, siblings)
-        pick = self.chooser.whole if self.proposer.looks else self.chooser.prune
-        return pick(ids, drafts, beside)
+            self._whole = {each: draft for each, draft in zip(ids, drafts, strict=True) if draft is not None}
+            return [draft and cut(draft, each) for draft, each in zip(drafts, kinds, strict=True)]
+        return self.policy.select(ids, drafts, beside, whole=self.proposer.looks)
+
+    def _wide(self, kinds: Sequence[set[int]]) -> bool:
+        """Whether siblings are drafted: where some are run, and now and then to learn of them."""
+        self._since_wide += 1
+        wide = self._since_wide >= WIDE_EVERY or any(kind >= LEVELS for each in kinds for kind in each)
+        self._since_wide = 0 if wide else self._since_wide
+        return wide
 
     def _worth(self, sequence: Running, most: int) -> int:
         """``most`` where a model may draft, or 0."""
         count = len(sequence.tokens)
         to_come = sequence.limit - count
-        return most if self.reading.worth(self.chooser, sequence.id, most, count, to_come) else 0
+        return most if self.reading.worth(self.policy, sequence.id, most, count, to_come) else 0
 
     def _fitted(self, draft: Draft, left: int) -> Draft | None:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
         return draft if len(draft) <= left else None if self.proposer.looks else draft.cut(left)
 
-    def _news(self, output: Output, drawn: Drawn, logits: Tensor) -> News:
+    def _news(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
         sequence = output.sequence.id
         draft = self._round.drafts.get(sequence)
         choices: list[int] = []
         if draft is not None and self.proposer.looks:
             rows = output.rows[-output.draws :]
             choices = logits[rows.start : rows.stop].argmax(-1).tolist()
-        return News(sequence, draft, drawn.path, drawn.tokens, choices)
+        return DraftFeedback(sequence, draft, drawn.path, drawn.tokens, choices)
 
     def _broken(self, failure: Exception) -> None:
         self.failure = failure

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attar.runtime.kv.manager import Manager
-from attar.runtime.step import Span
+from attar.runtime.kv.block_manager import BlockManager
+from attar.runtime.step import TokenSpan
 
 NEAR = 64  # tokens at the end, where text and table usually part
 
 
-class Tables:
+class DraftTables:
     """The tables of a draft model.
 
     Args:
@@ -29,7 +29,7 @@ class Tables:
         forget: called with every sequence whose table goes.
     """
 
-    def __init__(self, manager: Manager, forget: Callable[[int], None]) -> None:
+    def __init__(self, manager: BlockManager, forget: Callable[[int], None]) -> None:
         self.manager, self._forget = manager, forget
         self._ran: dict[int, list[int]] = {}  # what is in the table; the longest out of use first
         self._round: list[int] = []
@@ -66,10 +66,10 @@ class Tables:
         self._ran[sequence] = self._ran.pop(sequence)
         return True
 
-    def span(self, sequence: int, count: int, wants: int) -> Span:
+    def span(self, sequence: int, count: int, wants: int) -> TokenSpan:
         """The next ``count`` tokens of a sequence that is open."""
         start = len(self._ran[sequence])
-        return Span(sequence, start, start + count, self.manager.table(sequence).row, wants)
+        return TokenSpan(sequence, start, start + count, self.manager.table(sequence).row, wants)
 
     def ran(self, sequence: int, tokens: Sequence[int], certain: Sequence[int]) -> None:
         """The next tokens were run; of what is ``certain`` whole blocks are published."""

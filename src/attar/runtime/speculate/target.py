@@ -10,14 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from attar.runtime.sampling.sample import sample
-from attar.runtime.sampling.warp import Row, argmax, check_finite, warp
+from attar.runtime.sampling.warp import SamplingRow, argmax, check_finite, warp
 from attar.runtime.speculate.draft import Draft, Floats
 from attar.runtime.speculate.noise import Noise
-from attar.runtime.speculate.proposer import Rules
+from attar.runtime.speculate.proposer import SamplingRules
 
 
 @dataclass(frozen=True, eq=False)
-class Logits:
+class TargetLogits:
     """The logits of a pass over a draft.
 
     A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
@@ -33,7 +33,7 @@ class Logits:
     """
 
     logits: Tensor
-    rules: Rules
+    rules: SamplingRules
     draft: Draft
 
     @property
@@ -56,7 +56,7 @@ class Logits:
         return found
 
     @cached_property
-    def _first(self) -> Row:
+    def _first(self) -> SamplingRow:
         """What decides the row behind node 0; where it changes no logits, no later one does."""
         return self.rules.row()
 
@@ -65,7 +65,7 @@ class Logits:
         """Of every row the likeliest token and its logit; None where they are not plain decoding's."""
         return argmax(self.logits.float()) if self.greedy and not self._first.adjusts else None
 
-    def _row(self, node: int) -> Row:
+    def _row(self, node: int) -> SamplingRow:
         return self.rules.row(self.draft.text(self.draft.path(node)))
 
 

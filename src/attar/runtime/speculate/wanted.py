@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import SettingsError, nearest
-from attar.runtime.kv.compose import Asked, check_together
+from attar.runtime.kv.compose import FeatureRequests, check_together
 
 METHODS = ("ngram", "lookahead", "self")
 MODES = ("coupled", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SpeculationSettings:
     """How tokens are drafted; see :class:`attar.runtime.llm.LLM`.
 
     Args:
@@ -47,7 +47,7 @@ class Wanted:
         """Whether anything is drafted."""
         return self.speculate is not None or self.draft is not None
 
-    def check_with(self, features: Asked) -> None:
+    def check_with(self, features: FeatureRequests) -> None:
         """Refuse what does not go together with it.
 
         Args:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from attar.errors import SettingsError
+from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.kv.evict import EVICTIONS, H2O, Reread, SnapKV, Streaming
 from attar.runtime.kv.evict.snapkv import smoothed
-from attar.runtime.kv.manager import Manager
 
 
 def test_h2o_by_hand():
@@ -79,16 +79,23 @@ def test_reread_is_due_once_the_prompt_is_done():
     assert [method.due(*case) for case in ((300, False), (200, True), (201, True))] == [None, None, 200]
 
 
+def streaming_blocks(method, places, block_size):
+    """Blocks that a sequence of so many places holds after a step."""
+    first = max(0, places - method.window)  # the manager releases entries [S, first), in whole blocks
+    freed = max(0, first // block_size - -(-method.sinks // block_size))
+    return -(-places // block_size) - freed
+
+
 @pytest.mark.parametrize(("sinks", "window"), [(4, 6), (0, 5), (3, 1), (9, 8)])
 def test_streaming_holds_the_blocks_it_says(sinks, window):
     method, size = Streaming(sinks=sinks, window=window), 4
-    manager = Manager(40, size, window=method.window, sinks=method.sinks)
+    manager = BlockManager(40, size, window=method.window, sinks=method.sinks)
     manager.admit(0, [1])
     for places in range(1, 80):
         assert manager.reserve(0, 1)
         manager.commit(0, 1, list(range(places)))
         held = {block for block in manager.table(0).blocks if block >= 0}
-        assert len(held) == method.most_blocks(places, size)
+        assert len(held) == streaming_blocks(method, places, size)
         seen = [*range(min(sinks, places)), *range(max(0, places - window + 1), places)]  # by the next token
         assert all(manager.table(0).blocks[place // size] >= 0 for place in seen)
         assert len(held) * size <= method.most(1, size)
@@ -98,7 +105,7 @@ def test_streaming_holds_the_blocks_it_says(sinks, window):
 def test_streaming_bounds_what_is_held(sinks, window, chunk):
     """Also in the middle of a step, when a chunk has its places and nothing was given back yet."""
     method, size = Streaming(sinks=sinks, window=window), 4
-    manager = Manager(40, size, window=method.window, sinks=method.sinks)
+    manager = BlockManager(40, size, window=method.window, sinks=method.sinks)
     manager.admit(0, [1])
     most = 0
     for stop in range(chunk, 90, chunk):

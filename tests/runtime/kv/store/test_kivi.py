@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from attar.runtime.kv.store.geometry import Geometry
-from attar.runtime.kv.store.kivi import Kivi, packed, quantize, unpacked
+from attar.runtime.kv.store.geometry import PoolGeometry
+from attar.runtime.kv.store.kivi import KIVIStore, packed, quantize, unpacked
 
 CPU = torch.device("cpu")
-GEOMETRY = Geometry(layers=2, blocks=8, block_size=64, kv_heads=2, head_dim=64)
+GEOMETRY = PoolGeometry(layers=2, blocks=8, block_size=64, kv_heads=2, head_dim=64)
 
 
 def numbers(*shape, seed=0):
@@ -45,7 +45,7 @@ def test_keys_by_channel_and_values_by_token(bits):
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     k[:, :, 7] *= 50
     v[5] *= 50
-    store = Kivi(GEOMETRY, bits, CPU)
+    store = KIVIStore(GEOMETRY, bits, CPU)
     fill(store, torch.arange(64, 128), k, v)
     store.settle_([1])
     got_k, got_v = read(store, 1)
@@ -58,7 +58,7 @@ def test_keys_by_channel_and_values_by_token(bits):
 
 
 def test_a_block_is_exact_until_it_is_settled_and_read_only_after():
-    store = Kivi(GEOMETRY, 4, CPU)
+    store = KIVIStore(GEOMETRY, 4, CPU)
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     for start in range(0, 64, 16):
         fill(store, torch.arange(start, start + 16), k[start : start + 16], v[start : start + 16])
@@ -73,7 +73,7 @@ def test_a_block_is_exact_until_it_is_settled_and_read_only_after():
 
 
 def test_a_copy_of_a_partial_block_goes_its_own_way():
-    store = Kivi(GEOMETRY, 4, CPU)
+    store = KIVIStore(GEOMETRY, 4, CPU)
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     fill(store, torch.arange(10), k[:10], v[:10])
     store.copy_([(0, 3)])
@@ -85,7 +85,7 @@ def test_a_copy_of_a_partial_block_goes_its_own_way():
 
 def test_a_settled_block_can_be_copied_and_written_over():
     """Truncation into a full block: the rest of it goes on from what was quantized."""
-    store = Kivi(GEOMETRY, 4, CPU)
+    store = KIVIStore(GEOMETRY, 4, CPU)
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     fill(store, torch.arange(64), k, v)
     store.settle_([0])
@@ -98,7 +98,7 @@ def test_a_settled_block_can_be_copied_and_written_over():
 
 
 def test_a_block_used_again_shows_nothing_of_what_it_held():
-    store = Kivi(GEOMETRY, 4, CPU)
+    store = KIVIStore(GEOMETRY, 4, CPU)
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     fill(store, torch.arange(40), k[:40], v[:40])  # freed while partial
     fill(store, torch.arange(64), v, k)
@@ -109,7 +109,7 @@ def test_a_block_used_again_shows_nothing_of_what_it_held():
 
 
 def test_beyond_the_residuals_the_oldest_is_quantized_early():
-    store = Kivi(GEOMETRY, 4, CPU, residuals=2)
+    store = KIVIStore(GEOMETRY, 4, CPU, residuals=2)
     k, v = numbers(64, 2, 64), numbers(64, 2, 64, seed=1)
     for block in (4, 2, 6):
         fill(store, torch.arange(30) + block * 64, k[:30], v[:30])
@@ -122,7 +122,7 @@ def test_beyond_the_residuals_the_oldest_is_quantized_early():
 
 
 def test_a_step_may_open_more_blocks_than_residuals():
-    store = Kivi(GEOMETRY, 4, CPU, residuals=1)
+    store = KIVIStore(GEOMETRY, 4, CPU, residuals=1)
     k, v = numbers(256, 2, 64), numbers(256, 2, 64, seed=1)
     fill(store, torch.arange(256), k, v)
     assert torch.equal(store.read(0, torch.arange(4), torch.float32)[0], k)

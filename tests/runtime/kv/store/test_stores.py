@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
-from attar.runtime.kv.store import STORES, Geometry, make_store
+from attar.runtime.kv.store import STORES, PoolGeometry, make_store
 from attar.runtime.kv.store.scaled import encode
 
-GEOMETRY = Geometry(layers=2, blocks=6, block_size=32, kv_heads=3, head_dim=16)
+GEOMETRY = PoolGeometry(layers=2, blocks=6, block_size=32, kv_heads=3, head_dim=16)
 CPU = torch.device("cpu")
 TOLERANCE = {  # of numbers from a normal distribution, 16 to a head; largest error
     "float32": 0.0,
@@ -154,6 +154,6 @@ def test_unknown_names_and_shapes_that_do_not_fit():
     with pytest.raises(SettingsError, match=r"kv_dtype is 'int9'.*did you mean int8"):
         make_store("int9", GEOMETRY, CPU)
     with pytest.raises(SettingsError, match=r"block_size is 16.*multiple of 32 with kivi4"):
-        make_store("kivi4", Geometry(1, 2, 16, 1, 16), CPU)
+        make_store("kivi4", PoolGeometry(1, 2, 16, 1, 16), CPU)
     with pytest.raises(SettingsError, match=r"kv_dtype is 'kivi2'.*6 is no multiple of 4"):
-        make_store("kivi2", Geometry(1, 2, 32, 1, 6), CPU)
+        make_store("kivi2", PoolGeometry(1, 2, 32, 1, 6), CPU)

@@ -1,16 +1,15 @@
-// Products of codes by the matrix unit of x86, AMX: sixteen tokens times a group of a panel at a time.
+// Products of codes on AMX, the matrix unit of x86: sixteen tokens times a group of a panel at a time.
 //
-// A tile is 16 rows of 64 bytes. Tokens' codes are tiles as they lie, a row for each token; a panel's int8 codes
-// are too, a row for each 4 inputs. int4 codes are spread to bytes, once for SOME tokens. What comes out are the
-// same integers as of product.h's loops, and what becomes of them is the same code: results are equal bit for bit.
+// A tile is 16 rows of 64 bytes. Tokens' codes are tiles in memory, a row per token; so are a panel's int8 codes, a
+// row per 4 inputs. int4 codes are unpacked to bytes, once for TOKEN_BLOCK tokens. The sums are the same integers as
+// those of matmul.h's loops and share epilogue.h, so results are equal bit for bit.
 //
-// A tile's product takes 52 cycles and its way through memory to the other registers 16 more, while the next ones
-// are under way: so half 0 of a group is started, then half 1 of the one before is stored and its half 0, stored
-// earlier, added up, and so on by turns.
+// A tile product takes 52 cycles and its store 16 more, during which others can run: so half 0 of a group is started,
+// then half 1 of the previous group is stored and its half 0, stored earlier, is added to the output, and so on.
 
 #pragma once
 
-#include "sums.h"
+#include "epilogue.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__linux__)
 #define ATTAR_AMX
@@ -20,20 +19,21 @@
 
 namespace attar {
 
-// Rows of codes (planes of tokens) that a block is worth its tiles for: of fewer they spend as long on their way.
-constexpr int FEWEST = 16;
-constexpr std::int64_t SOME = 64;  // tokens for which codes are spread once: their sums stay in the first cache
+// Rows of codes (tokens times planes) from which tiles are faster than the loops.
+constexpr int MIN_ROWS = 16;
+constexpr std::int64_t TOKEN_BLOCK = 64;  // tokens per unpacking of codes: their sums stay in the first cache
 
 #if defined(ATTAR_AMX)
 
-// Whether the system lets this process use tiles: Linux wants to be asked (since 5.16).
+// Whether this process may use tiles: Linux (5.16 and later) requires a request.
 static inline bool tiles_permitted() {
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool permitted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return permitted;
 }
 
-// A thread's tiles while it lives: sums 0 to 3, a panel's halves 4 and 5, planes of tokens 6 and 7. 0 rows: none.
+// Configures the thread's tiles in its scope: sums 0 to 3, a panel's halves 4 and 5, planes of tokens 6 and 7. With 0
+// rows it does nothing.
 class Tiles {
 public:
     Tiles(int group, int rows) : rows_(rows) {
@@ -62,60 +62,60 @@ private:
     int rows_;
 };
 
-// A group's codes as int8 has them: where they lie, or in `room`. Fetches what comes AHEAD.
-static inline const std::uint8_t* byte_codes(const Linear& linear, const std::uint8_t* from, std::uint8_t* room) {
+// A group's codes as bytes: in place, or unpacked to `buffer`. Prefetches PREFETCH_AHEAD.
+static inline const std::uint8_t* byte_codes(const Linear& linear, const std::uint8_t* from, std::uint8_t* buffer) {
     const std::int64_t bytes = std::int64_t(linear.group) * PANEL * linear.kind / 8;
-    for (std::int64_t at = 0; at < bytes; at += 64) prefetch(from + AHEAD + at);
+    for (std::int64_t at = 0; at < bytes; at += 64) prefetch(from + PREFETCH_AHEAD + at);
     if (linear.kind == INT8) return from;
-    std::uint8_t* to = room;
+    std::uint8_t* to = buffer;
     for (std::int64_t at = 0; at < bytes; at += 128, to += 256)
         for (int half = 0; half < 128; half += 64) {
             const I pairs = load_ints(from + at + half);
             one::write(to + half, pairs & 0x0f0f0f0f);
             one::write(to + half + 128, (pairs >> 4) & 0x0f0f0f0f);
         }
-    return room;
+    return buffer;
 }
 
 template <int PLANES, int ZEROS, int ROWS>
 class TileProduct {
 public:
-    TileProduct(const Linear& linear, const Taken& in) : linear_(linear), in_(in), groups_(linear.groups()) {}
+    TileProduct(const Linear& linear, const Activations& in) : linear_(linear), in_(in), groups_(linear.groups()) {}
 
     // A panel times `count` tokens from `token` on, whole blocks, added to `out`.
     void run(const std::uint8_t* panel, std::int64_t token, std::int64_t count, float (*out)[PANEL]) {
-        alignas(64) std::uint8_t room[2][128 * PANEL];
+        alignas(64) std::uint8_t buffer[2][128 * PANEL];
         const std::int64_t head = ZEROS == MIDDLE ? 64 : 128, bytes = linear_.panel_bytes() / groups_;
-        const std::uint8_t* codes = byte_codes(linear_, panel + head, room[0]);
-        Part last{};
+        const std::uint8_t* codes = byte_codes(linear_, panel + head, buffer[0]);
+        Block last{};
         for (std::int64_t g = 0; g < groups_; g++, panel += bytes) {
-            const std::uint8_t* now = codes;
-            if (g + 1 < groups_) codes = byte_codes(linear_, panel + bytes + head, room[(g + 1) % 2]);
-            asm volatile("" ::: "memory");  // tiles are loaded from what has been written
+            const std::uint8_t* current = codes;
+            if (g + 1 < groups_) codes = byte_codes(linear_, panel + bytes + head, buffer[(g + 1) % 2]);
+            asm volatile("" ::: "memory");  // the unpacked codes are written before tiles load them
             for (std::int64_t t = 0; t < count; t += ROWS) {
                 const std::int8_t* x = in_.at(g, token + t);
-                start<0>(now, x);
-                if (last.head) keep<1>(), add<0>(last);
-                start<1>(now, x);
-                keep<0>();
+                start<0>(current, x);
+                if (last.head) store_sums<1>(), add<0>(last);
+                start<1>(current, x);
+                store_sums<0>();
                 if (last.head) add<1>(last);
                 last = {panel, g * in_.tokens + token + t, out + t};
             }
         }
-        keep<1>();
+        store_sums<1>();
         add<0>(last);
         add<1>(last);
     }
 
 private:
-    // A block's product with a group: the panel's scales, the tokens' constants, where it goes.
-    struct Part {
+    // The product of a token block and a group: the panel's scales, the tokens' constants, the destination.
+    struct Block {
         const std::uint8_t* head;
         std::int64_t constants;
         float (*out)[PANEL];
     };
 
-    // Sums of a half of the panel's rows.
+    // Multiplies a half of the panel's rows.
     template <int HALF>
     void start(const std::uint8_t* codes, const std::int8_t* x) {
         if constexpr (HALF == 0) {
@@ -126,9 +126,9 @@ private:
             if constexpr (PLANES == 2) _tile_zero(3);
         }
         for (int k = 0; k < linear_.group; k += 64) {
-            const bool there = HALF == 1 && linear_.group <= 64;  // the tokens' tiles
-            if (!there) _tile_loadd(6, x + k, linear_.group);
-            if (PLANES == 2 && !there) _tile_loadd(7, x + in_.plane() + k, linear_.group);
+            const bool loaded = HALF == 1 && linear_.group <= 64;  // the tokens' tiles are loaded
+            if (!loaded) _tile_loadd(6, x + k, linear_.group);
+            if (PLANES == 2 && !loaded) _tile_loadd(7, x + in_.plane() + k, linear_.group);
             if constexpr (HALF == 0) {
                 _tile_loadd(4, codes + k * PANEL, 128);
                 _tile_dpbsud(0, 6, 4);
@@ -142,7 +142,7 @@ private:
     }
 
     template <int HALF>
-    void keep() {
+    void store_sums() {
         if constexpr (HALF == 0) {
             _tile_stored(0, sums_[0][0], 64);
             if constexpr (PLANES == 2) _tile_stored(1, sums_[0][1], 64);
@@ -153,58 +153,59 @@ private:
     }
 
     template <int HALF>
-    void add(const Part& part) const {
-        const F scale = from_half(part.head + 32 * HALF);
-        const F zero = ZEROS == MIDDLE ? F{} : from_half(part.head + 64 + 32 * HALF);
-        const float* scales = in_.scales + part.constants;
-        const std::int32_t* sums = in_.sums + part.constants;
-        const float* offsets = in_.offsets + part.constants;
+    void add(const Block& block) const {
+        const F scale = load_fp16(block.head + 32 * HALF);
+        const F zero = ZEROS == MIDDLE ? F{} : load_fp16(block.head + 64 + 32 * HALF);
+        const float* scales = in_.scales + block.constants;
+        const std::int32_t* sums = in_.sums + block.constants;
+        const float* offsets = in_.offsets + block.constants;
         ATTAR_UNROLL
         for (int m = 0; m < ROWS; m++) {
             I total = load_ints(sums_[HALF][0] + 16 * m);
             if (PLANES == 2) total = (total << 8) + load_ints(sums_[HALF][PLANES - 1] + 16 * m);
-            if (ZEROS == MIDDLE) total += all_ints(sums[m]);
-            float* to = part.out[m] + WIDTH * HALF;
+            if (ZEROS == MIDDLE) total += broadcast_ints(sums[m]);
+            float* to = block.out[m] + WIDTH * HALF;
             const float offset = ZEROS == MIDDLE ? 0.0f : offsets[m];
-            store(to, with_group(ZEROS, load(to), total, scale, zero, scales[m], offset));
+            store(to, add_group(ZEROS, load(to), total, scale, zero, scales[m], offset));
         }
     }
 
     alignas(64) std::int32_t sums_[2][PLANES][ROWS * 16];
     const Linear& linear_;
-    const Taken& in_;
+    const Activations& in_;
     const std::int64_t groups_;
 };
 
-// Tokens of a block: 0 where the loops of product.h are to be taken.
-static inline int tile_rows(const Taken& in, std::int64_t tokens) {
-    if (!in.group || tokens * in.planes < FEWEST || !tiles_permitted()) return 0;
+// Tokens of a tile block; 0: use the loops of matmul.h.
+static inline int tile_rows(const Activations& in, std::int64_t tokens) {
+    if (!in.group || tokens * in.planes < MIN_ROWS || !tiles_permitted()) return 0;
     return tokens > 8 ? 16 : 8;
 }
 
 template <int ROWS, int PLANES>
-static inline void panel_by_tiles(const Linear& linear, const Taken& in, const std::uint8_t* panel, std::int64_t token,
-                                  std::int64_t count, float (*out)[PANEL]) {
+static inline void multiply_tiles(const Linear& linear, const Activations& in, const std::uint8_t* panel,
+                                  std::int64_t token, std::int64_t count, float (*out)[PANEL]) {
     if (linear.zeros == MIDDLE) TileProduct<PLANES, MIDDLE, ROWS>(linear, in).run(panel, token, count, out);
     if (linear.zeros == POINTS) TileProduct<PLANES, POINTS, ROWS>(linear, in).run(panel, token, count, out);
     if (linear.zeros == PRODUCTS) TileProduct<PLANES, PRODUCTS, ROWS>(linear, in).run(panel, token, count, out);
 }
 
-// A panel times tokens [first, last), at most SOME, in blocks of 8 or 16; returns the first that is left over.
-static inline std::int64_t product_tiles(const Linear& linear, const Taken& in, int rows, std::int64_t panel,
+// A panel times tokens [first, last), at most SOME, in blocks of 8 or 16; returns the first
+// token that is left.
+static inline std::int64_t product_tiles(const Linear& linear, const Activations& in, int rows, std::int64_t panel,
                                          std::int64_t first, std::int64_t last, const Output& output) {
-    const std::int64_t tokens = last - first, blocks = (tokens + rows - FEWEST / in.planes) / rows;
+    const std::int64_t tokens = last - first, blocks = (tokens + rows - MIN_ROWS / in.planes) / rows;
     if (!blocks) return first;
-    alignas(64) float out[SOME][PANEL];
+    alignas(64) float out[TOKEN_BLOCK][PANEL];
     std::memset(out, 0, blocks * rows * sizeof *out);
     const std::uint8_t* data = linear.data + panel * linear.panel_bytes();
     const std::int64_t count = blocks * rows, done = std::min(count, tokens);
-    if (rows == 16 && in.planes == 2) panel_by_tiles<16, 2>(linear, in, data, first, count, out);
-    if (rows == 16 && in.planes == 1) panel_by_tiles<16, 1>(linear, in, data, first, count, out);
-    if (rows == 8 && in.planes == 2) panel_by_tiles<8, 2>(linear, in, data, first, count, out);
-    if (rows == 8 && in.planes == 1) panel_by_tiles<8, 1>(linear, in, data, first, count, out);
+    if (rows == 16 && in.planes == 2) multiply_tiles<16, 2>(linear, in, data, first, count, out);
+    if (rows == 16 && in.planes == 1) multiply_tiles<16, 1>(linear, in, data, first, count, out);
+    if (rows == 8 && in.planes == 2) multiply_tiles<8, 2>(linear, in, data, first, count, out);
+    if (rows == 8 && in.planes == 1) multiply_tiles<8, 1>(linear, in, data, first, count, out);
     for (std::int64_t m = 0; m < done; m++)
-        put_out(linear, load(out[m]), load(out[m] + WIDTH), panel, first + m, output);
+        store_output(linear, load(out[m]), load(out[m] + WIDTH), panel, first + m, output);
     return first + done;
 }
 
@@ -214,8 +215,8 @@ static inline bool tiles_permitted() { return false; }
 struct Tiles {
     Tiles(int, int) {}
 };
-static inline int tile_rows(const Taken&, std::int64_t) { return 0; }
-static inline std::int64_t product_tiles(const Linear&, const Taken&, int, std::int64_t, std::int64_t first,
+static inline int tile_rows(const Activations&, std::int64_t) { return 0; }
+static inline std::int64_t product_tiles(const Linear&, const Activations&, int, std::int64_t, std::int64_t first,
                                          std::int64_t, const Output&) {
     return first;
 }

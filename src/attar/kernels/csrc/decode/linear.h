@@ -1,34 +1,34 @@
 // A packed weight.
 //
-// A panel is 32 rows of W, the two halves of it a lane for each row. Along the inputs it holds, as
+// A panel is 32 rows of W in two halves, a lane for each row. Along the inputs it holds, as
 // attar/kernels/packed.py lays it out,
 //
 //     bf16    for each 2 inputs: 16 pairs of rows 0..15, 16 pairs of rows 16..31               128 bytes
 //     int8    for each group: 32 scales (float16), 32 zeros z or s z (float16) if there are any, then
-//             for each 4 inputs: 16 fours of bytes of rows 0..15, then of rows 16..31          128 bytes
-//     int4    the same, for each 8 inputs: inputs 0..3 in the low halves of the bytes, 4..7 in the high ones
+//             for each 4 inputs: 16 quadruples of bytes of rows 0..15, then of rows 16..31          128 bytes
+//     int4    the same, for each 8 inputs: inputs 0..3 in the low nibbles, 4..7 in the high ones
 //
-// Codes are unsigned. Tokens come quantized to int8 or int16 in the same groups, each with its scale and the sum
-// of its codes, so that with W = s (q - z) and x = t c a group's part of y is  s t (sum q c - z sum c),  the sums
-// in integers. int16 codes lie in two planes of int8 (taken.h).
+// Codes are unsigned. Activations are quantized to int8 or int16 in the same groups, each with its scale t and the
+// sum of its codes c, so that with W = s (q - z) and x = t c a group adds  s t (sum q c - z sum c)  to y,
+// with sums in integers. int16 codes are two planes of int8 (activations.h).
 //
-// bf16 weights take tokens rounded to bf16, or, with activations of 16 bits, float32.
+// bf16 weights multiply activations rounded to bf16, or, with 16-bit activations, float32 ones.
 
 #pragma once
 
 #include <cstdint>
 
-#include "vec.h"
+#include "vector.h"
 
 namespace attar {
 
 constexpr int PANEL = 32;
-constexpr std::int64_t AHEAD = 4096;  // bytes that weights are fetched before they are needed
-constexpr std::int64_t HELD = 1 << 18;   // bytes of panels that are kept near while tokens go by
+constexpr std::int64_t PREFETCH_AHEAD = 4096;  // bytes: weights are prefetched so far ahead
+constexpr std::int64_t CACHED_BYTES = 1 << 18;   // bytes of panels that stay in the second cache for all tokens
 
 enum Kind : std::int32_t { BF16 = 16, INT8 = 8, INT4 = 4 };
 
-// Zero points: none (8, or 128), z, or s z, whichever float16 holds better.
+// Stored zero points: none (all are 8, or 128), z, or s z, whichever float16 rounds less.
 enum Zeros : std::int32_t { MIDDLE = 0, POINTS = 1, PRODUCTS = 2 };
 
 struct Linear {
@@ -36,8 +36,8 @@ struct Linear {
     const float* bias;  // (rows,) or null
     std::int64_t rows, columns;
     std::int32_t kind, group;
-    std::int32_t zeros;  // how zero points are stored
-    float unit;          // what the stored scales (and products with them) are multiples of, a power of two
+    std::int32_t zeros;  // of enum Zeros
+    float unit;          // power of two that stored scales, and products s z, are multiplied by
 
     std::int64_t panels() const { return (rows + PANEL - 1) / PANEL; }
     std::int64_t groups() const { return kind == BF16 ? 1 : columns / group; }

@@ -1,12 +1,12 @@
-// One register of the machine: what differs from processor to processor.
+// One vector register: all that differs between processors, but for amx.h.
 //
 //     AVX-512 with BW    16 lanes of 32 bits; dot products of bytes with VNNI, of bfloat16 with BF16
 //     AVX2                8; dot products of bytes with AVX-VNNI
 //     NEON                4; dot products of bytes with dotprod or i8mm, of bfloat16 with bf16
-//     any other           4, by the compiler's means
+//     any other           4, with the compiler's vector extension
 //
-// Integers are the same on all. Floats are the same wherever a b + c is rounded once, which is all but "any
-// other"; instructions for bfloat16 round their sums in ways of their own.
+// Integer results are the same on all. Float results are the same wherever a b + c is rounded once (all but "any
+// other"); instructions for bfloat16 round their sums differently.
 
 #pragma once
 
@@ -38,9 +38,9 @@ using QuarterBytes = std::int8_t __attribute__((vector_size(REGISTER / 4)));  //
 
 template <class Register>
 static inline Register read(const void* from) {
-    Register found;
-    std::memcpy(&found, from, sizeof found);
-    return found;
+    Register result;
+    std::memcpy(&result, from, sizeof result);
+    return result;
 }
 
 template <class Register>
@@ -48,7 +48,7 @@ static inline void write(void* to, Register value) {
     std::memcpy(to, &value, sizeof value);
 }
 
-// a b + c. Of a b + c d compilers fuse one product or the other as the processor has it: there this says which.
+// a b + c, rounded once. In a b + c d compilers may fuse either product, depending on the processor: this chooses.
 static inline float fma(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF)
     return __builtin_fmaf(a, b, c);
@@ -68,8 +68,8 @@ static inline Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// b where a is not a number. Compilers make two instructions of `a < b ? a : b` where the machine has one.
-static inline Floats larger(Floats a, Floats b) {
+// b where a is NaN. Compilers emit two instructions for `a < b ? a : b` where the machine has one.
+static inline Floats maximum(Floats a, Floats b) {
 #if defined(__AVX512BW__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -78,7 +78,7 @@ static inline Floats larger(Floats a, Floats b) {
     return a > b ? a : b;
 #endif
 }
-static inline Floats smaller(Floats a, Floats b) {
+static inline Floats minimum(Floats a, Floats b) {
 #if defined(__AVX512BW__)
     return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
@@ -88,7 +88,7 @@ static inline Floats smaller(Floats a, Floats b) {
 #endif
 }
 
-// Unsigned numbers of 16 bits, a lane for each.
+// Unsigned 16-bit numbers, one per lane.
 static inline Ints from_shorts(const void* from) {
 #if defined(__AVX512BW__)
     return (Ints)_mm512_cvtepu16_epi32(read<__m256i>(from));
@@ -101,8 +101,8 @@ static inline Ints from_shorts(const void* from) {
 #endif
 }
 
-// float16, which are finite, as floats.
-static inline Floats from_half(const void* from) {
+// Finite float16 as floats.
+static inline Floats load_fp16(const void* from) {
 #if defined(__AVX512BW__)
     return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -116,8 +116,8 @@ static inline Floats from_half(const void* from) {
 #endif
 }
 
-// Of numbers that float16 has in its range, half to even.
-static inline void store_half(void* to, Floats value) {
+// Rounds half to even; for numbers in the range of float16.
+static inline void store_fp16(void* to, Floats value) {
 #if defined(__AVX512BW__)
     write(to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -132,8 +132,8 @@ static inline void store_half(void* to, Floats value) {
 #endif
 }
 
-// Signed bytes as int16, two in each lane.
-static inline Ints widened(const void* from) {
+// Signed bytes as int16, two per lane.
+static inline Ints load_int8_pairs(const void* from) {
 #if defined(__AVX512BW__)
     return (Ints)_mm512_cvtepi8_epi16(read<__m256i>(from));
 #elif defined(__AVX2__)
@@ -160,7 +160,7 @@ static inline void store_bytes(void* to, Ints value) {
 #endif
 }
 
-// Whether there is an instruction for the next function.
+// Whether dot4 is one instruction.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD) || \
     defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool DOT_PRODUCTS = true;
@@ -168,31 +168,31 @@ constexpr bool DOT_PRODUCTS = true;
 constexpr bool DOT_PRODUCTS = false;
 #endif
 
-// Lane by lane, the sum of four unsigned bytes of w times four signed ones of x, added to total. SMALL: no byte
+// Per lane, the sum of four unsigned bytes of w times four signed ones of x, added to total. SMALL: no byte
 // of w is above 15.
 template <bool SMALL>
 static inline Ints dot4(Ints total, Ints w, Ints x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
 #elif defined(__AVX512BW__)
-    // Pairs are summed in 16 bits, which seven bits of a weight never overflow; the eighth goes by itself.
+    // Pairs are summed in 16 bits, which seven bits of a weight never overflow; the eighth bit is added separately.
     const __m512i low = SMALL ? (__m512i)w : (__m512i)(w & 0x7f7f7f7f), ones = _mm512_set1_epi16(1);
-    const Ints found = (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(low, (__m512i)x), ones);
-    if (SMALL) return total + found;
+    const Ints result = (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(low, (__m512i)x), ones);
+    if (SMALL) return total + result;
     const __m512i top = (__m512i)((w >> 7) & 0x01010101);
-    return total + found + ((Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(top, (__m512i)x), ones) << 7);
+    return total + result + ((Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(top, (__m512i)x), ones) << 7);
 #elif defined(__AVXVNNI__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)w, (__m256i)x);
 #elif defined(__AVX2__)
     const __m256i low = SMALL ? (__m256i)w : (__m256i)(w & 0x7f7f7f7f), ones = _mm256_set1_epi16(1);
-    const Ints found = (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(low, (__m256i)x), ones);
-    if (SMALL) return total + found;
+    const Ints result = (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(low, (__m256i)x), ones);
+    if (SMALL) return total + result;
     const __m256i top = (__m256i)((w >> 7) & 0x01010101);
-    return total + found + ((Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(top, (__m256i)x), ones) << 7);
+    return total + result + ((Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(top, (__m256i)x), ones) << 7);
 #elif defined(__ARM_FEATURE_MATMUL_INT8)
     return (Ints)vusdotq_s32((int32x4_t)total, (uint8x16_t)w, (int8x16_t)x);
 #elif defined(__ARM_NEON)
-    // Both operands are signed: w - 128 is taken, and 128 times the sum of x added. A small w is signed as it is.
+    // Both operands are signed: w - 128 is multiplied, and 128 times the sum of x added. A small w needs no shift.
     const int8x16_t by = (int8x16_t)x, codes = SMALL ? (int8x16_t)w : veorq_s8((int8x16_t)w, vdupq_n_s8(-128));
 #if defined(__ARM_FEATURE_DOTPROD)
     if (!SMALL) total -= (Ints)vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), by);
@@ -210,7 +210,7 @@ static inline Ints dot4(Ints total, Ints w, Ints x) {
 #endif
 }
 
-// Lane by lane, the two int16 of w times the two of x, added to total.
+// Per lane, the two int16 of w times the two of x, added to total.
 static inline Ints dot_shorts(Ints total, Ints w, Ints x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
     return (Ints)_mm512_dpwssd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
@@ -228,7 +228,7 @@ static inline Ints dot_shorts(Ints total, Ints w, Ints x) {
 #endif
 }
 
-// Lane by lane, the two bfloat16 of w times the two of x, added to total.
+// Per lane, the two bfloat16 of w times the two of x, added to total.
 static inline Floats dot2(Floats total, Ints w, Ints x) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)w, (__m512bh)x);

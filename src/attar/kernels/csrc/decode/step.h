@@ -1,67 +1,299 @@
-// One pass through a model for the tokens of several sequences: what the members of a team have in common in
-// it. walk.h has each one's way through the phases.
+// One step of a model: a forward pass over the tokens of several sequences.
+//
+// Phases of a layer: norm, q k v, rope and KV store, attention, merge of KV splits, out, norm, gate and up,
+// activation, down. The input of a product is prepared once (quantized, where weights are): the workers divide
+// the tokens, or with few tokens the columns.
 
 #pragma once
 
 #include <vector>
 
 #include "attention.h"
+#include "elementwise.h"
+#include "kv_store.h"
+#include "matmul.h"
 #include "model.h"
-#include "norm.h"
-#include "product.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace attar {
 
+constexpr std::int64_t GRAIN = 128;  // columns are divided at multiples of it, as it is of every group size
+
+// A model with its threads and buffers.
 class Runner {
 public:
-    Runner(const Model& model, int threads) : model_(model), team_(threads) {}
+    Runner(const Model& model, int threads) : model_(model), pool_(threads) {}
 
     void run(const Batch& batch);
 
 private:
-    friend class Walk;
+    friend class StepWorker;
 
-    void make_room() {
+    void reserve() {
         const Model& m = model_;
         const std::int64_t tokens = batch_->tokens;
-        parts_ = parts();
+        splits_ = splits();
         grow(x_, tokens * m.hidden);
-        grow(side_, tokens * m.hidden);
+        grow(normed_, tokens * m.hidden);
         grow(qkv_, tokens * (m.heads + 2 * m.kv_heads) * m.head_dim);
-        grow(wide_, tokens * 2 * m.intermediate);
-        grow(mixed_, tokens * m.heads * parts_ * m.padded());
-        if (std::int64_t(part_.size()) < tokens * m.heads * parts_) part_.resize(tokens * m.heads * parts_);
-        for (std::int64_t at = 0; at < m.layers; at++) {
-            const Layer& layer = m.layer[at];
-            to_qkv_.reserve(layer.qkv, tokens, m.bits);
-            to_out_.reserve(layer.out, tokens, m.bits);
-            to_gate_up_.reserve(layer.gate_up, tokens, m.bits);
-            to_down_.reserve(layer.down, tokens, m.bits);
+        grow(gate_up_, tokens * 2 * m.intermediate);
+        grow(acc_, tokens * m.heads * splits_ * m.padded());
+        if (std::int64_t(states_.size()) < tokens * m.heads * splits_) states_.resize(tokens * m.heads * splits_);
+        for (std::int64_t i = 0; i < m.layers; i++) {
+            const Layer& layer = m.layer[i];
+            qkv_input_.reserve(layer.qkv, tokens, m.bits);
+            out_input_.reserve(layer.out, tokens, m.bits);
+            gate_up_input_.reserve(layer.gate_up, tokens, m.bits);
+            down_input_.reserve(layer.down, tokens, m.bits);
         }
-        to_head_.reserve(m.head, batch_->wanted, m.bits);
+        head_input_.reserve(m.head, batch_->logit_rows, m.bits);
     }
 
-    // Parts that are shared out: those of the longest sequence, or one where there are tasks enough.
-    std::int64_t parts() const {
-        if (team_.size() == 1 || batch_->tokens * model_.kv_heads >= 8 * team_.size()) return 1;
+    // KV splits of every token: those of the longest sequence, or one where there are tasks enough.
+    std::int64_t splits() const {
+        if (pool_.size() == 1 || batch_->tokens * model_.kv_heads >= 8 * pool_.size()) return 1;
         std::int64_t longest = 1;
         for (std::int64_t s = 0; s < batch_->spans; s++)
-            longest = std::max(longest, batch_->place[s] + batch_->count[s]);
-        return (longest + PART - 1) / PART;
+            longest = std::max(longest, batch_->past[s] + batch_->count[s]);
+        return (longest + SPLIT - 1) / SPLIT;
     }
 
-    static void grow(std::vector<float>& room, std::int64_t size) {
-        if (std::int64_t(room.size()) < size) room.resize(size);
+    static void grow(std::vector<float>& buffer, std::int64_t size) {
+        if (std::int64_t(buffer.size()) < size) buffer.resize(size);
     }
 
     const Model& model_;
-    Team team_;
+    ThreadPool pool_;
     const Batch* batch_ = nullptr;
-    std::int64_t parts_ = 1;
-    std::vector<float> x_, side_, qkv_, wide_, mixed_;
-    std::vector<Part> part_;
-    Input to_qkv_, to_out_, to_gate_up_, to_down_, to_head_;
+    std::int64_t splits_ = 1;
+    std::vector<float> x_, normed_, qkv_, gate_up_, acc_;  // acc_: attention's, of each token, head and split
+    std::vector<SoftmaxState> states_;                     // beside acc_
+    ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
 };
+
+// What one worker does in a step.
+class StepWorker {
+public:
+    static constexpr std::int64_t LAYER_PHASES = 12, MORE_PHASES = 5;  // at most
+
+    StepWorker(Runner& runner, ThreadPool::Worker& worker)
+        : r(runner), model(runner.model_), batch(*runner.batch_), worker(worker), codes(runner.model_.head_dim) {}
+
+    void step() {
+        copy_blocks();
+        embed();
+        for (layer_index = 0; layer_index < model.layers; layer_index++) {
+            attention();
+            mlp();
+        }
+        if (batch.logit_rows) logits();
+    }
+
+private:
+    const Layer& layer() const { return model.layer[layer_index]; }
+    std::int64_t q_width() const { return model.heads * model.head_dim; }
+    std::int64_t qkv_width() const { return (model.heads + 2 * model.kv_heads) * model.head_dim; }
+
+    // f(token, first, last) for all tokens; with fewer tokens than workers the columns [first, last) are divided.
+    template <class Function>
+    void for_each_token(std::int64_t tokens, std::int64_t columns, Function f) {
+        if (tokens >= worker.size()) {
+            worker.parallel_for(tokens, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+                for (std::int64_t t = first; t < last; t++) f(t, std::int64_t(0), columns);
+            });
+            return;
+        }
+        const std::int64_t grains = (columns + GRAIN - 1) / GRAIN;
+        worker.parallel_for(grains, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t t = 0; t < tokens; t++) f(t, first * GRAIN, std::min(last * GRAIN, columns));
+        });
+    }
+
+    void copy_blocks() {
+        if (!batch.copies) return;
+        const std::int64_t bytes = 2 * model.half_bytes() * model.kv_heads;
+        worker.parallel_for(model.layers, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t c = 0; c < batch.copies; c++)
+                for (std::int64_t l = first; l < last; l++)
+                    std::memcpy(model.keys(l, batch.copy[2 * c + 1], 0), model.keys(l, batch.copy[2 * c], 0), bytes);
+        });
+    }
+
+    void embed() {
+        for_each_token(batch.tokens, model.hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            const std::int64_t row = batch.ids[t] * model.hidden;
+            const float* fp32 = (const float*)model.embedding + row;
+            const std::uint16_t* bits16 = (const std::uint16_t*)model.embedding + row;
+            float* x = r.x_.data() + t * model.hidden;
+            for (std::int64_t i = first; i < last; i += WIDTH) {
+                const F value = model.embedding_kind == STORED_FP32   ? load(fp32 + i)
+                                : model.embedding_kind == STORED_FP16 ? load_fp16(bits16 + i)
+                                                                      : load_bf16(bits16 + i);
+                store(x + i, value * model.embedding_scale);
+            }
+        });
+    }
+
+    // RMS-normed rows of x as a product's input; row t of the input is token rows[t], or t.
+    void norm(const float* weight, std::int64_t tokens, const std::int64_t* rows, const Activations& to) {
+        scratch.resize(model.hidden);
+        for_each_token(tokens, model.hidden, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            const float* x = r.x_.data() + (rows ? rows[t] : t) * model.hidden;
+            const float inverse = inverse_rms(x, model.hidden, model.eps);
+            scale_by(x + first, weight + first, inverse, last - first, scratch.data());
+            to.set(t, first, last, scratch.data());
+        });
+    }
+
+    void multiply(const Linear& linear, const Activations& in, std::int64_t tokens, float* to, std::int64_t stride,
+                  bool add) {
+        worker.parallel_for(linear.panels(), Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
+            attar::multiply(linear, in, first, last, tokens, Output{to, stride, add});
+        });
+    }
+
+    // A product added to the residual stream, through a norm where the model has one there.
+    void multiply_add(const Linear& linear, const Activations& in, const float* weight) {
+        float* to = weight ? r.normed_.data() : r.x_.data();
+        multiply(linear, in, batch.tokens, to, model.hidden, !weight);
+        if (!weight) return;
+        scratch.resize(model.hidden);
+        worker.parallel_for(batch.tokens, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t t = first; t < last; t++) {
+                const float* y = to + t * model.hidden;
+                float* x = r.x_.data() + t * model.hidden;
+                scale_by(y, weight, inverse_rms(y, model.hidden, model.eps), model.hidden, scratch.data());
+                for (std::int64_t i = 0; i < model.hidden; i++) x[i] += scratch[i];
+            }
+        });
+    }
+
+    void attention() {
+        const Activations in = r.qkv_input_.view(layer().qkv, model.bits);
+        norm(layer().before_attention, batch.tokens, nullptr, in);
+        multiply(layer().qkv, in, batch.tokens, r.qkv_.data(), qkv_width(), false);
+        rope();
+        attend();
+        const Activations out = r.out_input_.view(layer().out, model.bits);
+        merge(out);
+        multiply_add(layer().out, out, layer().after_attention);
+    }
+
+    void mlp() {
+        const std::int64_t width = model.intermediate;
+        const Activations in = r.gate_up_input_.view(layer().gate_up, model.bits);
+        const Activations inner = r.down_input_.view(layer().down, model.bits);
+        norm(layer().before_mlp, batch.tokens, nullptr, in);
+        multiply(layer().gate_up, in, batch.tokens, r.gate_up_.data(), 2 * width, false);
+        scratch.resize(width);
+        for_each_token(batch.tokens, width, [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            const float* gate = r.gate_up_.data() + t * 2 * width + first;
+            gated(gate, gate + width, last - first, model.activation, scratch.data());
+            inner.set(t, first, last, scratch.data());
+        });
+        multiply_add(layer().down, inner, layer().after_mlp);
+    }
+
+    // Norms of heads, rotary embedding and scale of queries and keys; keys and values to their slots.
+    void rope() {
+        const std::int64_t tasks = batch.tokens * model.kv_heads;
+        worker.parallel_for(tasks, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t task = first; task < last; task++)
+                rope_group(task / model.kv_heads, task % model.kv_heads);
+        });
+    }
+
+    // The queries that share key head `head`, and it.
+    void rope_group(std::int64_t t, std::int64_t head) {
+        const std::int64_t dim = model.head_dim, group = model.heads / model.kv_heads;
+        float* row = r.qkv_.data() + t * qkv_width();
+        float *queries = row + head * group * dim, *key = row + q_width() + head * dim;
+        for (std::int64_t q = 0; q < group; q++) {
+            rope_head(queries + q * dim, layer().query_norm, batch.positions[t]);
+            for (std::int64_t d = 0; d < dim; d++) queries[q * dim + d] *= model.scale;
+        }
+        rope_head(key, layer().key_norm, batch.positions[t]);
+        store_kv(model, layer_index, head, batch.slots[t], key, key + model.kv_heads * dim, codes.data());
+    }
+
+    void rope_head(float* head, const float* weight, std::int64_t position) {
+        const std::int64_t dim = model.head_dim;
+        if (weight) scale_by(head, weight, inverse_rms(head, dim, model.eps), dim, head);
+        if (model.rotary) rotate(head, layer().rotary + position * model.rotary, model.rotary);
+    }
+
+    // A task is a token, a key head and a KV split.
+    void attend() {
+        Attention kernel(model, layer_index);
+        const std::int64_t tasks = batch.tokens * model.kv_heads * r.splits_;
+        worker.parallel_for(tasks, Schedule::GUIDED, [&](std::int64_t first, std::int64_t last) {
+            for (std::int64_t task = first; task < last; task++) attend_task(kernel, task);
+        });
+    }
+
+    // The last tokens, which have the longest contexts, come first.
+    void attend_task(Attention& kernel, std::int64_t task) {
+        const std::int64_t group = model.heads / model.kv_heads, splits = r.splits_, split = task % splits;
+        const std::int64_t head = task / splits % model.kv_heads, t = batch.tokens - 1 - task / splits / model.kv_heads;
+        const std::int64_t span = batch.span[t], index = t - batch.first[span];
+        const std::int64_t past = batch.past[span], until = past + index + 1, window = layer().window;
+        const std::int64_t after = batch.positions[t] + 1, earliest = window && after > window ? after - window : 0;
+        const std::int64_t* positions = batch.positions + batch.first[span];
+        KeyRange range{batch.block + batch.table[span], earliest, until, past, nullptr, positions, earliest};
+        if (batch.tree[span] >= 0) {
+            range.tree = batch.mask + batch.tree[span] + index * batch.count[span];
+            range.from = std::min(earliest, past);
+        }
+        const std::int64_t row = (t * model.heads + head * group) * splits + split;
+        const float* queries = r.qkv_.data() + t * qkv_width() + head * group * model.head_dim;
+        SoftmaxState* state = r.states_.data() + row;
+        float* acc = r.acc_.data() + row * model.padded();
+        if (splits == 1) return kernel.attend(range, head, queries, state, acc);
+        kernel.attend_split(range, split, head, queries, state, acc, splits);
+    }
+
+    // Merges the KV splits of each head into the input of the output projection.
+    void merge(const Activations& out) {
+        const std::int64_t dim = model.head_dim, stride = model.padded();
+        scratch.resize(q_width());
+        for_each_token(batch.tokens, q_width(), [&](std::int64_t t, std::int64_t first, std::int64_t last) {
+            for (std::int64_t head = first / dim; head * dim < last; head++) {
+                const std::int64_t row = (t * model.heads + head) * r.splits_, begin = head * dim;
+                const std::int64_t low = std::max(first, begin), high = std::min(last, begin + dim);
+                float* to = scratch.data() + low - first;
+                const SoftmaxState state = merge_splits(r.states_.data() + row, r.acc_.data() + row * stride,
+                                                        r.splits_, stride, low - begin, high - begin, to);
+                for (std::int64_t d = 0; d < high - low; d++) to[d] /= state.total;
+            }
+            out.set(t, first, last, scratch.data());
+        });
+    }
+
+    void logits() {
+        const Activations in = r.head_input_.view(model.head, model.bits);
+        norm(model.norm, batch.logit_rows, batch.rows, in);
+        multiply(model.head, in, batch.logit_rows, batch.logits, model.vocabulary, false);
+        if (model.final_soft_cap == 0.0f) return;
+        const std::int64_t count = batch.logit_rows * model.vocabulary;
+        worker.parallel_for(count, Schedule::STATIC, [&](std::int64_t first, std::int64_t last) {
+            soft_cap(batch.logits + first, last - first, model.final_soft_cap);
+        });
+    }
+
+    Runner& r;
+    const Model& model;
+    const Batch& batch;
+    ThreadPool::Worker& worker;
+    std::int64_t layer_index = 0;
+    std::vector<float> scratch;
+    std::vector<std::int8_t> codes;
+};
+
+inline void Runner::run(const Batch& batch) {
+    batch_ = &batch;
+    reserve();
+    pool_.run(StepWorker::MORE_PHASES + StepWorker::LAYER_PHASES * model_.layers,
+              [this](ThreadPool::Worker& worker) { StepWorker(*this, worker).step(); });
+}
 
 }  // namespace attar

@@ -7,8 +7,8 @@
 | ``SnapKV`` | for each layer and head what the prompt's end looks at, and all that follows | packed once |
 | ``Reread`` | what a second reading of the prompt looks at, and all that follows | once, heads together |
 
-The choice is pure NumPy. Who packs: the engine asks ``due`` after a step, ``kv/manager.py`` gives the blocks,
-the runner moves the rows. What each method allows beside it is said in ``kv/compose.py``.
+The choice is pure NumPy. After each step the engine calls ``due``; the block manager provides the blocks and
+the runner moves the rows. ``kv/compose.py`` lists which features each method works with.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from attar.errors import SettingsError
 
 Scores = NDArray[np.float32]
-Places = NDArray[np.int64]
+EntryIndices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,14 @@ class H2O:
         """Places that a sequence uses at once, when a step runs at most ``chunk`` of its tokens."""
         return self.budget + self.slack + chunk
 
-    def choose(self, scores: Scores) -> Places:
+    def choose(self, scores: Scores) -> EntryIndices:
         """The places that stay, ascending; int64 (kv_heads, k + r) of scores (kv_heads, n), n > k + r."""
         n = scores.shape[1]
         heaviest = np.argsort(-scores[:, : n - self.recent], axis=1, kind="stable")[:, : self.heavy]
         return with_newest(heaviest, n - self.recent, n)
 
 
-def with_newest(chosen: Places, start: int, stop: int) -> Places:
+def with_newest(chosen: EntryIndices, start: int, stop: int) -> EntryIndices:
     """Chosen places (kv_heads, m) in ascending order, and behind them [start, stop)."""
     newest = np.broadcast_to(np.arange(start, stop), (len(chosen), stop - start))
     return np.concatenate([np.sort(chosen, axis=1), newest], axis=1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attar.errors import SettingsError
-from attar.runtime.kv.evict.h2o import Places, Scores, with_newest
+from attar.runtime.kv.evict.h2o import EntryIndices, Scores, with_newest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class SnapKV:
         """No bound: the whole prompt is there before it is packed, and what follows all stays."""
         return None
 
-    def choose(self, scores: Scores, window: int | None = None) -> Places:
+    def choose(self, scores: Scores, window: int | None = None) -> EntryIndices:
         """The places that stay, ascending; int64 (kv_heads, C).
 
         Args:

@@ -43,17 +43,10 @@ class Streaming:
         return self.sinks + self.window
 
     def due(self, places: int, prompt_done: bool) -> int | None:
-        """Never: nothing is packed, ``kv/manager.py`` gives blocks back behind the window."""
+        """Never: nothing is packed, ``kv/block_manager.py`` gives blocks back behind the window."""
         return None
 
     def most(self, chunk: int, block_size: int) -> int | None:
         """Places of the blocks that a sequence holds at once, when a step runs at most ``chunk`` tokens."""
         blocks = -(-self.sinks // block_size) + -(-(self.window + chunk) // block_size) + 1
         return blocks * block_size
-
-    def most_blocks(self, places: int, block_size: int) -> int:
-        """Blocks that a sequence of so many places holds after a step."""
-        first = max(0, places - self.window)  # the manager lets places [S, first) go, in whole blocks
-        blocks = -(-places // block_size)
-        holes = max(0, first // block_size - -(-self.sinks // block_size))
-        return blocks - holes

@@ -10,23 +10,23 @@ from collections.abc import Callable
 import torch
 
 from attar.errors import SettingsError, nearest
-from attar.runtime.kv.store.dense import Dense
-from attar.runtime.kv.store.geometry import Geometry, Store
-from attar.runtime.kv.store.kivi import Kivi
-from attar.runtime.kv.store.scaled import Scaled
+from attar.runtime.kv.store.dense import DenseStore
+from attar.runtime.kv.store.geometry import PoolGeometry, Store
+from attar.runtime.kv.store.kivi import KIVIStore
+from attar.runtime.kv.store.scaled import ScaledStore
 
-STORES: dict[str, Callable[[Geometry, torch.device], Store]] = {
-    "float32": lambda geometry, device: Dense(geometry, torch.float32, device),
-    "bfloat16": lambda geometry, device: Dense(geometry, torch.bfloat16, device),
-    "float16": lambda geometry, device: Dense(geometry, torch.float16, device),
-    "int8": lambda geometry, device: Scaled(geometry, torch.int8, device),
-    "fp8": lambda geometry, device: Scaled(geometry, torch.float8_e4m3fn, device),
-    "kivi4": lambda geometry, device: Kivi(geometry, 4, device),
-    "kivi2": lambda geometry, device: Kivi(geometry, 2, device),
+STORES: dict[str, Callable[[PoolGeometry, torch.device], Store]] = {
+    "float32": lambda geometry, device: DenseStore(geometry, torch.float32, device),
+    "bfloat16": lambda geometry, device: DenseStore(geometry, torch.bfloat16, device),
+    "float16": lambda geometry, device: DenseStore(geometry, torch.float16, device),
+    "int8": lambda geometry, device: ScaledStore(geometry, torch.int8, device),
+    "fp8": lambda geometry, device: ScaledStore(geometry, torch.float8_e4m3fn, device),
+    "kivi4": lambda geometry, device: KIVIStore(geometry, 4, device),
+    "kivi2": lambda geometry, device: KIVIStore(geometry, 2, device),
 }
 
 
-def make_store(name: str, geometry: Geometry, device: torch.device) -> Store:
+def make_store(name: str, geometry: PoolGeometry, device: torch.device) -> Store:
     """The store of a name, empty.
 
     Raises:

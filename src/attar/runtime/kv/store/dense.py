@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store.geometry import Cells, Geometry, Planes
+from attar.runtime.kv.store.geometry import Cells, PlaneStore, PoolGeometry
 
 
-class Dense(Planes):
+class DenseStore(PlaneStore):
     """One plane [layers, 2, blocks, block, kv_heads, head_dim]; what is written is rounded to its dtype."""
 
-    def __init__(self, geometry: Geometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(geometry, torch.zeros(geometry.plane(geometry.head_dim), dtype=dtype, device=device))
         self.data = self.planes[0]
 

@@ -18,7 +18,7 @@ Cells = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Geometry:
+class PoolGeometry:
     """The measures of a pool; MHA has as many ``kv_heads`` as heads, MQA has one."""
 
     layers: int
@@ -35,7 +35,7 @@ class Geometry:
 class Store(Protocol):
     """Keys and values of all layers. None of the operations allocates in proportion to the pool."""
 
-    geometry: Geometry
+    geometry: PoolGeometry
 
     @property
     def nbytes(self) -> int:
@@ -72,10 +72,10 @@ class Store(Protocol):
         ...
 
 
-class Planes:
+class PlaneStore:
     """A store whose formats are planes: every token stands alone, so that blocks and rows can be moved."""
 
-    def __init__(self, geometry: Geometry, *planes: Tensor) -> None:
+    def __init__(self, geometry: PoolGeometry, *planes: Tensor) -> None:
         self.geometry = geometry
         self.planes = planes
 

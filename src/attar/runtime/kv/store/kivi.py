@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.runtime.kv.store.geometry import Geometry
+from attar.runtime.kv.store.geometry import PoolGeometry
 
 GROUP = 32  # g
 RESIDUALS = 64  # blocks in full precision (float32)
 
 
-class Kivi:
+class KIVIStore:
     """Codes and group constants of full blocks, and a dictionary of the blocks that are being filled.
 
     Args:
@@ -42,7 +42,7 @@ class Kivi:
     """
 
     def __init__(
-        self, geometry: Geometry, bits: int, device: torch.device, *, residuals: int = RESIDUALS
+        self, geometry: PoolGeometry, bits: int, device: torch.device, *, residuals: int = RESIDUALS
     ) -> None:
         name, each = f"kivi{bits}", 8 // bits
         if geometry.block_size % GROUP:

@@ -15,20 +15,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store.geometry import Cells, Geometry, Planes
+from attar.runtime.kv.store.geometry import Cells, PlaneStore, PoolGeometry
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 FLOOR = 1e-6  # smallest scale
 
 
-class Scaled(Planes):
+class ScaledStore(PlaneStore):
     """Two planes: codes of one byte, and scales (n = 1).
 
     Args:
         code: ``torch.int8`` or ``torch.float8_e4m3fn``.
     """
 
-    def __init__(self, geometry: Geometry, code: torch.dtype, device: torch.device) -> None:
+    def __init__(self, geometry: PoolGeometry, code: torch.dtype, device: torch.device) -> None:
         codes = torch.zeros(geometry.plane(geometry.head_dim), dtype=torch.int8, device=device)
         scales = torch.zeros(geometry.plane(1), dtype=torch.float32, device=device)
         super().__init__(geometry, codes, scales)  # FP8's codes too are bytes: torch indexes no float8

@@ -1,27 +1,26 @@
-"""A chooser that does not choose: always so many drafts, to see what they cost and bring."""
+"""A policy that does not choose: always so many drafts, to see what they cost and bring."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from attar.runtime.speculate.choose import Chooser
-from attar.runtime.speculate.cost import Cost
-from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.proposer import News
-from attar.runtime.speculate.purse import Purse
+from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy, LossBudget
+from attar.runtime.speculate.proposer import DraftFeedback
 
 
-class Fixed(Chooser):
+class FixedPolicy(DraftPolicy):
     """K drafts wherever there is room; of a tree the first K, of a tree that is learnt from all or none.
 
     Args:
         most: K.
-        cost: is told of every pass, and so knows what each size takes.
+        latency: learns what each size takes.
     """
 
-    def __init__(self, most: int, cost: Cost | None = None) -> None:
-        super().__init__(cost or Cost(), most, Purse(spare=math.inf))
+    def __init__(self, most: int, latency: Latency | None = None) -> None:
+        super().__init__(latency or Latency(), most, LossBudget(math.inf))
 
     @property
     def open(self) -> bool:
@@ -30,23 +29,31 @@ class Fixed(Chooser):
     def rest(self, batch: int, asking: float) -> int:
         return 0
 
-    def choose(self, sequences: Sequence[int], most: Sequence[int], beside: int = 0) -> list[int]:
-        return [min(limit, self.most) for limit in most]
+    def choose(
+        self,
+        sequences: Sequence[int],
+        limits: Sequence[int],
+        prompt_tokens: int = 0,
+        branches: int = 1,
+        room: int | None = None,
+    ) -> list[set[int]]:
+        return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
-    def prune(
-        self, sequences: Sequence[int], drafts: Sequence[Draft | None], beside: int = 0
+    def select(
+        self,
+        sequences: Sequence[int],
+        drafts: Sequence[Draft | None],
+        prompt_tokens: int = 0,
+        whole: bool = False,
     ) -> list[Draft | None]:
-        return [draft and draft.cut(self.most) for draft in drafts]
+        return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
 
-    def whole(
-        self, sequences: Sequence[int], drafts: Sequence[Draft | None], beside: int = 0
-    ) -> list[Draft | None]:
-        return list(drafts)
-
-    def note(self, news: Sequence[News], target: float, draft: float = 0.0, beside: int = 0) -> None:
-        if news and not beside:
+    def note(
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+    ) -> None:
+        if news and not prompt_tokens:
             drafts = sum(len(each.draft) for each in news if each.draft is not None)
-            self.cost.note_target(len(news), len(news) + drafts, target)
+            self.latency.note_target(len(news), len(news) + drafts, seconds)
 
     def forget(self, sequence: int) -> None:
         pass

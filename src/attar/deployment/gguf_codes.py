@@ -1,0 +1,228 @@
+"""Codes for every tensor of blocks: carried over, rounded by a method of attar.quantization, or to
+nearest.
+
+Rows are reordered afterwards (llama.cpp's order of heads): grids and roundings treat rows alike, so it does
+not matter when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.deployment.gguf_types import FLOATS, TensorTypes
+from attar.deployment.imatrix import InputImportance
+from attar.deployment.settings import ExportSettings
+from attar.errors import NumericsError
+from attar.formats.gguf.carry import carry
+from attar.formats.gguf.imatrix import ImportanceEntry
+from attar.formats.gguf.reader import GGUFReader
+from attar.formats.readers import reader
+from attar.formats.rules import WeightRule
+from attar.kernels.threads import one_thread
+from attar.progress import Progress
+from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, QuantizedTensor, TileParameters
+from attar.quantization.hessian import all_finite
+from attar.quantization.schemes import QuantizationScheme
+from attar.quantization.settings import QuantizeSettings, quantize_settings
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+    from attar.deployment.imatrix import Sums
+    from attar.quantization.plan import QuantizationPlan
+    from attar.quantization.rounding import RoundedModel
+    from attar.walks.skeleton import HiddenStates, Skeleton
+
+
+@dataclass(frozen=True)
+class GGUFBlocks:
+    """A tensor as codes, in the rows' order of the file.
+
+    Attributes:
+        quantized: codes (N, K) and what decodes them.
+    """
+
+    quantized: QuantizedTensor
+
+    @property
+    def codes(self) -> Tensor:
+        """(N, K)."""
+        return self.quantized.codes
+
+    @property
+    def stored(self) -> Mapping[str, Tensor]:
+        """What the file holds beside the codes."""
+        if isinstance(self.quantized.grid, MXFP4Grid):
+            exponent = torch.frexp(self.quantized.parameters.scale).exponent.to(torch.int16) - 1 + 127
+            return {"exponent": exponent.to(torch.uint8)}
+        return self.quantized.parameters.stored
+
+
+@dataclass
+class GGUFCodes:
+    """Gives the codes of each tensor.
+
+    Attributes:
+        make: by the placement and the type.
+        reports: one row a layer, once all have been asked for.
+        notes: sentences for people.
+    """
+
+    make: Callable[[Any, str], QuantizedTensor]
+    reports: Callable[[], list[dict[str, Any]]]
+    notes: list[str] = field(default_factory=list)
+
+    def __call__(self, one: Any, kind: str) -> GGUFBlocks:
+        return GGUFBlocks(self.make(one, kind))
+
+
+def grid_of(kind: str) -> Grid:
+    """The grid of a type."""
+    return MXFP4Grid(storage=torch.float32) if kind == "MXFP4" else GGML[kind]
+
+
+def quantized_codes(
+    source: Checkpoint,
+    view: Any,
+    placed: Sequence[Any],
+    kinds: TensorTypes,
+    settings: ExportSettings,
+    importance: InputImportance,
+    work: Path,
+    progress: Progress,
+) -> GGUFCodes:
+    """Codes for every placement whose type has blocks.
+
+    Args:
+        source: the checkpoint; ``view`` decodes it.
+        placed: of the architecture.
+        kinds: a type for each placement.
+        importance: of the inputs, for nearest rounding.
+        work: where finished parts of a sweep survive a kill.
+    """
+    rounded, plan = None, None
+    if settings.rounding != "nearest":
+        from attar.quantization.rounding import METHODS, RoundingTask
+
+        plan, head = rounding_plan(view, placed, kinds), HeadImportance()
+        behind = None if importance.entries else head
+        task = RoundingTask(source, plan, _quantize_settings(settings), work / "round", progress, behind)
+        rounded = METHODS[settings.rounding].walk(task)
+        importance = head.added(importance, placed)
+    maker = _Maker(source, view, kinds, importance, rounded, plan)
+    return GGUFCodes(maker, rounded.reports if rounded else list)
+
+
+class HeadImportance:
+    """Importance of the head's inputs, seen at the end of the sweep that rounds the blocks: the head is the
+    one weight with inputs that is rounded to nearest beside them."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates) -> None:
+        """What a sweep calls."""
+        from attar.deployment.imatrix import head_sums
+
+        self.sums = head_sums(skeleton, batches, behind)
+
+    def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
+        """The importance with the head's."""
+        mine = {
+            one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
+        }
+        return replace(importance, entries={**importance.entries, **mine})
+
+
+def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> QuantizationPlan:
+    """The Linears of the blocks as sites on the grids of their types."""
+    from attar.models.anatomy import discover
+    from attar.models.load import empty_model
+    from attar.models.stored import stored_names
+    from attar.quantization.plan import LayerPlan, QuantizationPlan
+
+    model = empty_model(view.config)
+    names = stored_names(model, view)
+    linears = {names[f"{name}.weight"]: name for block in discover(model).blocks for name in block.linears}
+    sites = {}
+    for one in placed:
+        kind = kinds.of[one.gguf]
+        if one.stored in linears and kind not in FLOATS and one.gguf not in kinds.carried:
+            module = linears[one.stored]
+            turned = not isinstance(model.get_submodule(module), nn.Linear)
+            grid = grid_of(kind)
+            scheme = QuantizationScheme(
+                kind, WeightRule("ggml", round(grid.bits_per_weight(one.shape)), "group", 32)
+            )
+            sites[one.stored] = LayerPlan(module, one.shape, turned, grid, scheme, torch.float32)
+    return QuantizationPlan(sites, None, None, (), {})
+
+
+def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
+    return quantize_settings(
+        method=settings.rounding,
+        samples=settings.samples,
+        sequence_length=settings.sequence_length,
+        batch_size=settings.batch_size,
+        data=settings.data,
+        bos=settings.bos,
+        precision=settings.precision,
+        device=settings.device,
+        seed=settings.seed,
+    )
+
+
+@dataclass(frozen=True)
+class _Maker:
+    source: Checkpoint
+    view: Any
+    kinds: TensorTypes
+    importance: InputImportance
+    rounded: RoundedModel | None
+    plan: QuantizationPlan | None
+
+    def __call__(self, one: Any, kind: str) -> QuantizedTensor:
+        if one.gguf in self.kinds.carried:
+            with one_thread():
+                return self._carried(one, kind)
+        if self.rounded and self.plan and one.stored in self.plan.sites:
+            made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
+            return made if one.rows is None else reordered(made, one.rows)
+        grid, importance = grid_of(kind), self.importance.vector(one.gguf)
+        with one_thread():
+            weight = one.apply(self.view.load(one.stored))
+            if not all_finite(weight):
+                raise NumericsError(f"{one.stored} holds NaN or infinity", hint="the checkpoint is damaged")
+        if isinstance(grid, GGMLGrid):
+            return grid.search(weight, importance)
+        return grid.quantize(weight, grid.choose(weight, importance=importance))
+
+    def _carried(self, one: Any, kind: str) -> QuantizedTensor:
+        packed, name = reader(self.source), self.view.tensors[one.stored].stored
+        rows = one.rows
+        if isinstance(packed, GGUFReader):  # its rows stand as they will
+            rows, (codes, stored) = None, packed.blocks(name)
+        else:
+            found = packed.codes(name)
+            assert found is not None, "what is carried has codes"
+            codes, stored = carry(kind, *found)
+        grid = grid_of(kind)
+        if isinstance(grid, MXFP4Grid):
+            parameters = TileParameters(torch.exp2(stored["exponent"].float() - 127.0))
+        else:
+            parameters = grid.parameters(stored)  # type: ignore[attr-defined]
+        made = QuantizedTensor(grid, codes, parameters)
+        return made if rows is None else reordered(made, rows)
+
+
+def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
+    """The same codes with row i taken from ``rows[i]``."""
+    parameters = quantized.parameters.each(lambda value: value[rows])
+    stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
+    parameters = TileParameters(parameters.scale, parameters.zero, parameters.minimum, stored)
+    return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)

@@ -1,0 +1,198 @@
+"""A type of llama.cpp's for every tensor of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from attar.checkpoint.units import byte_count
+from attar.deployment.settings import ExportSettings
+from attar.errors import SettingsError
+from attar.formats.gguf.architectures import architecture
+from attar.formats.gguf.carry import carried_kind
+from attar.formats.gguf.mixes import canonical, mix, overridden
+from attar.formats.gguf.reader import GGUFReader
+from attar.formats.gguf.sizes import sizes
+from attar.formats.gguf.types import FILE_TYPES, TYPES
+from attar.formats.readers import FormatReader, method, reader
+from attar.progress import Progress
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+FLOATS = ("F32", "F16", "BF16")
+FEW_BITS = 4.0  # of a weight: below, rounding with data wins much back (docs/export.md)
+
+
+@dataclass(frozen=True)
+class TensorTypes:
+    """The types of a file.
+
+    Attributes:
+        of: type by llama.cpp's name of the tensor.
+        label: what goes into the file's name.
+        file_type: ``general.file_type``.
+        carried: tensors whose codes are those of the checkpoint.
+        notes: sentences for people.
+        report: of a choice under a budget, for the card.
+    """
+
+    of: Mapping[str, str]
+    label: str
+    file_type: int
+    carried: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    def details(self, placed: Sequence[Any]) -> dict[str, Any]:
+        """For the card: types, bytes, bits."""
+        weights = bits = 0
+        for one in placed:
+            count = one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1)
+            weights += count
+            bits += int(count * TYPES[self.of[one.gguf]].bits)
+        return {
+            "type": self.label,
+            "types": dict(sorted(Counter(self.of.values()).items())),
+            "tensor_bytes": bits // 8,
+            "bits_per_weight": bits / weights,
+            "carried": len(self.carried),
+            **({"mixture": dict(self.report)} if self.report else {}),
+        }
+
+
+def refuse_type(settings: ExportSettings, placed: Sequence[Any]) -> None:
+    """Raise where a type or an override cannot be.
+
+    Raises:
+        SettingsError: names the setting.
+    """
+    if settings.type != "auto":
+        canonical(settings.type, settings.imatrix not in ("none", ""))
+    overridden([one.gguf for one in placed if one.matrix], settings.overrides)
+
+
+def choose_kinds(
+    source: Checkpoint,
+    view: Any,
+    placed: Sequence[Any],
+    settings: ExportSettings,
+    metadata: Mapping[str, Any],
+    weighted: bool,
+    progress: Progress,
+) -> TensorTypes:
+    """The types that the settings ask for.
+
+    Args:
+        source: the checkpoint; ``view`` decodes it.
+        placed: every tensor of the file.
+        metadata: what the file says beside the tensors.
+        weighted: scales will be searched with importance.
+
+    Raises:
+        SettingsError: the budget cannot be met, or an override does not fit a tensor.
+    """
+    if settings.bits or settings.size:
+        return _budget(source, placed, settings, metadata, progress)
+    if settings.type == "auto":
+        return _overridden(_as_stored(source, view, placed), placed, settings.overrides)
+    return _mix(settings, view.config, placed, weighted)
+
+
+def _mix(
+    settings: ExportSettings, config: Mapping[str, Any], placed: Sequence[Any], weighted: bool
+) -> TensorTypes:
+    family = architecture(config)
+    measured = sizes(config, family)
+    found = mix(
+        settings.type,
+        {one.gguf: one.shape for one in placed},
+        layers=measured.layers,
+        heads=measured.heads,
+        kv_heads=measured.kv_heads,
+        architecture=family.written,
+        imatrix=weighted,
+        overrides=settings.overrides,
+    )
+    notes = [*found.notes]
+    smallest = min(TYPES[found.kinds[one.gguf]].bits for one in placed if one.matrix)
+    if settings.rounding == "nearest" and smallest < FEW_BITS:
+        notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
+    return TensorTypes(found.kinds, settings.type, found.file_type, notes=tuple(notes))
+
+
+def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
+    """Codes as they are where a type can hold them, everything else in its own number type."""
+    packed = reader(source) if method(source) else None
+    of, reasons, carried = {}, Counter[str](), set()
+    for one in placed:
+        of[one.gguf] = _float_kind(view, one)
+        if packed is None or one.stored is None or not one.matrix:
+            continue
+        kind, why = _stored_kind(packed, view.tensors[one.stored].stored, one)  # type: ignore[attr-defined]
+        if kind:
+            of[one.gguf] = kind
+            carried.add(one.gguf)
+        elif why:
+            reasons[why] += 1
+    label = Counter(of[one.gguf] for one in placed if one.matrix).most_common(1)[0][0]
+    notes = [
+        f"{count} tensors cannot keep their codes ({why}): stored as numbers"
+        for why, count in reasons.items()
+    ]
+    return TensorTypes(of, label, FILE_TYPES.get(label, 0), frozenset(carried), tuple(notes))
+
+
+def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
+    """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
+    has no codes). Blocks of a GGUF file stay the blocks that they are."""
+    if isinstance(packed, GGUFReader) and packed.same_place(name, one):
+        return packed.checkpoint.tensors[name].block, ""
+    found = packed.codes(name)
+    return (None, "") if found is None or one.transposed else carried_kind(*found)
+
+
+def _float_kind(view: Any, one: Any) -> str:
+    """The number type of a tensor that stays one: its own, and float32 for vectors."""
+    if len(one.shape) < 2 or not one.matrix or one.stored is None:
+        return "F32"
+    stored = view.tensors[one.stored].dtype
+    return stored if stored in FLOATS else "F32"
+
+
+def _budget(
+    source: Checkpoint,
+    placed: Sequence[Any],
+    settings: ExportSettings,
+    metadata: Mapping[str, Any],
+    progress: Progress,
+) -> TensorTypes:
+    from attar.deployment.gguf_mixture import gguf_mixture
+
+    found = gguf_mixture(
+        source,
+        placed,
+        settings,
+        bits=settings.bits,
+        size=byte_count("size", settings.size),
+        metadata=metadata,
+        progress=progress,
+    )
+    label = f"{found.bits_per_weight:.2f}bpw"
+    return TensorTypes(found.kinds, label, found.file_type, notes=found.notes, report=found.report)
+
+
+def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:
+    of, own = dict(chosen.of), overridden([one.gguf for one in placed if one.matrix], overrides)
+    for one in placed:
+        if one.gguf in own:
+            if one.shape[1] % TYPES[own[one.gguf]].block:
+                raise SettingsError(
+                    "overrides",
+                    own[one.gguf],
+                    f"a type whose block divides {one.shape[1]}, the inputs of {one.gguf}",
+                )
+            of[one.gguf] = own[one.gguf]
+    return replace(chosen, of=of, carried=chosen.carried - own.keys())

@@ -1,0 +1,37 @@
+"""The online signal: the teacher runs beside the student in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attar.distillation.settings import RecoverSettings
+from attar.walks.objectives import Objective, SoftLoss, soft_loss
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class SignalSource:
+    """What a signal is made from.
+
+    Attributes:
+        teacher: the model, gives ``.logits``.
+        checkpoint: the teacher's.
+        cache: folder of what is kept of its predictions; several stages may share it.
+        work: folder of the run's training states.
+    """
+
+    teacher: Any
+    checkpoint: Checkpoint
+    cache: Path
+    work: Path
+
+
+def online_signal(
+    source: SignalSource, student: Any, settings: RecoverSettings, objective: Objective
+) -> SoftLoss:
+    """The objective on the logits of both models, at the temperature of the settings."""
+    return soft_loss(source.teacher, settings.temperature, objective)

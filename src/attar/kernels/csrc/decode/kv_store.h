@@ -1,0 +1,95 @@
+// Writes keys and values to their slots, in the layout of kv_tiles.h, and copies slots.
+
+#pragma once
+
+#include <vector>
+
+#include "kv_tiles.h"
+#include "model.h"
+
+namespace attar {
+
+// At most 16 numbers to float16.
+static inline void store_some_fp16(const float* from, std::int64_t count, std::uint16_t* to) {
+    float padded[WIDTH] = {};
+    std::memcpy(padded, from, count * sizeof(float));
+    store_fp16(to, load(padded));
+}
+
+// The key and value of a token and head.
+static inline void store_kv(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t slot,
+                            const float* key, const float* value, std::int8_t* codes) {
+    const std::int64_t block = slot / model.block_size, index = slot % model.block_size, dim = model.head_dim;
+    const std::int64_t row = index % WIDTH, stride = model.padded(), tile = (index - row) * model.row_bytes();
+    std::uint8_t *keys = model.keys(layer, block, head), *values = model.values(layer, block, head);
+    const auto key_at = [&](std::int64_t d) { return (d / 2 * WIDTH + row) * 2 + d % 2; };
+    const auto value_at = [&](std::int64_t d) { return (row / 2 * stride + d) * 2 + row % 2; };
+    if (model.pool_kind == STORED_FP32) {
+        for (std::int64_t d = 0; d < dim; d++) ((float*)(keys + tile))[d * WIDTH + row] = key[d];
+        std::memcpy(values + tile + row * model.row_bytes(), value, dim * sizeof(float));
+    } else if (model.pool_kind == STORED_FP16) {
+        std::uint16_t* key_tile = (std::uint16_t*)(keys + tile);
+        std::uint16_t* value_row = (std::uint16_t*)(values + tile) + row * stride;
+        for (std::int64_t start = 0; start < dim; start += WIDTH) {
+            const std::int64_t count = std::min<std::int64_t>(WIDTH, dim - start);
+            std::uint16_t some[WIDTH];
+            store_some_fp16(key + start, count, some);
+            for (std::int64_t i = 0; i < count; i++) key_tile[(start + i) * WIDTH + row] = some[i];
+            store_some_fp16(value + start, count, some);
+            std::memcpy(value_row + start, some, count * sizeof(some[0]));
+        }
+    } else if (model.pool_kind == STORED_INT8) {
+        model.scales(keys)[index] = to_int8(key, dim, codes);
+        for (std::int64_t d = 0; d < dim; d++) (keys + tile)[key_at(d)] = std::uint8_t(codes[d]);
+        model.scales(values)[index] = to_int8(value, dim, codes);
+        for (std::int64_t d = 0; d < dim; d++) (values + tile)[value_at(d)] = std::uint8_t(codes[d]);
+    } else {
+        for (std::int64_t d = 0; d < dim; d++) ((std::uint16_t*)(keys + tile))[key_at(d)] = to_bf16(key[d]);
+        for (std::int64_t d = 0; d < dim; d++) ((std::uint16_t*)(values + tile))[value_at(d)] = to_bf16(value[d]);
+    }
+}
+
+// The key and value of a head from one slot to another, bit for bit.
+template <class Number>
+static inline void copy_slot(const Model& model, std::int64_t layer, std::int64_t head, std::int64_t from,
+                             std::int64_t to) {
+    const std::int64_t size = model.block_size, stride = model.padded(), bytes = model.row_bytes();
+    const auto at = [&](std::int64_t slot, bool values) {
+        std::uint8_t* half = (values ? model.values(layer, slot / size, head) : model.keys(layer, slot / size, head));
+        return (Number*)(half + slot % size / WIDTH * WIDTH * bytes);
+    };
+    const std::int64_t source = from % size % WIDTH, target = to % size % WIDTH;
+    const bool plain = model.plain();
+    const auto key = [&](std::int64_t row, std::int64_t d) {
+        return plain ? d * WIDTH + row : (d / 2 * WIDTH + row) * 2 + d % 2;
+    };
+    const auto value = [&](std::int64_t row, std::int64_t d) {
+        return plain ? row * stride + d : (row / 2 * stride + d) * 2 + row % 2;
+    };
+    for (std::int64_t d = 0; d < model.head_dim; d++) {
+        at(to, false)[key(target, d)] = at(from, false)[key(source, d)];
+        at(to, true)[value(target, d)] = at(from, true)[value(source, d)];
+    }
+    if (model.pool_kind != STORED_INT8) return;
+    for (const bool values : {false, true}) {
+        const auto scale = [&](std::int64_t slot) {
+            const auto half = values ? model.values(layer, slot / size, head) : model.keys(layer, slot / size, head);
+            return model.scales(half) + slot % size;
+        };
+        *scale(to) = *scale(from);
+    }
+}
+
+// In every layer and head, for `count` pairs (from, to), one after the other.
+static inline void copy_slots(const Model& model, const std::int64_t* pairs, std::int64_t count) {
+    for (std::int64_t layer = 0; layer < model.layers; layer++)
+        for (std::int64_t i = 0; i < count; i++)
+            for (std::int64_t head = 0; head < model.kv_heads; head++) {
+                const std::int64_t from = pairs[2 * i], to = pairs[2 * i + 1];
+                if (model.pool_kind == STORED_FP32) copy_slot<float>(model, layer, head, from, to);
+                else if (model.pool_kind == STORED_INT8) copy_slot<std::uint8_t>(model, layer, head, from, to);
+                else copy_slot<std::uint16_t>(model, layer, head, from, to);
+            }
+}
+
+}  // namespace attar

@@ -1,0 +1,1 @@
+"""LoRA adapters: added to a model's weights, or extracted from two models."""

@@ -1,0 +1,255 @@
+"""An adapter's files as peft writes them, and the model's tensor that each factor updates."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attar.checkpoint.jsonfile import read_json
+from attar.checkpoint.parts import part_of
+from attar.checkpoint.tensors import TensorInfo, read_header
+from attar.errors import AttarError, CheckpointError, ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+HEAD = "lm_head.weight"
+STORED_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+"""Families whose Linear weights are stored (inputs, outputs)."""
+
+UNSUPPORTED = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Keys of peft's config that change what an adapter computes, and that attar does not support."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that change the base weights as well, by an amount that the adapter does not store."""
+
+_FACTOR = re.compile(
+    r"^(?P<module>.+)\.(?P<factor>lora_embedding_[AB]|lora_[AB]|lora_magnitude_vector)"
+    r"(\.(?!weight$|bias$)[^.]+)?(\.(?P<leaf>weight|bias))?$"
+)
+_WRAPPED = re.compile(r"\.(base_layer|modules_to_save(\.(?!weight$|bias$)[^.]+)?)(?=\.(weight|bias)$)")
+_PREFIX = "base_model.model."
+
+
+@dataclass
+class TensorUpdate:
+    """An adapter's update of one tensor.
+
+    Attributes:
+        source: the model's tensor that is updated, or replaced.
+        replacement: the adapter's tensor that replaces the model's.
+        A: first factor, as stored in the adapter.
+        B: second factor.
+        magnitude: DoRA's m.
+        bias: the bias of B, added times ``scale``.
+        scale: s.
+        transposed: (s B A)^T is added.
+    """
+
+    source: str
+    replacement: TensorInfo | None = None
+    A: TensorInfo | None = None
+    B: TensorInfo | None = None
+    magnitude: TensorInfo | None = None
+    bias: TensorInfo | None = None
+    scale: float = 1.0
+    transposed: bool = False
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter's config.
+
+    Raises:
+        CheckpointError: there is none, or it is not JSON.
+        ModelError: the adapter is not LoRA, or uses something that attar does not support; names it.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no {CONFIG}", hint="a folder that peft wrote is needed")
+    config = read_json(path)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{path}: peft_type is {kind!r}; only LORA can be added to a model")
+    for key in UNSUPPORTED:
+        if config.get(key):
+            raise ModelError(
+                f"{path}: {key} is set, which attar does not support",
+                hint="merge it with peft's merge_and_unload, and name the result",
+            )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise ModelError(
+            f"{path}: init_lora_weights is {start!r}, which changes the base weights too",
+            hint="save it with peft's path_initial_model_for_weight_conversion",
+        )
+    return config
+
+
+def _read_infos(folder: Path) -> dict[str, TensorInfo]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        raise CheckpointError(
+            f"{folder}: no {WEIGHTS}" + (", only adapter_model.bin, which is pickled" if pickled else ""),
+            hint="where you trust it, load it with peft and save it again" if pickled else "copy it too",
+        )
+    return {
+        entry.name: TensorInfo(
+            entry.name, entry.dtype, entry.shape, entry.end - entry.begin, path, entry.begin
+        )
+        for entry in read_header(path)
+    }
+
+
+def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, TensorUpdate]:
+    """An adapter's updates by the name of the tensor in the result. Reads headers, no weights.
+
+    Raises:
+        CheckpointError: the adapter's weights are missing or damaged.
+        ModelError: something in it belongs to no tensor of the model, or does not fit; names it.
+    """
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    replacements: dict[str, TensorInfo] = {}
+    for key, info in _read_infos(folder).items():
+        plain = key.removeprefix(_PREFIX)
+        match = _FACTOR.match(plain)
+        if match:
+            factor = match["factor"] + (".bias" if match["leaf"] == "bias" else "")
+            modules.setdefault(match["module"], {})[factor] = info
+        elif plain.endswith((".weight", ".bias")) and not plain.endswith("original_module.weight"):
+            replacements[_WRAPPED.sub("", plain)] = info
+        else:
+            raise ModelError(f"{folder}: {key!r} is no tensor of a LoRA adapter")
+    target = _TargetModel(checkpoint, folder, config)
+    updates: dict[str, TensorUpdate] = {}
+    for name, info in replacements.items():
+        output, source = target.locate(name, info.name)
+        updates[output] = TensorUpdate(source, replacement=info)
+    for module, factors in modules.items():
+        _add_factors(updates, target, module, factors)
+    target.untie(updates)
+    return updates
+
+
+class _TargetModel:
+    """The model's tensors, looked up by an adapter's names."""
+
+    def __init__(self, checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> None:
+        self.checkpoint, self.folder, self.config = checkpoint, folder, config
+        self.tied = bool(checkpoint.config.get("tie_word_embeddings")) and HEAD not in checkpoint.tensors
+        self.transposed = checkpoint.config.get("model_type") in STORED_TRANSPOSED
+
+    def locate(self, name: str, key: str) -> tuple[str, str]:
+        """Name of a tensor in the result, and of the model's tensor that it updates."""
+        tensors = self.checkpoint.tensors
+        if name in tensors:
+            return name, name
+        if name == HEAD and self.tied:
+            return HEAD, self.embedding()
+        shorter = name.partition(".")[2]
+        longer = [known for known in tensors if known.partition(".")[2] == name]
+        if shorter in tensors:
+            return shorter, shorter
+        if len(longer) == 1:
+            return longer[0], longer[0]
+        renamed = self.renamed.get(name)
+        if renamed is not None:
+            return renamed, renamed
+        raise ModelError(f"{self.folder}: {key!r} fits nothing in {self.checkpoint.name}: no tensor {name!r}")
+
+    @cached_property
+    def renamed(self) -> dict[str, str]:
+        """Stored names by transformers' parameter names, for families whose checkpoints use other names;
+        empty for a family that transformers does not know."""
+        from attar.models.load import empty_model
+        from attar.models.stored import stored_names
+
+        try:
+            return stored_names(empty_model(self.checkpoint.config), self.checkpoint, strict=False)
+        except AttarError:
+            return {}
+
+    def embedding(self) -> str:
+        """The embedding that the head is tied to."""
+        rows = self.checkpoint.config.get("vocab_size")
+        for name, info in self.checkpoint.tensors.items():
+            if part_of(name) == "embedding" and len(info.shape) == 2 and info.shape[0] == rows:
+                return str(name)
+        raise ModelError(f"{self.checkpoint.name}: no embedding that its head could be tied to")
+
+    def untie(self, updates: dict[str, TensorUpdate]) -> None:
+        """Give a tied model a head of its own where the adapter updates only the embedding."""
+        if not self.tied:
+            return
+        embedding = self.embedding()
+        if self.config.get("ensure_weight_tying"):
+            updates.pop(HEAD, None)
+            return
+        if embedding in updates and HEAD not in updates:
+            if not any("CausalLM" in name for name in self.checkpoint.config.get("architectures", ())):
+                raise ModelError(
+                    f"{self.folder}: changes {embedding!r}, to which {self.checkpoint.name} ties its head"
+                )
+            updates[HEAD] = TensorUpdate(embedding)
+
+
+def _add_factors(
+    updates: dict[str, TensorUpdate], target: _TargetModel, module: str, factors: Mapping[str, TensorInfo]
+) -> None:
+    """Add the updates by the factors of one module."""
+    embedding = "lora_embedding_A" in factors or "lora_embedding_B" in factors
+    first, second = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
+    A, B = factors.get(first), factors.get(second)
+    unknown = sorted(set(factors) - {first, second, "lora_magnitude_vector", "lora_B.bias"})
+    if A is None or B is None or unknown:
+        what = f"has {unknown[0]}" if unknown else f"has no {first if A is None else second}"
+        raise ModelError(f"{target.folder}: {module!r} {what}")
+    name, source = target.locate(f"{module}.weight", A.name)
+    update = updates.setdefault(name, TensorUpdate(source))
+    r, update.scale = _scale(target.config, module)
+    shape = tuple(update.replacement.shape if update.replacement else target.checkpoint.tensors[source].shape)
+    straight = (*B.shape[:1], *A.shape[1:])
+    if len(A.shape) != 2 or len(B.shape) != 2 or not A.shape[0] == B.shape[1] == r:
+        raise ModelError(
+            f"{target.folder}: {module!r}: factors of shape {A.shape} and {B.shape}, but rank {r} by {CONFIG}"
+        )
+    flipped = target.config.get("fan_in_fan_out") and shape == straight[::-1] != straight
+    update.transposed = embedding or target.transposed or bool(flipped)
+    if shape != (straight[::-1] if update.transposed else straight):
+        raise ModelError(
+            f"{target.folder}: {module!r}: an update of shape {straight} for {source!r} of shape {shape}"
+        )
+    update.A, update.B, update.magnitude = A, B, factors.get("lora_magnitude_vector")
+    if (update.magnitude is not None) != bool(target.config.get("use_dora")):
+        raise ModelError(f"{target.folder}: {module!r}: use_dora and its lora_magnitude_vector disagree")
+    if "lora_B.bias" in factors:
+        name, source = target.locate(f"{module}.bias", factors["lora_B.bias"].name)
+        bias = updates.setdefault(name, TensorUpdate(source))
+        bias.bias, bias.scale = factors["lora_B.bias"], update.scale
+
+
+def _scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """Rank and s of a module."""
+    r = int(_pattern(config.get("rank_pattern") or {}, module, config.get("r", 8)))
+    alpha = _pattern(config.get("alpha_pattern") or {}, module, config.get("lora_alpha", 8))
+    return r, alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+
+
+def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name, as in peft."""
+    matches = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matches, default)

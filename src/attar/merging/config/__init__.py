@@ -1,0 +1,1 @@
+"""mergekit's YAML: read into frozen dataclasses, and written."""

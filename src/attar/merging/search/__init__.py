@@ -1,0 +1,1 @@
+"""Choices by held-out loss: a soup's ingredients, a merge's coefficients."""

@@ -1,0 +1,234 @@
+"""How long a pass takes: seconds measured before serving, corrected by every pass.
+
+    t(B, n) = curve(n) + offset(B, n)        n tokens of a pass, B sequences
+
+The curve holds the measured sizes, with straight lines between them and the last slope beyond. The offset is
+what an engine does around a pass and what else the measurement missed: an exponential moving average (weight
+WEIGHT) of seconds - curve(n), one for each power of two of B and each quarter of an octave of n, which begins
+at the nearest that was run. Of the first ``settle`` plain passes the shortest counts: those right after a
+prompt take up to three times as long.
+
+The curve is measured on a private sequence (or eight) in blocks at the pool's beginning, which no request
+uses yet. Every size is run once to warm up and then measured, with the greedy draw of its rows; the shortest
+time counts. Long passes are measured once; sizes for which no time is left are not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from attar.runtime.sampling.params import SamplingParams
+from attar.runtime.sampling.warp import SamplingRow, adjust, likeliest
+from attar.runtime.step import Runner, StepInput, TokenSpan
+
+WEIGHT = 0.1
+OUTLIER = 1.5  # times the expected seconds: what is beyond is not learnt
+SIZES = {1: (1, 2, 4, 8, 16, 32), 8: (8, 16, 32, 64)}  # n by B
+PRIVATE = -1  # and below: ids of sequences that no scheduler has
+SECONDS = 1.0  # of the measurement, about
+ROUNDS = 3
+GREEDY = SamplingRow(SamplingParams(temperature=0.0))
+
+
+class Latency:
+    """Seconds of the target's passes and of the draft model's steps.
+
+    Args:
+        target: {tokens: seconds} of a pass, measured; empty: learnt from passes alone.
+        draft: {sequences: seconds} of a step of the draft model; empty: no time at all.
+        settle: plain passes before anything is drafted.
+        reading: seconds of the draft model for a token of a prompt.
+    """
+
+    def __init__(
+        self,
+        target: Mapping[int, float] | None = None,
+        draft: Mapping[int, float] | None = None,
+        settle: int = 0,
+        reading: float = 0.0,
+    ) -> None:
+        self._target, self._draft = _Curve(target or {}), _Curve(draft or {})
+        self._settle, self.reading = settle, reading
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough plain passes were seen."""
+        return self._settle <= 0
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any time of the target."""
+        return self._target.known
+
+    def target(self, batch: int, tokens: int, prompt_tokens: int = 0) -> float:
+        """Seconds of a pass over ``tokens`` tokens of ``batch`` sequences; 0 where nothing is known.
+
+        With ``prompt_tokens`` further tokens in the pass, of prompts: without the time of those.
+        """
+        seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
+        if prompt_tokens:
+            seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
+        return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
+
+    def draft(self, width: int) -> float:
+        """Seconds of a step of the draft model for ``width`` sequences."""
+        return self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
+
+    def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
+        """Seconds that the drafts of a pass took: as measured, but for outliers; with prompts as expected."""
+        expected = self.target(batch, tokens, prompt_tokens)
+        if prompt_tokens:
+            seconds = expected
+        elif self._target.knows(batch, tokens):
+            seconds = min(seconds, OUTLIER * expected)
+        return seconds - self.target(batch, batch)
+
+    def note_target(self, batch: int, tokens: int, seconds: float) -> None:
+        """A pass without prompts took so long."""
+        if self._settle > 0 and tokens == batch:
+            self._settle -= 1
+            self._target.note(batch, tokens, seconds, shortest=True)
+        elif self._settle <= 0:
+            self._target.note(batch, tokens, seconds)
+
+    def note_draft(self, width: int, seconds: float) -> None:
+        """A step of the draft model took so long."""
+        self._draft.note(width, width, seconds)
+
+
+class _Curve:
+    """Measured seconds by size, and learnt offsets."""
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._sizes = sorted(points)
+        self._seconds = list(accumulate((points[size] for size in self._sizes), max))
+        self._offsets: dict[tuple[int, int], float] = {}
+        self._measured: dict[int, float] = {}  # computed once for each size
+        self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # keys with an offset, by batch and size
+
+    @property
+    def known(self) -> bool:
+        return bool(self._sizes or self._offsets)
+
+    def knows(self, batch: int, size: int) -> bool:
+        """Whether it lies between measured sizes, or was run."""
+        return len(self._sizes) > 1 or _key(batch, size) in self._offsets
+
+    def seconds(self, batch: int, size: int, total: int) -> float:
+        """Of ``total`` tokens with the offset of ``size``; at least half of what was measured."""
+        measured = self.measured(total)
+        return max(measured + self._offset(batch, size), measured / 2) if self._offsets else measured
+
+    def measured(self, size: int) -> float:
+        """Seconds of a size on the curve."""
+        if size not in self._measured:
+            self._measured[size] = self._interpolated(size)
+        return self._measured[size]
+
+    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> None:
+        """A pass took so long; ``shortest``: the shortest so far counts."""
+        key, measured = _key(batch, size), self.measured(size)
+        if key not in self._offsets:
+            begin = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
+            self._offsets[key] = begin
+            self._nearest.clear()
+        expected = measured + self._offsets[key]
+        if shortest:
+            self._offsets[key] = min(self._offsets[key], seconds - measured)
+        else:
+            self._offsets[key] += WEIGHT * (min(seconds, OUTLIER * expected) - expected)
+
+    def _offset(self, batch: int, size: int) -> float:
+        """A key that was never run has the offset of the nearest that was."""
+        nearest = self._nearest.get((batch, size))
+        if nearest is None:
+            power, part = _key(batch, size)
+            nearest = min(self._offsets, key=lambda key: (abs(key[0] - power), abs(key[1] - part)))
+            self._nearest[batch, size] = nearest
+        return self._offsets[nearest]
+
+    def _interpolated(self, size: int) -> float:
+        if len(self._sizes) < 2:
+            return self._seconds[0] if self._sizes else 0.0
+        right = min(max(bisect_left(self._sizes, size), 1), len(self._sizes) - 1)
+        low, high = self._sizes[right - 1 : right + 1]
+        before, after = self._seconds[right - 1 : right + 1]
+        return before + (after - before) * max(size - low, 0) / (high - low)
+
+
+def _key(batch: int, size: int) -> tuple[int, int]:
+    """Power of two of the batch, quarter of an octave of the size."""
+    return (batch - 1).bit_length(), round(4 * math.log2(size))
+
+
+def measure(
+    runner: Runner,
+    sizes: dict[int, tuple[int, ...]] | None = None,
+    *,
+    budget: float = SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, dict[int, float]]:
+    """{B: {n: seconds}}; sizes that the pool has no room for, or the time does not allow, are missing.
+
+    Args:
+        runner: with an empty pool.
+        budget: seconds after which no further size is begun.
+    """
+    times: dict[int, dict[int, float]] = {}
+    began = clock()
+    for batch, counts in (sizes or SIZES).items():
+        for count in counts:
+            step = _step(runner, batch, count)
+            if step is None or (times and clock() - began > budget):
+                break
+            times.setdefault(batch, {})[count] = _best(runner, step, budget / 8, clock)
+    for row in range(max(times, default=0)):
+        runner.forget(PRIVATE - row)
+    return {batch: _rising(points) for batch, points in times.items()}
+
+
+def by_tokens(times: dict[int, dict[int, float]]) -> dict[int, float]:
+    """{n: seconds}; of a size that was measured with several B, that of the smallest B."""
+    return {
+        count: seconds for batch in sorted(times, reverse=True) for count, seconds in times[batch].items()
+    }
+
+
+def _rising(points: dict[int, float]) -> dict[int, float]:
+    """No size takes longer than a larger one."""
+    seconds = list(accumulate(reversed(points.values()), min))
+    return dict(zip(points, reversed(seconds), strict=True))
+
+
+def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], float]) -> float:
+    """The shortest of some runs; the first warms up, and is the only one if it took ``enough`` seconds."""
+    best = None
+    for turn in range(1 + ROUNDS):
+        fresh = replace(step)  # its cached properties are computed again
+        began = clock()
+        likeliest(adjust(runner.run(fresh), [GREEDY] * fresh.count))
+        took = clock() - began
+        if turn or took > enough:
+            best = took if best is None else min(best, took)
+        if took > enough:
+            break
+    assert best is not None
+    return best
+
+
+def _step(runner: Runner, batch: int, count: int) -> StepInput | None:
+    """``count`` tokens, as evenly as they go over ``batch`` sequences; None where there is no room."""
+    length = count // batch
+    blocks = -(-length // runner.block_size)
+    if batch * blocks > runner.capacity or (runner.context is not None and length > runner.context):
+        return None
+    spans = [
+        TokenSpan(PRIVATE - row, 0, length, tuple(range(row * blocks, (row + 1) * blocks)), length)
+        for row in range(batch)
+    ]
+    return StepInput([0] * (batch * length), tuple(spans))

@@ -1,0 +1,337 @@
+"""How many tokens to draft: acceptance rates, measured times, one maximum and one bound on the loss.
+
+    a_l        acceptance rate of level l: (accepted + PRIOR a') / (drafted + PRIOR), a' what is known without
+    survival   of a draft: the product of the rates on its path, the tokens that it adds to the pass
+    speed      (B + sum of survivals) / (t(B, n) + steps of the draft model)
+    left       min(left + (1 + LOSS) tokens - cost, BUDGET) after each pass: plain passes that may be lost
+
+The drafts of the batch are sorted by survival (a parent's is never below its child's, so every front of the
+list consists of whole paths), and the front with the highest speed is run. For one sequence and one rate this
+is the K of Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding", arXiv
+2211.17192, section 3.5. Drafts are run only where the rejection of all of them would cost no more than
+``left``, so over any stretch of passes with T tokens a sequence at most BUDGET + LOSS T is lost. Where no
+draft pays, one is tried after ``gap`` passes; the gap doubles with every rejection.
+
+Letters: B sequences that decode, n tokens of a pass, t seconds (``latency.py``), l level of a kind of draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.proposer import DraftFeedback
+
+FIRST = 0.6  # a' of a group that was never drafted
+PRIOR, OWN_PRIOR = 8.0, 4.0  # drafts that a' counts for, over all sequences and of one
+DECAY, OWN_DECAY = 0.99, 0.97  # of counts over all sequences and of one, with every draft
+BUDGET, LOSS = 5.0, 0.015  # plain passes; share of the plain time
+REOPENS = 0.8  # share of BUDGET: one that opened with the first gain could not pay for a draft
+PAUSE = 12  # passes without asking the proposer, at most, after it had no draft
+GAIN = 1.02  # times the plain speed, that drafts must reach
+LEAST = 0.01  # survival of a draft that is considered
+TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
+PLAIN_EVERY = 128  # passes with drafts until a plain one is measured again
+
+KindCounts = dict[int, tuple[float, float]]  # kind: accepted, drafted
+
+
+class AcceptanceRates:
+    """How likely a draft is accepted, given that its parent was, by kind: a group and a level (``draft.py``).
+
+    a' of level l is the rate of level l - 1 over all sequences; for one sequence its own rate of level l - 1,
+    and the difference that level l makes over all.
+    """
+
+    def __init__(self) -> None:
+        self._all: KindCounts = {}
+        self._own: dict[int, KindCounts] = {}
+
+    def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
+        """a of levels 1..``levels`` of a group."""
+        own, rates, pooled, rate = self._own.get(sequence, {}), list[float](), first, first
+        for level in range(1, levels + 1):
+            kind, before = kind_of(group, level), pooled
+            pooled = _posterior(self._all.get(kind), pooled, PRIOR)
+            rate = _posterior(own.get(kind), min(max(rate + pooled - before, 0.0), 1.0), OWN_PRIOR)
+            rates.append(rate)
+        return rates
+
+    def seen(self, kind: int) -> bool:
+        """Whether any draft of a kind was counted."""
+        return kind in self._all
+
+    def note(self, sequence: int, kind: int, accepted: bool) -> None:
+        """Count a draft whose parent was accepted."""
+        for counts, decay in ((self._all, DECAY), (self._own.setdefault(sequence, {}), OWN_DECAY)):
+            good, drafted = counts.get(kind, (0.0, 0.0))
+            counts[kind] = decay * good + accepted, decay * drafted + 1
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended; the counts over all sequences keep its drafts."""
+        self._own.pop(sequence, None)
+
+
+class LossBudget:
+    """How many plain passes may be lost, ``size`` at most; an empty budget is closed until nearly full."""
+
+    def __init__(self, size: float = BUDGET) -> None:
+        self.size, self.left, self.open = size, size, True
+
+    @property
+    def rest(self) -> int:
+        """Plain passes until a closed budget opens."""
+        return 0 if self.open else math.ceil((REOPENS * self.size - self.left) / LOSS)
+
+    def note(self, cost: float, tokens: float) -> None:
+        """Passes cost as much as ``cost`` plain ones, and brought ``tokens`` tokens a sequence."""
+        self.left = min(self.left + (1 + LOSS) * tokens - cost, self.size)
+        self.open = self.left > 0 and (self.open or self.left >= REOPENS * self.size)
+
+
+class Candidate(NamedTuple):
+    """A draft that may be run: a node of the draft of a row of the batch, or its kind before it is made.
+
+    ``size`` tokens are run for it. ``steps``: the draft model runs a step for it. ``sibling``: it comes from
+    the same row of logits as the chain's draft at its depth, and needs that draft.
+    """
+
+    survival: float
+    row: int
+    depth: int
+    node: int
+    size: int = 1
+    steps: bool = False
+    sibling: bool = False
+
+
+@dataclass
+class Trial:
+    """One draft of a sequence without drafts, after ``gap`` passes, of which ``idle`` are over."""
+
+    gap: int = 1
+    idle: int = 0
+    running: bool = False
+    longest: int = 1  # gap
+    pays: bool = False  # where it is accepted
+
+
+class DraftPolicy:
+    """Chooses the drafts of each pass, ``most`` of a sequence, and learns from every pass."""
+
+    def __init__(self, latency: Latency, most: int = 16, budget: LossBudget | None = None) -> None:
+        self.latency, self.most, self.budget = latency, most, budget or LossBudget()
+        self.acceptance = AcceptanceRates()
+        self._trials: dict[int, Trial] = {}
+        self._since_plain = 0
+
+    @property
+    def open(self) -> bool:
+        """Whether to ask a proposer at all, which takes time too."""
+        return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
+
+    def choose(
+        self,
+        sequences: Sequence[int],
+        limits: Sequence[int],
+        prompt_tokens: int = 0,
+        branches: int = 1,
+        room: int | None = None,
+    ) -> list[set[int]]:
+        """Kinds of the drafts that a draft model should make for each sequence: its chain, and siblings.
+
+        Args:
+            sequences: all that decode in the pass; limits: drafts that each may have.
+            branches: drafts that may follow one token; 1: chains alone.
+            room: drafts that all may have together; None: no limit.
+        """
+        limits = [min(limit, self.most) for limit in limits]
+        rows = enumerate(zip(sequences, limits, strict=True))
+        trees = [one for row, (sequence, limit) in rows for one in self._tree(row, sequence, limit, branches)]
+        return [set(kinds) for kinds in self._best(sequences, trees, limits, prompt_tokens, room)]
+
+    def select(
+        self,
+        sequences: Sequence[int],
+        drafts: Sequence[Draft | None],
+        prompt_tokens: int = 0,
+        whole: bool = False,
+    ) -> list[Draft | None]:
+        """The drafts of a free proposer, cut to the nodes that pay; None where none does.
+
+        ``whole``: all of a tree or nothing, for a proposer that learns from its whole tree (lookahead).
+        """
+        rows = enumerate(zip(sequences, drafts, strict=True))
+        trees = [self._nodes(row, sequence, draft) for row, (sequence, draft) in rows if draft is not None]
+        if whole:
+            trees = [
+                [Candidate(sum(o.survival for o in tree), tree[0].row, 1, 1, len(tree))] for tree in trees
+            ]
+        limits = [0 if draft is None else len(draft) for draft in drafts]
+        kept = self._best(sequences, [one for tree in trees for one in tree], limits, prompt_tokens)
+        pairs = zip(drafts, kept, strict=True)
+        return [draft and (draft if whole and nodes else draft.pruned(nodes)) for draft, nodes in pairs]
+
+    def note(
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+    ) -> None:
+        """Learn from a pass, of every sequence that decoded in it: it took ``seconds`` with verification,
+        after ``drafting`` seconds of the proposer."""
+        if not news:
+            return
+        batch, drafts = len(news), [one.draft for one in news if one.draft is not None]
+        tokens, plain = batch + sum(map(len, drafts)), self.latency.target(batch, batch)
+        if plain > 0:
+            extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafts else 0.0
+            proposing = min(drafting / plain, self.budget.size / 2)  # the machine may have stood still
+            self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in news) / batch)
+        if not prompt_tokens:
+            self.latency.note_target(batch, tokens, seconds)
+        if drafts and drafting > 0:
+            self.latency.note_draft(len(drafts), drafting / max(len(draft.counts) for draft in drafts))
+        self._since_plain = self._since_plain + 1 if drafts else 0
+        for one in news:
+            self._learn(one)
+
+    def rest(self, batch: int, proposing: float) -> int:
+        """Passes to come in which nothing should be proposed, learnt or measured, after a pass of ``batch``
+        sequences for which the proposer took ``proposing`` seconds and had no draft (0: it had one)."""
+        plain = self.latency.target(batch, batch) if batch else 0.0
+        return min(int(proposing / plain / LOSS), PAUSE) if self.open and plain > 0 else self.budget.rest
+
+    def speedup(self, sequence: int, limit: int) -> float:
+        """Tokens a second with the best chain of a draft model, of one sequence, over those without."""
+        run, chain = _Pass(self.latency, 1), self._tree(0, sequence, min(limit, self.most), 1)
+        speeds = [run.speed, *(run.add(one).speed for one in chain)]
+        return max(speeds) / speeds[0]
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended."""
+        self.acceptance.forget(sequence)
+        self._trials.pop(sequence, None)
+
+    def _tree(self, row: int, sequence: int, limit: int, branches: int) -> list[Candidate]:
+        """The chain of a draft model, and siblings of the ranks that were ever counted."""
+        ranks = [rank for rank in range(1, branches) if self.acceptance.seen(kind_of(rank, 1))]
+        others = [self.acceptance.rates(sequence, rank, limit, first=0.0) for rank in ranks]
+        candidates, survival = [], 1.0
+        for depth, rate in enumerate(self.acceptance.rates(sequence, 0, limit), 1):
+            for rank, rates in zip(ranks, others, strict=True) if depth < LEVELS else ():
+                below = survival * min(rates[depth - 1], rate)
+                candidates.append(Candidate(below, row, depth, kind_of(rank, depth), sibling=True))
+            survival *= rate
+            candidates.append(Candidate(survival, row, depth, depth, steps=True))
+        return candidates
+
+    def _nodes(self, row: int, sequence: int, draft: Draft) -> list[Candidate]:
+        """Every node of a draft with its survival."""
+        survivals, kinds = [1.0], kinds_of(draft)
+        deepest = {kind // LEVELS: kind % LEVELS for kind in sorted(set(kinds))}
+        rates = {group: self.acceptance.rates(sequence, group, last) for group, last in deepest.items()}
+        for parent, kind in zip(draft.parents, kinds, strict=True):
+            survivals.append(survivals[parent] * rates[kind // LEVELS][kind % LEVELS - 1])
+        return [Candidate(survivals[n], row, draft.depths[n], n) for n in range(1, len(survivals))]
+
+    def _best(
+        self,
+        sequences: Sequence[int],
+        candidates: list[Candidate],
+        limits: Sequence[int],
+        prompt_tokens: int,
+        room: int | None = None,
+    ) -> list[list[int]]:
+        """Nodes of each sequence that are run."""
+        kept: list[list[int]] = [[] for _ in sequences]
+        if not (candidates and self.latency.known and self.open):
+            return kept
+        candidates.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
+        run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
+        best, count, taken, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
+        for one in candidates:
+            if one.survival < LEAST or len(front) == room:
+                break
+            if taken[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
+                continue
+            if run.add(one).loss > self.budget.left:
+                break
+            front.append(one)
+            taken[one.row] += 1
+            chain[one.row] += one.steps
+            if run.speed > best:
+                best, count = run.speed, len(front)
+        run = _Pass(self.latency, len(sequences), prompt_tokens)
+        for one in front[:count]:
+            run.add(one)
+            kept[one.row].append(one.node)
+        firsts = {one.row: one for one in reversed(candidates) if one.depth == 1 and not one.sibling}
+        for row, first in sorted(firsts.items()):
+            if kept[row]:
+                self._trials.pop(sequences[row], None)
+            else:
+                kept[row] += self._try(self._trials.setdefault(sequences[row], Trial()), first, run)
+        return kept
+
+    def _try(self, trial: Trial, first: Candidate, run: _Pass) -> list[int]:
+        """The node of a sequence without drafts that is tried, if its turn has come."""
+        trial.running, trial.idle, before = False, trial.idle + 1, run.loss
+        if trial.idle < trial.gap:
+            return []
+        if run.add(first).loss > self.budget.left:
+            run.add(first, -1)
+            return []
+        cost = run.batch * (run.loss - before)
+        trial.running, trial.idle = True, 0
+        trial.longest, trial.pays = max(math.ceil(cost / TRIALS), 1), cost < max(first.survival, 1.0)
+        return [first.node]
+
+    def _learn(self, news: DraftFeedback) -> None:
+        """Count every draft whose parent was accepted; the trial's result."""
+        if news.draft is None:
+            return
+        accepted = {0, *news.path}
+        for node, (parent, kind) in enumerate(zip(news.draft.parents, kinds_of(news.draft), strict=True), 1):
+            if parent in accepted:
+                self.acceptance.note(news.sequence, kind, node in accepted)
+        trial = self._trials.get(news.sequence)
+        if trial is not None and trial.running:
+            trial.gap = 1 if news.path and trial.pays else min(2 * trial.gap, trial.longest)
+            trial.running = False
+
+
+class _Pass:
+    """Time and gain of a pass that is being filled with drafts, without the time of its prompts."""
+
+    def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
+        self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
+        self.plain = self.seconds = latency.target(batch, batch)
+        self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
+
+    def add(self, one: Candidate, sign: int = 1) -> _Pass:
+        """One draft more; with ``sign`` -1 one less."""
+        self.tokens, self.gain = self.tokens + sign * one.size, self.gain + sign * one.survival
+        if one.steps:
+            before = self.latency.draft(self.widths[one.depth])
+            self.widths[one.depth] += sign
+            self.steps += self.latency.draft(self.widths[one.depth]) - before
+        self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
+        return self
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return (self.batch + self.gain) / self.seconds
+
+    @property
+    def loss(self) -> float:
+        """Plain passes that are lost if every draft is rejected."""
+        return self.seconds / self.plain - 1
+
+
+def _posterior(counts: tuple[float, float] | None, prior: float, weight: float) -> float:
+    good, drafted = counts or (0.0, 0.0)
+    return (good + weight * prior) / (drafted + weight)

@@ -1,0 +1,194 @@
+"""YAML with the line number of every key and value, so that an error can name file and line.
+
+Scalars follow YAML 1.2's core schema, not 1.1: ``no``, ``on`` and ``1:30`` are text, ``1e-4`` is a number.
+Duplicate keys, an anchor that contains itself and a second document are errors (:func:`parse_documents`
+takes several documents).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attar.errors import RecipeError
+
+_MAX_VALUES = 100_000  # aliases of aliases grow exponentially
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value and its location.
+
+    Args:
+        value: a scalar, a list of Located, or a dict of name to :class:`YamlEntry`.
+        where: ``file:line``, or the command-line option that set it.
+    """
+
+    value: Any
+    where: str
+
+    def plain(self) -> Any:
+        """The value without locations: scalars, lists and dicts."""
+        if isinstance(self.value, dict):
+            return {name: entry.value.plain() for name, entry in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+
+@dataclass(frozen=True)
+class YamlEntry:
+    """The location of a mapping's key, and its value."""
+
+    where: str
+    value: Located
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's scanner and parser with the scalar rules of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+_INT = re.compile(r"[-+]?[0-9][0-9_]{0,40}\Z")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z")
+_CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_CONSTANTS |= dict.fromkeys(("true", "True", "TRUE"), True)
+_CONSTANTS |= dict.fromkeys(("false", "False", "FALSE"), False)
+_CONSTANTS |= {".inf": float("inf"), "+.inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+_TAGS = ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")))
+
+
+def scalar(text: str) -> Any:
+    """The value of an unquoted YAML scalar: None, bool, int, float or the text itself."""
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.match(text):
+        return float(text.replace("_", ""))
+    return text
+
+
+def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Located:
+    """Parse one YAML document.
+
+    Args:
+        text: the document.
+        name: its name in errors and locations, usually the file's path.
+        line_numbers: append ``:line`` to locations (False for a value from the command line).
+
+    Raises:
+        RecipeError: one line with the location, for anything that is not one well-formed document.
+    """
+    with _yaml_errors(text, name, line_numbers):
+        node = _Loader(text).get_single_node()
+    reader = _NodeReader(name, line_numbers)
+    if node is None:
+        return Located(None, reader.location(0))
+    return reader.read(node, ())
+
+
+def parse_documents(text: str, name: str) -> list[Located]:
+    """Parse a file of several YAML documents, separated by ``---``; empty ones are left out.
+
+    Args:
+        text: the content of the file.
+        name: its name in errors and locations; lines are counted from the start of the file.
+
+    Raises:
+        RecipeError: one line with the location, for anything that is not well-formed.
+    """
+    nodes: list[yaml.Node] = []
+    with _yaml_errors(text, name, True):
+        loader = _Loader(text)
+        while loader.check_node():
+            node = loader.get_node()
+            if node is not None:
+                nodes.append(node)
+    reader = _NodeReader(name, True)
+    return [root for root in (reader.read(node, ()) for node in nodes) if root.value is not None]
+
+
+def read_yaml(path: Path) -> Located:
+    """Parse a YAML file.
+
+    Raises:
+        RecipeError: the file is missing, not readable, not UTF-8 or not well-formed.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe file") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_yaml(text, str(path))
+
+
+@contextmanager
+def _yaml_errors(text: str, name: str, line_numbers: bool) -> Iterator[None]:
+    """Raise PyYAML's errors as :class:`RecipeError`."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        raise RecipeError(_syntax_message(error, name, line_numbers)) from None
+    except RecursionError:
+        raise RecipeError(f"{name}: nested too deeply") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise RecipeError(f"{name}:{line}: a character that YAML does not allow") from None
+
+
+def _syntax_message(error: yaml.MarkedYAMLError, name: str, line_numbers: bool) -> str:
+    """PyYAML's message in one line."""
+    mark = error.problem_mark or error.context_mark
+    where = f"{name}:{mark.line + 1}" if line_numbers and mark else name
+    problem = ": ".join(part for part in (error.context, error.problem) if part)
+    if "'\\t'" in problem:
+        problem = "a tab where YAML wants spaces"
+    return f"{where}: not valid YAML: {problem}"
+
+
+@dataclass
+class _NodeReader:
+    """Turns PyYAML's nodes into Located values."""
+
+    name: str
+    line_numbers: bool
+    values: int = 0
+
+    def location(self, line: int) -> str:
+        return f"{self.name}:{line + 1}" if self.line_numbers else self.name
+
+    def read(self, node: yaml.Node, parents: tuple[int, ...]) -> Located:
+        where = self.location(node.start_mark.line)
+        self.values += 1
+        if id(node) in parents or self.values > _MAX_VALUES:
+            raise RecipeError(f"{where}: an alias that repeats itself without end")
+        if node.tag not in _TAGS:
+            raise RecipeError(f"{where}: the tag {node.tag!r} is not allowed", hint="recipes need no tags")
+        if isinstance(node, yaml.MappingNode):
+            return Located(dict(self.entries(node, (*parents, id(node)))), where)
+        if isinstance(node, yaml.SequenceNode):
+            return Located([self.read(item, (*parents, id(node))) for item in node.value], where)
+        plain = getattr(node, "style", None) is None
+        return Located(scalar(node.value) if plain else node.value, where)
+
+    def entries(self, node: yaml.MappingNode, parents: tuple[int, ...]) -> Iterator[tuple[str, YamlEntry]]:
+        first: dict[str, str] = {}
+        for key, value in node.value:
+            where = self.location(key.start_mark.line)
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"{where}: a key must be a word")
+            if key.value in first:
+                raise RecipeError(f"{where}: key {key.value!r} is given twice (first at {first[key.value]})")
+            first[key.value] = where
+            yield key.value, YamlEntry(where, self.read(value, parents))

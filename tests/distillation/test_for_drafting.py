@@ -1,0 +1,210 @@
+"""Distilling for drafting: rows of the teacher's own, fresh narrow students, the report, a run killed half
+way."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attar.checkpoint.hashing import sha256_file
+from attar.data.packing import PADDING
+from attar.distillation import rollouts
+from attar.distillation.for_drafting import describe_report, draft_report
+from attar.distillation.rollouts import RolloutWriter, write_rows
+from attar.distillation.settings import DistillSettings
+from attar.distillation.stage import distill
+from attar.distillation.students import fresh_student
+from attar.errors import SettingsError
+from attar.models.load import load_tokenizer
+from attar.progress import SILENT
+from tests import tiny_models
+
+SMALL = {
+    "steps": 30,
+    "batch_size": 4,
+    "sequence_length": 32,
+    "learning_rate": 3e-3,
+    "precision": "fp32",
+    "checkpoint_every": 10,
+    "data": str(Path(json.__file__).parent),
+    "layers": 1,
+    "for_drafting": True,
+    "samples": 64,
+    "prompt_tokens": 4,
+}
+
+
+@pytest.fixture
+def teacher(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 1024)
+    return tiny_models.save(tiny_models.build("llama3"), tmp_path / "teacher")
+
+
+def write(model, work, *, length=10, rows=6, ends=(), temperature=1.0, seed=0, vocabulary=320):
+    prompts = tiny_models.tokens(model, batch=rows, length=3)
+    options = {"vocabulary": vocabulary, "ends": ends, "temperature": temperature, "seed": seed}
+    return write_rows(model, prompts, length, **options, work=work, progress=SILENT)
+
+
+def test_rows_begin_with_their_prompts_and_follow_the_teacher(tmp_path):
+    """Nearly greedy draws over a cache are the likeliest tokens of whole passes."""
+    model = tiny_models.build("llama3")
+    rows = write(model, tmp_path, temperature=1e-4)
+    assert torch.equal(rows[:, :3], tiny_models.tokens(model, batch=6, length=3))
+    assert torch.equal(tiny_models.logits(model, rows)[:, 2:-1].argmax(-1), rows[:, 3:])
+
+
+def test_draws_are_those_of_the_teachers_distribution(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "ROWS", 5000)
+    model = tiny_models.build("llama3")
+    prompts = tiny_models.tokens(model, batch=1, length=3).expand(20_000, 3)
+    rows = write_rows(
+        model,
+        prompts,
+        4,
+        vocabulary=300,
+        ends=(),
+        temperature=2.0,
+        seed=0,
+        work=tmp_path,
+        progress=SILENT,
+    )
+    p = (tiny_models.logits(model, prompts[:1])[0, -1, :300].double() / 2.0).softmax(-1)
+    counts = rows[:, 3].bincount(minlength=300).double() / 20_000
+    assert len(counts) == 300 and 0.5 * (p - counts).abs().sum() < 0.06
+
+
+def test_what_follows_an_end_is_padding(tmp_path):
+    model = tiny_models.build("llama3")
+    free = write(model, tmp_path / "free", length=12)
+    end = int(free[0, 6])
+    cut = write(model, tmp_path / "cut", length=12, ends=(end,))
+    assert cut[0, 6] == end and (cut[0, 7:] == PADDING).all()
+    for ours, theirs in zip(cut, free, strict=True):
+        kept = ours[ours != PADDING]
+        assert torch.equal(kept, theirs[: len(kept)])
+
+
+def test_written_rows_survive_a_kill(tmp_path, monkeypatch):
+    model = tiny_models.build("llama3")
+    monkeypatch.setattr(rollouts, "ROWS", 2)
+    whole = write(model, tmp_path / "whole")
+    write(model, tmp_path / "killed")
+    (tmp_path / "killed/000002.safetensors").unlink()
+    (tmp_path / "killed/000002.partial").write_bytes(b"half")
+    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
+    assert torch.equal(write(model, tmp_path / "killed"), whole) and len(calls) == 1
+
+
+def counted(calls, function):
+    def wrapped(*arguments):
+        calls.append(arguments)
+        return function(*arguments)
+
+    return wrapped
+
+
+def test_held_out_rows_are_the_same_for_every_seed(tmp_path, monkeypatch):
+    """So that cards of different seeds tell of the same rows; what is trained on follows the seed."""
+    monkeypatch.setattr(rollouts, "HELD_OUT_TOKENS", 64)
+    model, text = tiny_models.build("llama3"), torch.zeros(1, 12, dtype=torch.int64)
+    tokenizer = load_tokenizer(tiny_models.save(model, tmp_path / "model"))
+    changes = {name: SMALL[name] for name in ("data", "samples", "prompt_tokens")}
+    writers = [
+        RolloutWriter(
+            model, tokenizer, DistillSettings(seed=seed, **changes), 12, tmp_path / str(seed), SILENT
+        )
+        for seed in (0, 1)
+    ]
+    one, other = (writer.held_out_rows() for writer in writers)
+    assert one.shape == (8, 12) and torch.equal(one, other)
+    one, other = (writer.training_rows(8, text) for writer in writers)
+    assert one.shape == (8, 12) and not torch.equal(one, other) and torch.equal(one[4:], text.expand(4, 12))
+
+
+@pytest.mark.parametrize("family", ["llama3", "smollm", "qwen2", "qwen3", "gemma2", "phi3", "gpt2", "opt"])
+def test_a_fresh_student_is_narrower_and_seeded(family):
+    model = tiny_models.build(family)
+    made, again, other = (fresh_student(model, [0, 2], 32, seed) for seed in (0, 0, 1))
+    assert made.get_input_embeddings().weight.shape == (tiny_models.VOCABULARY, 32)
+    assert made.config.num_hidden_layers == 2
+    state, same, differing = (each.state_dict() for each in (made, again, other))
+    assert all(torch.equal(state[name], same[name]) for name in state)
+    assert any(not torch.equal(state[name], differing[name]) for name in state)
+    assert torch.isfinite(tiny_models.logits(made, tiny_models.tokens(model))).all()
+
+
+@pytest.mark.parametrize("width", [64, 40, 100])
+def test_a_width_that_cuts_a_head_is_refused(width):
+    with pytest.raises(SettingsError, match="a multiple of 16 below the teacher's 64"):
+        fresh_student(tiny_models.build("llama3"), [0], width, 0)
+
+
+def test_a_model_drafts_perfectly_for_itself():
+    model = tiny_models.build("llama3")
+    numbers = draft_report(model, model, tiny_models.tokens(model, batch=3, length=12), prompt=2, batch=2)
+    assert numbers["acceptance"] == pytest.approx(1.0) and numbers["greedy_agreement"] == 1.0
+    assert numbers["tokens"] == 30 and numbers["by_rows"]["8"] == pytest.approx(9.0)
+    assert "acceptance 1.000" in describe_report(numbers) and "3.00, 5.00, 9.00" in describe_report(numbers)
+
+
+def test_the_report_is_by_definition_of_the_places_behind_the_prompt():
+    target, draft = tiny_models.build("llama3"), tiny_models.build("llama3", seed=1)
+    rows = tiny_models.tokens(target, batch=2, length=9)
+    p, q = (tiny_models.logits(model, rows).double().softmax(-1)[:, 2:-1] for model in (target, draft))
+    chosen = rows[:, 3:, None]
+    ratios = (q.gather(-1, chosen) / p.gather(-1, chosen)).clamp(max=1.0)[..., 0]
+    numbers = draft_report(draft, target, rows, prompt=3, batch=2)
+    assert numbers["acceptance"] == pytest.approx(torch.minimum(p, q).sum(-1).mean().item(), rel=1e-4)
+    assert numbers["greedy_agreement"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item())
+    pairs = ratios[:, :-1] * ratios[:, 1:]
+    wanted = 1 + ratios.mean().item() + pairs.mean().item()
+    assert numbers["by_rows"]["2"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_report_counts_the_common_vocabulary_and_no_padding():
+    model, wide = tiny_models.build("llama3"), tiny_models.build("llama3", vocab_size=384)
+    rows = tiny_models.tokens(model, batch=2, length=10)
+    padded = torch.cat([rows, torch.full((2, 4), PADDING)], 1)
+    got, wanted = (draft_report(wide, model, each, prompt=2, batch=2) for each in (padded, rows))
+    assert got["tokens"] == wanted["tokens"] == 16
+    assert got["acceptance"] == pytest.approx(wanted["acceptance"], rel=1e-5)
+    assert got["by_rows"]["4"] == pytest.approx(wanted["by_rows"]["4"], rel=1e-5)
+
+
+def test_acceptance_rises_above_that_of_plain_training(teacher, tmp_path):
+    """The same student, rows and steps; only what is learned differs."""
+    learned = {}
+    for name, changes in {
+        "plain": {"alpha": 0.0, "share": 0.0},
+        "lk": {},
+        "tv": {"draft_loss": "tv"},
+    }.items():
+        made = distill(teacher, tmp_path / name, DistillSettings(**{**SMALL, **changes}))
+        learned[name] = made.card.details["drafting"]["acceptance"]
+    assert learned["lk"] > 1.2 * learned["plain"] and learned["tv"] > 1.2 * learned["plain"], learned
+
+
+def test_a_killed_run_ends_with_the_same_bytes(teacher, tmp_path, monkeypatch):
+    settings = DistillSettings(**{**SMALL, "steps": 20, "width": 32})
+    whole = distill(teacher, tmp_path / "a/out", settings)
+    from attar.walks import train as module
+
+    step = module._step
+
+    def dying(run, loss, batches, number, settings):
+        if number == 15:
+            raise KeyboardInterrupt
+        return step(run, loss, batches, number, settings)
+
+    monkeypatch.setattr(module, "_step", dying)
+    with pytest.raises(KeyboardInterrupt):
+        distill(teacher, tmp_path / "b/out", settings)
+    monkeypatch.setattr(module, "_step", step)
+    monkeypatch.setattr(rollouts, "_sample", counted(calls := [], rollouts._sample))
+    resumed = distill(teacher, tmp_path / "b/out", settings)
+    assert not calls  # the teacher wrote everything before the kill
+    for file in ("model.safetensors", "attar.json"):
+        assert sha256_file(whole.path / file) == sha256_file(resumed.path / file)
+    assert not (tmp_path / "b/.out.work").exists()

@@ -1,0 +1,142 @@
+"""Bytes of the KV cache: known numbers, the stores' own, the edge of a budget, windows; the verb."""
+
+import json
+
+import pytest
+import torch
+
+from attar.cli.main import call
+from attar.errors import CheckpointError, ModelError, SettingsError
+from attar.runtime.kv.memory import (
+    KV_FORMATS,
+    LayerShape,
+    block_bytes,
+    cache_bytes,
+    layer_shapes,
+    longest_context,
+    plan_kv,
+    plan_table,
+    read_config,
+    residual_bytes,
+)
+from attar.runtime.kv.store import STORES, PoolGeometry, make_store
+
+LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+LLAMA_3_8B = {**LLAMA_2_7B, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+LAYERS = layer_shapes(LLAMA_3_8B)
+
+
+def test_known_models():
+    assert cache_bytes(layer_shapes(LLAMA_2_7B), "float16", 4096) == 2_147_483_648
+    assert cache_bytes(layer_shapes(LLAMA_3_8B), "bfloat16", 8192) == 2**30
+    falcon = {"n_layer": 32, "n_head": 71, "hidden_size": 4544, "multi_query": True}
+    assert layer_shapes(falcon)[0] == LayerShape(1, 64)
+    gpt2 = {"n_layer": 12, "n_head": 12, "n_embd": 768}
+    assert block_bytes(layer_shapes(gpt2), "float32", 1) == 12 * 2 * 768 * 4
+    gemma = {**LLAMA_3_8B, "head_dim": 256}
+    assert layer_shapes({"text_config": gemma})[0].head_dim == 256
+
+
+@pytest.mark.parametrize("name", STORES)
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_a_store_takes_exactly_these_bytes(name, head_dim):
+    geometry = PoolGeometry(layers=3, blocks=5, block_size=32, kv_heads=2, head_dim=head_dim)
+    store = make_store(name, geometry, torch.device("cpu"))
+    assert store.nbytes == 5 * block_bytes([LayerShape(2, head_dim)] * 3, name, 32)
+
+
+def test_the_formats_are_those_of_the_stores():
+    assert list(KV_FORMATS) == list(STORES)
+
+
+def test_the_residual_is_what_a_store_adds_for_an_open_block():
+    store = make_store("kivi2", PoolGeometry(3, 5, 32, 2, 64), torch.device("cpu"))
+    before = store.nbytes
+    store.begin_(torch.tensor([40]))
+    assert store.nbytes - before == residual_bytes([LayerShape(2, 64)] * 3, "kivi2", 32)
+    assert residual_bytes([LayerShape(2, 64)], "int8", 32) == 0
+
+
+def test_windows_save_blocks_only_where_every_layer_has_one():
+    mistral = layer_shapes({**LLAMA_3_8B, "sliding_window": 4096})
+    assert cache_bytes(mistral, "float16", 100_000) == (256 + 1) * block_bytes(mistral, "float16", 16)
+    kinds = ["sliding_attention", "full_attention"] * 16
+    gemma = layer_shapes({**LLAMA_3_8B, "sliding_window": 1024, "layer_types": kinds})
+    assert [layer.window for layer in gemma[:2]] == [1024, None]
+    full = layer_shapes(LLAMA_3_8B)
+    assert cache_bytes(gemma, "int8", 16_384, 2) == cache_bytes(full, "int8", 16_384, 2)
+    unused = {**LLAMA_3_8B, "sliding_window": 1024, "use_sliding_window": False}
+    assert layer_shapes(unused) == full
+
+
+def test_what_is_not_known_is_refused_by_name():
+    with pytest.raises(SettingsError, match="did you mean kivi4"):
+        cache_bytes(layer_shapes(LLAMA_2_7B), "kivi_4", 10)
+    with pytest.raises(ModelError, match="kv_lora_rank"):
+        layer_shapes({**LLAMA_2_7B, "kv_lora_rank": 512})
+    with pytest.raises(ModelError, match="linear_attention"):
+        layer_shapes({**LLAMA_2_7B, "layer_types": ["full_attention", "linear_attention"]})
+    with pytest.raises(ModelError, match="no num_hidden_layers or n_layer"):
+        layer_shapes({"hidden_size": 8})
+
+
+def test_every_context_with_every_batch_in_every_format():
+    made = plan_kv(LAYERS, contexts=[1024, 8192], batches=[1, 4])
+    assert len(made.cells) == 2 * 2 * len(KV_FORMATS) and made.rooms == ()
+    sizes = {(cell.kv_dtype, cell.context, cell.batch): cell.bytes for cell in made.cells}
+    assert sizes["bfloat16", 8192, 1] == 2**30 and sizes["bfloat16", 8192, 4] == 4 * 2**30
+    assert sizes["int8", 1024, 4] == cache_bytes(LAYERS, "int8", 1024, 4, 32)
+    assert made.token_bytes["bfloat16"] == 131_072 and made.token_bytes["kivi4"] == 32 * 2 * 8 * (64 + 16)
+    assert {cell.fits for cell in made.cells} == {None}
+
+
+@pytest.mark.parametrize("name", KV_FORMATS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_longest_context_fits_and_a_block_more_does_not(name, batch):
+    budget = 123_456_789
+    made = plan_kv(LAYERS, contexts=[512], batches=[batch], kv_dtypes=[name], budget=budget)
+    (room,) = made.rooms
+    assert cache_bytes(LAYERS, name, room.context, batch, 32) <= budget
+    assert cache_bytes(LAYERS, name, room.context + 1, batch, 32) > budget
+    assert made.cells[0].fits == (room.context >= 512)
+
+
+def test_windows_in_every_layer_make_any_length_fit():
+    mistral = layer_shapes({**LLAMA_3_8B, "sliding_window": 4096})
+    need = cache_bytes(mistral, "bfloat16", 10**6, 1, 32)
+    assert longest_context(mistral, "bfloat16", 1, need, 32) is None
+    assert longest_context(mistral, "bfloat16", 1, need - 1, 32) == 4096
+    assert longest_context(LAYERS, "bfloat16", 1, 0, 32) == 0
+    head, rows = plan_table(plan_kv(mistral, contexts=[9999], batches=[1], kv_dtypes=["int8"], budget=need))
+    assert head[-1] == "longest x 1" and rows[0][-1] == "any"
+
+
+@pytest.mark.parametrize("changes", [{"contexts": [0]}, {"batches": [0]}, {"block_size": 0}, {"budget": -1}])
+def test_sizes_below_one_are_refused(changes):
+    with pytest.raises(SettingsError, match="at least 1"):
+        plan_kv(LAYERS, **{"contexts": [1], "batches": [1], **changes})
+
+
+def test_a_config_alone_is_enough(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_8B))
+    assert read_config(file) == read_config(tmp_path) == LLAMA_3_8B
+    assert read_config("attar:tiny")["num_hidden_layers"] == 8
+    with pytest.raises(CheckpointError):
+        read_config(tmp_path / "none.json")
+
+
+def test_the_verb(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert call(["plan-kv", str(tmp_path), "--budget", "1GiB", "--dtype", "bfloat16", "--dtype", "int8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "32 layers, 8 kv heads of 128: 131,072 bytes a token in bfloat16"
+    wide = "bfloat16  131,072  128.0 MiB  1.00 GiB  512.0 MiB  4.00 GiB !  1.00 GiB  8.00 GiB !  8,192  1,024"
+    assert lines[3].split() == wide.split()
+    assert lines[-1] == "! more than the budget"
+    assert call(["plan-kv", str(tmp_path), "--context", "4096", "--batch", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {cell["kv_dtype"]: cell["bytes"] for cell in found["cells"]}["float16"] == 2**30
+    for wrong, words in ((["--dtype", "kivi5"], "did you mean"), (["--batch", "x"], "whole number")):
+        assert call(["plan-kv", str(tmp_path), *wrong]) != 0
+        assert words in capsys.readouterr().err

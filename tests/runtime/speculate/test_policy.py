@@ -1,0 +1,293 @@
+"""How many drafts pay, against worlds whose acceptance and times are known."""
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import (
+    BUDGET,
+    FIRST,
+    LOSS,
+    PLAIN_EVERY,
+    REOPENS,
+    TRIALS,
+    AcceptanceRates,
+    DraftPolicy,
+    LossBudget,
+)
+from attar.runtime.speculate.proposer import DraftFeedback
+
+MOST = 16
+
+
+def drafted(policy, sequences, limits=None, **others):
+    """K of each sequence."""
+    return [len(kinds) for kinds in policy.choose(sequences, limits or [MOST] * len(sequences), **others)]
+
+
+class World:
+    """Passes take 1 + slope (tokens - 1), a step of the draft ``step``; a draft is accepted with a(place)."""
+
+    def __init__(self, a, slope, step=0.0, batch=1, known=True, seed=0):
+        self.a, self.slope, self.step, self.batch = a if callable(a) else lambda place: a, slope, step, batch
+        sizes = [batch << power for power in range(7)]
+        table = {size: self.time(size) for size in sizes} if known else None
+        self.policy = DraftPolicy(Latency(table, {1: step, batch: step} if known and step else None), MOST)
+        self.random, self.spent, self.places, self.drafted = random.Random(seed), 0.0, [0] * batch, []
+        self.lost = [0.0]  # after every pass, in plain passes
+
+    def time(self, tokens):
+        return 1 + self.slope * (tokens - 1)
+
+    def run(self, tokens):
+        """Tokens a plain pass's time, until every sequence has so many more."""
+        begun, spent = list(self.places), self.spent
+        while min(self.places) < begun[0] + tokens:
+            self.turn()
+        made = sum(self.places) - sum(begun)
+        return made / self.batch / ((self.spent - spent) / self.time(self.batch))
+
+    def turn(self):
+        counts = drafted(self.policy, range(self.batch))
+        news, made = [], 0
+        for place, count in enumerate(counts):
+            accepted = 0
+            while accepted < count and self.random.random() < self.a(self.places[place]):
+                accepted += 1
+            self.places[place] += accepted + 1
+            made += accepted + 1
+            draft = Draft.chain([7] * count) if count else None
+            news.append(DraftFeedback(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
+        target, draft = self.time(self.batch + sum(counts)), max(counts) * self.step
+        self.spent += target + draft
+        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
+        self.drafted.append(counts)
+        self.policy.note(news, target, draft)
+
+    def best(self, a):
+        """Tokens a plain pass's time with the best fixed K, of all sequences alike."""
+        plain = self.time(self.batch)
+        times = [self.time(self.batch * (k + 1)) + k * self.step for k in range(MOST + 1)]
+        return max(sum(a**i for i in range(k + 1)) * plain / time for k, time in enumerate(times))
+
+
+@pytest.mark.parametrize("a", [0.0, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("slope", "step"), [(0.02, 0.05), (0.1, 0.0), (0.1, 0.2), (0.3, 0.05), (0.8, 0.5)])
+def test_within_five_percent_of_the_best_fixed_length(a, slope, step):
+    world = World(a, slope, step)
+    assert world.run(2000) > 0.95 * world.best(a)
+
+
+def test_a_batch_is_chosen_together():
+    world = World(0.7, 0.03, 0.05, batch=8)
+    assert world.run(300) > 0.95 * world.best(0.7)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("slope", "step"), [(0.02, 0.0), (0.1, 0.05), (0.3, 0.7), (0.8, 0.5), (1.0, 1.0)])
+def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
+    """Times are measured before serving; where they are not, learning them costs one pass more."""
+    assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
+
+
+@pytest.mark.parametrize("a", [0.0, 0.4, lambda place: 0.95 if place % 300 < 150 else 0.0])
+def test_over_any_stretch_the_loss_is_bounded_by_the_budget(a):
+    world = World(a, 0.3, 0.3)
+    world.run(2000)
+    worst = low = -math.inf
+    tokens = 0.0
+    for before, after, counts in zip(world.lost[:-1], world.lost[1:], world.drafted, strict=True):
+        low = max(low, -(before - LOSS * tokens))
+        tokens += world.time(1 + counts[0]) + counts[0] * 0.3 - (after - before)
+        worst = max(worst, after - LOSS * tokens + low)
+    assert worst <= BUDGET + 1e-6
+
+
+def test_trials_alone_lose_little():
+    world = World(0.0, 0.5)
+    world.policy.budget = LossBudget(math.inf)
+    world.run(3000)
+    c = world.time(2) - 1
+    trials = sum(count > 0 for (count,) in world.drafted[50:])
+    assert trials >= 3, "it keeps looking"
+    lost = sum(world.time(1 + count) - 1 for (count,) in world.drafted)
+    assert lost < c * (math.log2(c / TRIALS) + 1) + TRIALS * 3000 + 4, "and 4 for what FIRST promised"
+
+
+def test_it_follows_a_change_of_regime():
+    world = World(lambda place: 0.0 if place < 500 else 0.9, 0.1, 0.05)
+    assert world.run(500) > 0.97
+    world.run(250)
+    assert world.run(500) > 0.9 * world.best(0.9)
+    world.a = lambda place: 0.0
+    assert world.run(500) > 0.97
+
+
+def test_more_drafts_go_where_more_are_accepted():
+    policy = DraftPolicy(Latency({2: 1.0, 64: 4.0}), MOST)
+    for _ in range(60):
+        policy.acceptance.note(0, kind_of(0, 1), True)
+        policy.acceptance.note(1, kind_of(0, 1), False)
+    many, few = drafted(policy, [0, 1])
+    assert many >= 4 > few
+    assert drafted(policy, [0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
+
+
+def test_prompts_beside_make_drafts_dear():
+    latency = Latency({1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0})
+    policy = DraftPolicy(latency, MOST)
+    (alone,), (beside,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
+    assert alone > 2 * beside > 0
+
+
+def test_an_empty_budget_stops_everything_until_it_is_filled():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    assert drafted(policy, [0])[0] > 0
+    policy.budget.note(BUDGET + 1.0, 0.0)
+    assert not policy.open and drafted(policy, [0]) == [0]
+    closed = 0
+    while not policy.open:
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0)
+        closed += 1
+    assert closed == math.ceil((1.0 + REOPENS * BUDGET) / LOSS), "not before it can pay for something"
+    for _ in range(400):
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0)
+    assert policy.open and policy.budget.left == BUDGET
+
+
+def test_nothing_is_drafted_before_plain_passes_have_set_the_times():
+    latency = Latency({1: 1.0, 8: 2.0, 16: 3.0}, settle=3)
+    policy = DraftPolicy(latency, MOST)
+    for seconds in (1.4, 9.0, 1.5):
+        assert not policy.open and drafted(policy, [0]) == [0]
+        policy.note([DraftFeedback(0, None, (), [1])], seconds)
+    assert policy.open and drafted(policy, [0])[0] > 0
+    assert [latency.target(*size) for size in ((1, 1), (1, 8), (8, 16))] == pytest.approx([1.4, 2.4, 3.4])
+
+
+def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
+    world = World(0.95, 0.02)
+    world.run(8000)
+    plain = [number for number, counts in enumerate(world.drafted) if counts == [0]]
+    gaps = [after - before for before, after in pairwise(plain)]
+    assert max(gaps) == PLAIN_EVERY + 1
+
+
+def test_time_spent_asking_is_charged():
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    for _ in range(100):
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=0.1)
+    assert not policy.open
+
+
+def test_trees_are_cut_to_the_nodes_that_pay():
+    policy = DraftPolicy(Latency({1: 1.0, 32: 2.0}), MOST)
+    strong, weak = kind_of(1, 8), kind_of(2, 1)
+    for _ in range(200):
+        policy.acceptance.note(0, strong, True)
+        policy.acceptance.note(0, weak, False)
+    draft = Draft((5, 6, 7, 8, 9), (0, 0, 1, 2, 3), kinds=(strong, weak, strong, strong, strong))
+    (kept,) = policy.select([0], [draft])
+    assert (kept.tokens, kept.parents, kept.kinds) == ((5, 7, 9), (0, 1, 2), (strong,) * 3)
+    assert policy.select([0], [None]) == [None]
+
+
+def test_a_whole_tree_is_run_or_not():
+    policy = DraftPolicy(Latency({1: 1.0, 32: 1.5}), MOST)
+    draft = Draft(tuple(range(24)), (0,) * 24)
+    assert policy.select([0], [draft], whole=True) == [draft]
+    for _ in range(300):
+        policy.note([DraftFeedback(0, draft, (), [1])], 1.5)
+    assert sum(policy.select([0], [draft], whole=True) != [None] for _ in range(20)) <= 1
+
+
+def test_every_child_of_an_accepted_node_teaches_and_no_other():
+    policy = DraftPolicy(Latency({1: 1.0}), MOST)
+    draft = Draft((1, 2, 3, 4, 5), (0, 0, 1, 2, 3), kinds=(1, 2, 3, 4, 5))
+    policy.note([DraftFeedback(0, draft, (1,), [1, 9])], 1.0)
+    seen = [policy.acceptance.seen(kind) for kind in range(1, 6)]
+    assert seen == [True, True, True, False, False]
+    assert draft.pruned([]) is None and draft.pruned(range(1, 6)) is draft
+
+
+def test_acceptance_is_learnt_by_level_and_passed_on():
+    acceptance = AcceptanceRates()
+    assert acceptance.rates(0, 0, 3) == [FIRST] * 3
+    rng = random.Random(0)
+    for _ in range(2000):
+        for level, a in enumerate((0.9, 0.5, 0.2), 1):
+            acceptance.note(1, kind_of(0, level), rng.random() < a)
+    believed = acceptance.rates(9, 0, 3)
+    assert believed == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request believes the pool"
+    for _ in range(50):
+        acceptance.note(2, 1, False)
+    first, second, _ = acceptance.rates(2, 0, 3)
+    assert first < 0.15 and second < first, "its own drafts move it, deeper levels along"
+    acceptance.forget(2)
+    assert acceptance.rates(2, 0, 9) == acceptance.rates(99, 0, 9)
+
+
+def test_forgotten_sequences_leave_nothing():
+    world = World(0.5, 0.1)
+    world.run(50)
+    for sequence in (0, 1, 2):
+        world.policy.forget(sequence)
+    assert not world.policy._trials and not world.policy.acceptance._own
+
+
+def test_what_was_true_long_ago_is_forgotten():
+    acceptance = AcceptanceRates()
+    for drafts, accepted in ((400, True), (80, False)):
+        for _ in range(drafts):
+            acceptance.note(0, 1, accepted)
+    assert acceptance.rates(0, 0, 1)[0] < 0.15
+    assert acceptance.rates(1, 0, 1)[0] < 0.6, "the pool too, later"
+
+
+def test_a_closed_budget_says_how_long_it_stays_so() -> None:
+    policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
+    budget = policy.budget
+    assert (budget.rest, policy.rest(1, 0.0), policy.rest(0, 0.0)) == (0, 0, 0)
+    budget.note(BUDGET + 1.0, 0.0)
+    budget.note(100, 100)
+    assert 0 < budget.left < REOPENS * BUDGET and not budget.open, "closed, though something is in it"
+    passes = math.ceil((REOPENS * BUDGET - budget.left) / LOSS)
+    assert budget.rest == policy.rest(1, 0.0) == policy.rest(0, 9.0) == passes
+    budget.note(passes - 1, passes - 1)
+    assert not budget.open
+    budget.note(1, 1)
+    assert budget.open and policy.rest(1, 0.0) == 0
+
+
+def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
+    policy = DraftPolicy(Latency(), MOST)
+    kinds = tuple(kind_of(*each) for each in ((1, 3), (1, 1), (2, 2), (1, 2)))
+    table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
+    policy.acceptance.rates = lambda sequence, group, levels: table[group][:levels]
+    candidates = policy._nodes(4, 0, Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds))
+    assert [one.survival for one in candidates] == pytest.approx([0.7, 0.35, 0.2, 0.21])
+    assert [(one.row, one.depth, one.node) for one in candidates] == [
+        (4, 1, 1),
+        (4, 2, 2),
+        (4, 1, 3),
+        (4, 3, 4),
+    ]
+
+
+def test_a_free_draft_is_tried_however_often_it_has_failed():
+    policy = DraftPolicy(Latency({1: 1.0, 32: 4.1}))
+    draft = Draft.chain([7] * 8)
+
+    def turn(right):
+        (kept,) = policy.select([0], [draft])
+        path = tuple(range(1, len(kept) + 1)) if kept and right else ()
+        policy.note([DraftFeedback(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
+        return len(kept or ())
+
+    for _ in range(1500):
+        turn(False)
+    assert sum(turn(True) for _ in range(4 * round(0.1 / TRIALS))) > 0
