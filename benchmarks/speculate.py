@@ -28,7 +28,7 @@ from decode_cases import llama_config, random_tensor, tensor_shapes
 from speculate_cases import Oracle, print_ngram_figures
 from speculate_pair import generated, print_pair
 
-from attar.cli.bench_speculate import profile_text
+from attar.cli.bench import profile_text
 from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load

@@ -9,7 +9,7 @@ import inspect
 import re
 from pathlib import Path
 
-from attar.cli.verbs import VERBS
+from attar.cli.main import VERBS
 from attar.merging.methods import METHODS, Method, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load

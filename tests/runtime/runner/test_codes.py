@@ -10,7 +10,7 @@ from attar.kernels.packed import unpack
 from attar.kernels.product import ThreadPool
 from attar.runtime.runner.codes import codes_of, fused
 from attar.runtime.runner.compiled_weights import _joined
-from attar.runtime.runner.linear import PackedLinear
+from attar.runtime.runner.packed_model import PackedLinear
 from tests.formats.test_uniform import values
 
 ROWS, COLUMNS = 40, 384
