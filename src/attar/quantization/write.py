@@ -116,7 +116,7 @@ def layer_specs(layer: LayerPlan, base: str) -> list[TensorSpec]:
     rule, storage = layer.scheme.weights, layer.grid.storage
     dtype, code_dtype = stored_dtype(storage), stored_dtype(layer.grid.code_dtype)
     if rule.kind == "nf4":
-        parts = bitsandbytes.layout(layer.shape, rule.group_size, storage, rule.double)
+        parts = bitsandbytes.layout_nf4(layer.shape, rule.group_size, storage, rule.double)
     else:
         parts = layouts.layout(layer.shape, rule, layer.scheme.form, dtype, code_dtype)
     specs = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts.items()]
@@ -133,7 +133,7 @@ def layer_tensors(
     if rule.kind == "nf4":
         levels = quantized.grid.level(torch.arange(16))
         nested = parameters.stored if rule.double else None
-        tensors = bitsandbytes.encode(quantized.codes, parameters.scale, levels, storage, nested)
+        tensors = bitsandbytes.encode_nf4(quantized.codes, parameters.scale, levels, storage, nested)
     else:
         global_scale = parameters.stored.get("global_scale")
         coded = Coded(quantized.codes, parameters.scale, parameters.zero, global_scale, quantized.g_idx)

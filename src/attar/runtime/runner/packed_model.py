@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.product import ThreadPool
 from attar.models.anatomy import is_linear
 from attar.models.configs import load_config
@@ -147,7 +147,7 @@ class _WeightLoader:
         if shape != self.shapes[path]:
             raise ModelError(f"tensor {name} is {[*shape]}, but the config asks for {[*self.shapes[path]]}")
         weight = f"{name.rpartition('.')[0]}.weight"
-        coded = weight in self.decoded.tensors and self.decoded.coded(weight)
+        coded = weight in self.decoded.tensors and self.decoded.is_coded(weight)
         if module is self.tied:
             return
         if coded and (is_linear(module) or isinstance(module, PackedLinear | DecodedLinear)):

@@ -1,14 +1,14 @@
-"""The pre-tokenizers that llama.cpp has, by the name that ``tokenizer.ggml.pre`` gives them.
+"""llama.cpp's pre-tokenizers, by the name in ``tokenizer.ggml.pre``.
 
-A byte-level BPE cuts a text into pieces before any merge. llama.cpp knows its cuts by name only and has the
-regular expressions in its source (``src/llama-vocab.cpp``, ``llm_tokenizer_bpe``); a tokenizer.json has the
-expressions and no name. Each row here says what a name stands for, in the spelling of tokenizer.json. Rules
-work one after another, each on the pieces that the one before left: a match is a piece, and so is what stands
-between two matches.
+A byte-level BPE splits a text into pieces before any merge. llama.cpp has the regular expressions in its
+source (``src/llama-vocab.cpp``, ``llm_tokenizer_bpe``) under names; a tokenizer.json has the expressions and
+no name. Each row here has the rules of a name in the spelling of tokenizer.json. Rules are applied one after
+another, each to the pieces that the one before left: a match is a piece, and so is the text between two
+matches.
 
-llama.cpp runs most rules as written. Its engine has no Unicode classes beside letters, numbers, marks,
-punctuation and symbols, so ``tekken``, ``gpt-4o`` and those built on them are approximations there: a letter
-outside ASCII counts as upper and lower case at once, and a combining mark is no letter.
+llama.cpp runs most rules as written. Its engine has no Unicode classes except letters, numbers, marks,
+punctuation and symbols, so it approximates ``tekken``, ``gpt-4o`` and those built on them: a letter outside
+ASCII is upper and lower case at once, and a combining mark is no letter.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The rule that a ByteLevel pre-tokenizer brings along (``use_regex``)."""
+"""The rule of a ByteLevel pre-tokenizer (``use_regex``)."""
 
 DIGIT, DIGITS, THREE = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
 PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 NEWLINES = r"[^\n]+|[\n]+"
 CODED = "bytes: "
-"""Before a rule that works on what ByteLevel made of the text, where one character stands for one byte."""
+"""Prefix of a rule after ByteLevel, where one character stands for one byte."""
 
 _END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -86,14 +86,14 @@ class PreTokenizer:
     """A pre-tokenizer of llama.cpp.
 
     Attributes:
-        name: what ``tokenizer.ggml.pre`` says.
-        rules: what llama.cpp does, in the spelling of tokenizer.json.
-        spelled: other spellings that tokenizer files have for it.
-        ignore_merges: a piece that is a token is taken as it is, before any merge; the name implies it.
-        composed: the tokenizers of this kind bring the text to NFC first. llama.cpp does not.
-        recent: llama.cpp has it since 2026 only, so it is written only where no older one will do.
-        approximate: llama.cpp's rules are near those, no more; see above.
-        aliases: other names for the same.
+        name: ``tokenizer.ggml.pre``.
+        rules: llama.cpp's, in the spelling of tokenizer.json.
+        spelled: other spellings in tokenizer files.
+        ignore_merges: a piece that is a token is not merged; implied by the name.
+        composed: these tokenizers normalize the text to NFC. llama.cpp does not.
+        recent: in llama.cpp since 2026, so written only where no older one fits.
+        approximate: llama.cpp approximates the rules; see above.
+        aliases: other names of the same rules.
     """
 
     name: str
@@ -195,4 +195,4 @@ TABLE = (
     PreTokenizer("superbpe", (DIGITS, r"(?=(\d{3})+(?!\d))")),
     PreTokenizer("default", (PUNCTUATION.replace("`", ""), GPT2, DIGITS, "[0-9][0-9][0-9]")),
 )
-"""In the order of preference: where two rows cut alike, the first that fits is written."""
+"""In order of preference: where two rows split alike, the first that fits is written."""

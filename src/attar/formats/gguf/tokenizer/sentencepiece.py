@@ -43,9 +43,9 @@ class SentencePiece:
         kind: 1 unigram, 2 BPE.
         ids: of ``unk``, ``bos``, ``eos`` and ``pad``, where the model has them.
         byte_fallback: an unknown character becomes its bytes.
-        add_dummy_prefix: a text gets a space in front.
+        add_dummy_prefix: a space goes before a text.
         remove_extra_whitespaces: runs of spaces become one, those at the ends none.
-        treat_whitespace_as_suffix: the space belongs to the word before it.
+        treat_whitespace_as_suffix: a space belongs to the word before it.
         charsmap: the compiled normalization, empty for none.
     """
 
@@ -109,16 +109,16 @@ def _model(data: bytes) -> SentencePiece:
 
 def _piece(data: bytes) -> tuple[str, float, int]:
     """Text, score and type of a piece."""
-    found = dict(fields(data))
-    score = struct.unpack("<f", _blob(found.get(2, bytes(4))))[0]
-    return _blob(found.get(1, b"")).decode(), score, _int(found.get(3, 1))
+    message = dict(fields(data))
+    score = struct.unpack("<f", _blob(message.get(2, bytes(4))))[0]
+    return _blob(message.get(1, b"")).decode(), score, _int(message.get(3, 1))
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """The fields of a message: number and value, an int for a varint.
 
     Raises:
-        ValueError: the message is cut short or has a wire type that is no more in use.
+        ValueError: the message is truncated or has a wire type that is not in use.
     """
     at = 0
     while at < len(data):

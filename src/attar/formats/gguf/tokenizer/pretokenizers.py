@@ -1,19 +1,19 @@
-"""Which of llama.cpp's pre-tokenizers a tokenizer.json has, read from its ``pre_tokenizer``; and back.
+"""The name of llama.cpp's pre-tokenizer for the ``pre_tokenizer`` of a tokenizer.json, and back.
 
-A pre_tokenizer is a tree of steps. It is brought to a list of rules: regular expressions, each a cut by its
-matches.
+A pre_tokenizer is a tree of steps. It is converted to a list of rules: regular expressions that split by
+their matches.
 
     Split by a regex, Isolated                 the regex
-    Split by a regex, Removed and inverted     the same, where the regex leaves nothing out, as all known ones
+    Split by a regex, Removed and inverted     the same, if the regex matches everything, as all known ones do
     Digits                                     a run of digits, or each digit
     Punctuation, Contiguous                    a run of punctuation
     ByteLevel with use_regex                   GPT-2's regex
 
-A rule is then brought to one spelling: possessive quantifiers that change nothing, the three ways of writing
-the contractions, a line break as character or as escape. The list is looked up in pretokenizer_table.py.
+A rule is then normalized to one spelling: possessive quantifiers that change nothing, the three ways of
+writing the contractions, a line break as character or as escape. The list is looked up in
+pretokenizer_table.py.
 
-Differs from llama.cpp's converter, which hashes the ids of one text: there every new vocabulary is an unknown
-pre-tokenizer.
+Differs from llama.cpp's converter, which hashes the ids of one text, so that it knows no new vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.gguf.pretokenizer_table import (
+from attar.formats.gguf.tokenizer.pretokenizer_table import (
     CODED,
     CONTRACTIONS,
     DIGIT,
@@ -48,8 +48,8 @@ _SAME = (
     (r"\s*[\r\n]|", r"\s*[\r\n]+|"),
     (r"\p{N}{1}", r"\p{N}"),
 )
-"""Spellings that cut alike. ``\\s*[\\r\\n]`` reaches the last line break of its white space as well. Not
-among them is ``{1,3}+``: for the library that tokenizer.json is written for it is a repetition."""
+"""Spellings that split alike. ``\\s*[\\r\\n]`` reaches the last line break of its white space as well.
+``{1,3}+`` is none of them: the tokenizers library reads it as a repetition."""
 
 PROBE = (
     "I've 'told HE'S there, we'Ll Ankara'dan 12 345 6789 x²+½ v1.2.3\n\n  def f(a_b):\n"
@@ -57,7 +57,7 @@ PROBE = (
     "мир МИР مرحبا ٣٤ नमस्ते "
     "🚀👩\u200d👩\u200d👧 !!!...``` ~~ a\u00a0b   c\t\t d       e  12 \n "
 )
-"""A text that tells pre-tokenizers apart."""
+"""A text that pre-tokenizers split differently."""
 
 
 def known() -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def by_name(name: str) -> PreTokenizer:
     """The row of a name or an alias.
 
     Raises:
-        SettingsError: llama.cpp has none of that name that is known here.
+        SettingsError: no pre-tokenizer of that name is known.
     """
     for row in TABLE:
         if name == row.name or name in row.aliases:
@@ -77,18 +77,18 @@ def by_name(name: str) -> PreTokenizer:
     raise SettingsError("pre", name, "a pre-tokenizer of llama.cpp: " + ", ".join(known()))
 
 
-def rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """A tokenizer.json's ``pre_tokenizer`` as a list of rules. A step that cuts in another way stands as its
-    JSON, which equals no rule of the table."""
-    found: list[str] = []
+def pre_tokenizer_rules(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """A tokenizer.json's ``pre_tokenizer`` as a list of rules. A step of another kind becomes its JSON, which
+    equals no rule of the table."""
+    rules: list[str] = []
     coded = ""
-    for step in steps(pre_tokenizer):
+    for step in pre_tokenizer_steps(pre_tokenizer):
         rule = _rule(step)
         if rule is not None:
-            found.append(coded + rule)
+            rules.append(coded + rule)
         if step.get("type") == "ByteLevel":
             coded = CODED
-    return tuple(found)
+    return tuple(rules)
 
 
 def recognise(
@@ -97,24 +97,24 @@ def recognise(
     complete: Callable[[], bool],
     where: str,
 ) -> str:
-    """The name that llama.cpp has for a pre-tokenizer.
+    """llama.cpp's name of a pre-tokenizer.
 
     Args:
         pre_tokenizer: from a tokenizer.json.
         ignore_merges: from its model.
-        complete: whether merges make every token, so that ignore_merges changes nothing. Asked only where
+        complete: whether merges make every token, so that ignore_merges changes nothing. Called only where
             the name implies another ignore_merges than the tokenizer has.
         where: the file, for messages.
 
     Raises:
         ModelError: llama.cpp has no such pre-tokenizer; names it and the nearest.
     """
-    wanted = rules(pre_tokenizer)
+    wanted = pre_tokenizer_rules(pre_tokenizer)
     rows = [row for row in TABLE if wanted == row.rules or wanted in row.spelled]
     if not rows:
         raise ModelError(
             f"{where}: llama.cpp has no pre_tokenizer {' then '.join(wanted) or '(none)'}",
-            hint=f"name one with pre=; {_nearest_in_words(pre_tokenizer)}",
+            hint=f"name one with pre=; {_describe_nearest(pre_tokenizer)}",
         )
     fitting = [row for row in rows if row.ignore_merges == ignore_merges]
     if fitting and not fitting[0].recent:
@@ -131,7 +131,7 @@ def recognise(
 
 
 def pre_tokenizer(name: str) -> dict[str, Any]:
-    """The ``pre_tokenizer`` of a tokenizer.json that cuts as llama.cpp does under a name."""
+    """The ``pre_tokenizer`` of a tokenizer.json that splits as llama.cpp's of a name."""
     cuts = by_name(name).rules
     last = cuts[-1] == GPT2
     before = [_step(rule) for rule in (cuts[:-1] if last else cuts)]
@@ -139,11 +139,11 @@ def pre_tokenizer(name: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [*before, level]} if before else level
 
 
-def nearest(given: Mapping[str, Any] | None) -> tuple[str, float]:
-    """The pre-tokenizer of the table whose cuts of the probe text are most like those of the one given.
+def nearest_pre_tokenizer(given: Mapping[str, Any] | None) -> tuple[str, float]:
+    """The pre-tokenizer of the table that splits the probe text most similarly.
 
     Returns:
-        Its name, and the cuts they share as a part of all that either makes.
+        Its name, and the number of common cuts divided by the number of all cuts of both.
     """
     mine = _cuts(given)
     best = ("", -1.0)
@@ -155,17 +155,17 @@ def nearest(given: Mapping[str, Any] | None) -> tuple[str, float]:
     return best
 
 
-def steps(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def pre_tokenizer_steps(tree: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """The leaves of a tree of pre-tokenizers, in their order."""
     if not tree:
         return []
     if tree.get("type") != "Sequence":
         return [tree]
-    return [leaf for branch in tree.get("pretokenizers", ()) for leaf in steps(branch)]
+    return [leaf for branch in tree.get("pretokenizers", ()) for leaf in pre_tokenizer_steps(branch)]
 
 
 def _rule(step: Mapping[str, Any]) -> str | None:
-    """A step's rule; None for one that cuts nothing."""
+    """A step's rule; None for one that does not split."""
     kind, behavior = step.get("type"), step.get("behavior", "Isolated")
     if kind == "ByteLevel" and not step.get("add_prefix_space", True):
         return GPT2 if step.get("use_regex", True) else None
@@ -175,12 +175,12 @@ def _rule(step: Mapping[str, Any]) -> str | None:
         return PUNCTUATION
     whole = (behavior, bool(step.get("invert"))) in (("Isolated", False), ("Removed", True))
     if kind == "Split" and whole and "Regex" in step.get("pattern", {}):
-        return canonical(step["pattern"]["Regex"])
+        return canonical_regex(step["pattern"]["Regex"])
     return json.dumps(dict(step), ensure_ascii=False)
 
 
-def canonical(regex: str) -> str:
-    """A regular expression in the spelling of the table, where it is only another spelling."""
+def canonical_regex(regex: str) -> str:
+    """A regular expression with known spellings replaced by those of the table."""
     for spelling, same in _SAME:
         regex = regex.replace(spelling, same)
     return regex
@@ -193,16 +193,16 @@ def _step(rule: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
 
 
-def _nearest_in_words(given: Mapping[str, Any] | None) -> str:
+def _describe_nearest(given: Mapping[str, Any] | None) -> str:
     try:
-        name, share = nearest(given)
+        name, share = nearest_pre_tokenizer(given)
     except Exception as error:  # the step may be one that the library does not know
         return f"none could be compared: {error}"
     return f"{name!r} makes {share:.0%} of its cuts in a probe text"
 
 
 def _cuts(tree: Mapping[str, Any] | None) -> set[int]:
-    """Where a pre-tokenizer cuts the probe text."""
+    """The positions at which a pre-tokenizer splits the probe text."""
     from tokenizers import Tokenizer
 
     model = {"type": "BPE", "vocab": {}, "merges": []}

@@ -11,12 +11,11 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from attar.errors import CheckpointError, ModelError
-from attar.formats.gguf.architectures import architecture, expected, placements
+from attar.formats.gguf.architecture import key_of, sizes, window
 from attar.formats.gguf.families import ARCHITECTURES
-from attar.formats.gguf.hf_config import hf_config, sources
-from attar.formats.gguf.metadata import metadata, notes, size_label
+from attar.formats.gguf.metadata import file_placements, hf_config, metadata, notes, size_label
 from attar.formats.gguf.rope import FREQUENCIES, llama3_factors, read_rope
-from attar.formats.gguf.sizes import key_of, sizes, window
+from attar.formats.gguf.tensor_map import architecture, expected_placements, placements
 from attar.models.configs import parse_config
 from attar.models.load import empty_model
 from tests.formats.gguf import variants
@@ -55,7 +54,7 @@ def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
 def test_names_are_those_of_the_gguf_packages_table(variant):
     model = build(variant)
     found = architecture(said(model))
-    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.written)
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.arch)
     table = gguf.get_tensor_name_map(kind, said(model).get("num_hidden_layers") or 3)
     for each in placements(said(model), stored(model)):
         if each.stored is None or (each.gguf == "output.weight" and "embed_" in each.stored):
@@ -67,7 +66,7 @@ def test_names_are_those_of_the_gguf_packages_table(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_are_those_of_the_gguf_package(variant):
     config = said(variants.config(variant))
-    found = architecture(config).written
+    found = architecture(config).arch
     known = {
         value.replace("{arch}", found)
         for group in vars(gguf.Keys).values()
@@ -121,7 +120,7 @@ def test_weights_come_back_bit_for_bit(variant):
 def test_a_file_gives_the_model_back(variant):
     model, config, made = written(variant)
     again = hf_config(metadata(config, "tiny"), made)
-    state = {each.stored: each.undo(made[each.gguf]) for each in sources(again, made)}
+    state = {each.stored: each.undo(made[each.gguf]) for each in file_placements(again, made)}
     if "embed_out.weight" in state:
         state["lm_head.weight"] = state.pop("embed_out.weight")
     again["hidden_act"] = config.get("hidden_act", again.get("hidden_act"))
@@ -254,12 +253,12 @@ def test_factors_of_no_kind_become_longrope():
 
 
 def factors(config):
-    return next(each.value for each in expected(config) if each.gguf == FREQUENCIES)
+    return next(each.value for each in expected_placements(config) if each.gguf == FREQUENCIES)
 
 
 def through_a_file(config, frequencies=None):
     """The config after the way through a file's metadata, without weights."""
-    made = {each.gguf: torch.empty(each.shape, device="meta") for each in expected(config)}
+    made = {each.gguf: torch.empty(each.shape, device="meta") for each in expected_placements(config)}
     made[FREQUENCIES] = factors(config) if frequencies is None else frequencies
     return hf_config(metadata(config, "x"), made)
 
@@ -286,7 +285,7 @@ def test_both_spellings_of_rotary_settings_mean_the_same(family, new, old):
     base = {key: value for key, value in said(variants.config(family)).items() if key != "rope_parameters"}
     one, other = {**base, **new}, {**base, **old}
     assert metadata(one, "x") == metadata(other, "x")
-    for first, second in zip(expected(one), expected(other), strict=True):
+    for first, second in zip(expected_placements(one), expected_placements(other), strict=True):
         assert first.value is None or torch.equal(first.value, second.value)
 
 
@@ -390,7 +389,7 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(family, chang
     config = said(variants.config(family)) | changes
     if word is None:  # seen when the tensors are made
         with pytest.raises(ModelError, match="rope settings"):
-            expected(config)
+            expected_placements(config)
         return
     with pytest.raises(ModelError, match=word) as caught:
         architecture(config)
@@ -437,7 +436,7 @@ def test_files_that_do_not_fit_are_named():
     with pytest.raises(CheckpointError, match="epsilon is missing"):
         hf_config({key: value for key, value in keys.items() if not key.endswith("epsilon")}, made)
     with pytest.raises(ModelError, match="layer_types"):
-        sources(hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, made), made)
+        file_placements(hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, made), made)
     with pytest.raises(CheckpointError, match="feed_forward_length differs"):
         hf_config({**keys, "gemma3.feed_forward_length": [96, 64, 96]}, made)
     assert hf_config({**keys, "gemma3.feed_forward_length": [96, 96, 96]}, made) == hf_config(keys, made)
@@ -448,7 +447,7 @@ def test_files_that_do_not_fit_are_named():
         ("blk.2.ffn_gate_exps.weight", {**made, "blk.2.ffn_gate_exps.weight": made["output_norm.weight"]}),
     ):
         with pytest.raises(CheckpointError, match=name):
-            sources(again, wrong)
+            file_placements(again, wrong)
 
 
 def test_old_and_bare_names_are_understood():
@@ -474,14 +473,14 @@ def test_inputs_are_not_changed():
     config = said(variants.config("gemma3 with marked layers"))
     before = copy.deepcopy(config)
     metadata(config, "x")
-    expected(config)
+    expected_placements(config)
     assert config == before
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gemmas_norms_alone_gain_one(variant):
-    gained = {each.gguf for each in expected(said(variants.config(variant))) if each.plus}
-    norms = {each.gguf for each in expected(said(variants.config(variant))) if "norm" in each.gguf}
+    gained = {each.gguf for each in expected_placements(said(variants.config(variant))) if each.plus}
+    norms = {each.gguf for each in expected_placements(said(variants.config(variant))) if "norm" in each.gguf}
     assert gained == (norms if "gemma" in variant else set())
 
 
@@ -493,7 +492,7 @@ def test_gemmas_norms_alone_gain_one(variant):
     ("qwen2", (), None), ("phi3", (), None), ("olmo2", (), None), ("starcoder2", (), None),
 ])  # fmt: skip
 def test_biases_are_ordered_as_their_weights_are(variant, parts, rows):
-    placed = {each.gguf: each for each in expected(said(variants.config(variant)))}
+    placed = {each.gguf: each for each in expected_placements(said(variants.config(variant)))}
     ordered = {name for name, each in placed.items() if each.rows is not None}
     found = {name.split(".")[2] for name in ordered}
     assert found == set(parts)

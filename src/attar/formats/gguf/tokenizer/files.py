@@ -1,16 +1,16 @@
 """A tokenizer's files as Hugging Face has them, read together.
 
     tokenizer.json            model, normalizer, pre_tokenizer, post_processor, decoder, added_tokens
-    tokenizer.model           SentencePiece's file; all there is in some older folders (or spiece.model)
-    tokenizer_config.json     names of special tokens, add_bos_token, added_tokens_decoder, chat_template
-    special_tokens_map.json   names of special tokens, in older folders
+    tokenizer.model           SentencePiece's file, alone in some older folders (or spiece.model)
+    tokenizer_config.json     special tokens by role, add_bos_token, added_tokens_decoder, chat_template
+    special_tokens_map.json   special tokens by role, in older folders
     added_tokens.json         added tokens by text, in older folders
     generation_config.json    all tokens that end a text
     chat_template.jinja, additional_chat_templates/NAME.jinja
 
-An added token is matched in the text before anything else. Special ones are those that a file calls so, and
-those that have a name (bos, eos, ...), as transformers has it. Where a chat template stands in a file of its
-own, that counts.
+An added token is matched in the text before anything else. It is special where a file states so, or where it
+has a role (bos, eos, ...), as in transformers. A chat template in a file of its own goes before one in the
+settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from attar.checkpoint.jsonfile import read_json
 from attar.errors import CheckpointError
-from attar.formats.gguf.sentencepiece import NAMES, SentencePiece, read_model
+from attar.formats.gguf.tokenizer.sentencepiece import NAMES, SentencePiece, read_model
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -32,9 +32,9 @@ class AddedToken:
     """An added token.
 
     Attributes:
-        text: as it stands in a text.
+        text: as it appears in a text.
         special: belongs to the format of the input, not to its text.
-        flags: ``lstrip``, ``rstrip``, ``single_word``, ``normalized``, where they are set.
+        flags: those of ``lstrip``, ``rstrip``, ``single_word``, ``normalized`` that are set.
     """
 
     text: str
@@ -44,10 +44,9 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a folder says of its tokenizer.
+    """The files of a tokenizer.
 
     Attributes:
-        folder: the folder.
         tokenizer: the content of tokenizer.json, empty where there is none.
         pieces: the SentencePiece model, where there is one and no tokenizer.json.
         settings: of tokenizer_config.json, completed by special_tokens_map.json and the SentencePiece model.
@@ -85,7 +84,7 @@ class TokenizerFiles:
 
     @property
     def size(self) -> int | None:
-        """Rows of the embedding, where the config tells."""
+        """Rows of the embedding, where the config states them."""
         for config in (self.config, self.config.get("text_config") or {}):
             if isinstance(config.get("vocab_size"), int):
                 return int(config["vocab_size"])
@@ -156,8 +155,8 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 def _added(
     folder: Path, tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocabulary: Mapping[str, int]
 ) -> dict[int, AddedToken]:
-    """Added tokens by id, from all the places that have them; tokenizer.json goes first."""
-    found: dict[int, AddedToken] = {}
+    """Added tokens by id, from all files that list them; tokenizer.json goes first."""
+    tokens: dict[int, AddedToken] = {}
     decoder = settings.get("added_tokens_decoder") or {}
     old = _optional(folder / "added_tokens.json")
     entries = [
@@ -170,15 +169,15 @@ def _added(
             index, token = int(entry["id"]), _token(entry)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: an added token lacks id or content: {entry!r}") from error
-        found.setdefault(index, token)
-    named = set(_named(settings))
-    ids = {token.text: index for index, token in found.items()}
-    for text in _named(settings):
+        tokens.setdefault(index, token)
+    special = set(_special_texts(settings))
+    ids = {token.text: index for index, token in tokens.items()}
+    for text in _special_texts(settings):
         if text not in ids and text in vocabulary:
-            found[vocabulary[text]] = AddedToken(text, special=True)
+            tokens[vocabulary[text]] = AddedToken(text, special=True)
     return {
-        index: AddedToken(token.text, token.special or token.text in named, token.flags)
-        for index, token in sorted(found.items())
+        index: AddedToken(token.text, token.special or token.text in special, token.flags)
+        for index, token in sorted(tokens.items())
     }
 
 
@@ -187,8 +186,8 @@ def _token(entry: Mapping[str, Any]) -> AddedToken:
     return AddedToken(str(entry["content"]), bool(entry.get("special")), flags)
 
 
-def _named(settings: Mapping[str, Any]) -> list[str]:
-    """Texts that tokenizer_config.json names as special."""
+def _special_texts(settings: Mapping[str, Any]) -> list[str]:
+    """Texts of the special tokens in tokenizer_config.json."""
     more = [settings.get("additional_special_tokens"), settings.get("extra_special_tokens")]
     more = [list(tokens.values()) if isinstance(tokens, Mapping) else tokens for tokens in more]
     listed = [token for tokens in more if isinstance(tokens, list) for token in tokens]
@@ -198,14 +197,14 @@ def _named(settings: Mapping[str, Any]) -> list[str]:
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name."""
-    found = {}
+    templates = {}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = path.read_text(encoding="utf-8")
     given = settings.get("chat_template")
-    if found or given is None:
-        return found
+    if templates or given is None:
+        return templates
     if isinstance(given, str):
         return {"default": given}
     if isinstance(given, Mapping):
