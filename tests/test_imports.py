@@ -36,7 +36,6 @@ SOLVERS = (
             "methods/rtn",
             "methods/yaqa",
             "mixed_precision/allocate",
-            "rounded",
             "transforms/awq",
             "transforms/rotation",
             "transforms/smoothquant",
@@ -71,7 +70,7 @@ SOLVERS = (
     "merging/adapters/low_rank.py",
     "merging/search/soup.py",
 )
-SHARED = {  # what solvers may know beside torch
+SHARED = {  # modules that solvers may import, torch aside
     "attar.errors",
     "attar.kernels.threads",
     "attar.models.parts",
@@ -83,7 +82,6 @@ SHARED = {  # what solvers may know beside torch
     "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
-    "attar.quantization.rounded",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},
@@ -119,7 +117,7 @@ def of_attar(file):
     return {module for module in imports(file) if module.split(".")[0] == "attar"}
 
 
-def room(path):
+def package(path):
     return path.relative_to(ROOT).parts[0]
 
 
@@ -143,7 +141,7 @@ def test_solvers_know_only_torch(name):
     }
 
 
-def test_rooms_import_only_downwards():
+def test_packages_import_only_downwards():
     forbidden = {
         "kernels": {
             "checkpoint",
@@ -174,7 +172,7 @@ def test_rooms_import_only_downwards():
         f"{file.relative_to(ROOT)} imports {module}"
         for file in sorted(ROOT.rglob("*.py"))
         for module in sorted(of_attar(file))
-        if len(module.split(".")) > 1 and module.split(".")[1] in forbidden.get(room(file), set())
+        if len(module.split(".")) > 1 and module.split(".")[1] in forbidden.get(package(file), set())
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -215,13 +213,13 @@ def test_public_names_are_sorted_and_exist():
         assert getattr(attar, name) is not None
 
 
-def test_no_module_of_the_house_is_undocumented():
+def test_every_module_has_a_docstring():
     for file in ROOT.rglob("*.py"):
         assert ast.get_docstring(ast.parse(file.read_text())), file
 
 
 HEAVY = ("transformers", "torch._dynamo", "sympy", "accelerate", "datasets", "huggingface_hub", "matplotlib")
-"""What loads for seconds, and what the compiled step does without."""
+"""Slow imports, which the compiled step does not need."""
 
 GENERATE = """
 import sys

@@ -15,7 +15,7 @@ from attar.cli.main import call
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
 
@@ -77,7 +77,7 @@ def test_verification_is_handed_on(
 ) -> None:
     """Exact sampled texts have other noise, so they are not those of plain decoding."""
     monkeypatch.setattr(
-        build, "DraftPolicy", lambda latency, most: Fixed(most)
+        build, "DraftPolicy", lambda latency, most: FixedPolicy(most)
     )  # drafts, whether they pay or not
     hot = ["--temperature", "1.5", "--seed", "3"]
     found = generated(capsys, "--draft", "attar:tiny", "--verification", "exact", *hot)

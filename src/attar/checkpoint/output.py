@@ -1,5 +1,4 @@
-"""The output of a stage: a checkpoint that appears whole or not at all, and a scratch folder that survives a
-kill.
+"""The output of a stage: a checkpoint that appears atomically, and a scratch folder that survives a kill.
 
 While a stage works, two hidden folders stand next to the output ``NAME``: ``.NAME.partial``, the checkpoint
 being written, and ``.NAME.work``, what a resumed run can use again. ``key.json`` in ``.NAME.work`` identifies
@@ -32,6 +31,7 @@ from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
+from attar.options import flatten
 
 _LOCK, _KEY = "lock", "key.json"
 
@@ -88,9 +88,9 @@ def produce(
         weights: the checkpoints that the result's weights are made of.
         signals: the checkpoints whose outputs it learns from.
         text: fingerprint of the text that the stage reads: another text is other work.
-        needed: bytes that the stage will write, where known: a disk with less space is refused at once.
+        needed: bytes that the stage will write, if known: a disk with less free space is refused.
         force: replace an existing checkpoint.
-        key: identity of the work, where a recipe knows it; None: :func:`stage_key` of the arguments.
+        key: identity of the work, from a recipe; None: :func:`stage_key` of the arguments.
 
     Raises:
         OutputError: ``out`` exists, cannot be written, is being written by another process, or the disk is
@@ -108,7 +108,7 @@ def produce(
     ):
         if needed:
             atomic.check_space(folder, needed)
-        settings = plain(settings)
+        settings = plain(settings if isinstance(settings, dict) else flatten(settings))
         fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         records = zip(parents, fingerprints, strict=True)
         lineage = compact([as_parent(item, role, fingerprint) for (item, role), fingerprint in records])

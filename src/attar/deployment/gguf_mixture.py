@@ -19,30 +19,32 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
-from attar.formats.decoded import Decoded
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
 from attar.formats.gguf.mixes import bits as average_bits
-from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
-from attar.quantization.mixed_precision.mixture import CalibrationSource, SensitivityInputs, ground
+from attar.quantization.mixed_precision.measurements import Measurement
+from attar.quantization.mixed_precision.mixture import (
+    Interaction,
+    SensitivityInputs,
+    interaction,
+    load_inputs,
+)
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
-    Interaction,
-    Measurement,
-    SchemeMix,
-    interaction,
     measure,
     shared_groups,
 )
@@ -59,14 +61,6 @@ NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 
 KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
 """Metadata that depends on the choice, and so is not known before it; its size does not."""
-
-
-class Budgeted(CalibrationSource, Protocol):
-    """Settings of the export that matter here."""
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """``PATTERN=TYPE`` for some tensors."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,7 @@ class GGUFMix:
 def gguf_mixture(
     checkpoint: Checkpoint,
     placed: Sequence[Placement],
-    settings: Budgeted,
+    settings: ExportSettings,
     *,
     bits: float = 0.0,
     size: int = 0,
@@ -116,7 +110,7 @@ def gguf_mixture(
         SettingsError: not even the smallest types fit; says what would.
         ModelError: no tensor is left to choose a type for.
     """
-    on = ground(checkpoint, settings)
+    on = load_inputs(checkpoint, settings)
     layout = _layout(on, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
@@ -131,7 +125,7 @@ def gguf_mixture(
         on.file,
         key=on.key,
         blocks=on.blocks,
-        behind=_behind(on),
+        after_blocks=_behind(on),
         fits=fits,
         progress=progress,
     )
@@ -177,7 +171,7 @@ def _layout(
     share: bool,
 ) -> FileLayout:
     """Sort the tensors into those of a fixed type and groups of modules."""
-    view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
+    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
     shapes = {one.gguf: one.shape for one in placed}
     free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]
@@ -230,8 +224,8 @@ def _whole(
 ) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
-    made = SchemeMix(schemes, chosen.loss, chosen.gap, chosen.bits, chosen.bits / layout.weights, ())
-    return interaction(on.model, made, grids, on.batches, on.file.with_name(f".{on.file.name}.whole"))
+    work = on.file.with_name(f".{on.file.name}.whole")
+    return interaction(on.model, schemes, chosen.loss, grids, on.batches, work)
 
 
 def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> int:

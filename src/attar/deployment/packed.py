@@ -28,7 +28,7 @@ from attar.errors import ModelError
 from attar.formats.compressed_tensors import TRANSPOSED
 from attar.formats.limits import limits
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -48,7 +48,7 @@ class Conversion(Protocol):
 
     config: dict[str, Any]
 
-    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         """Names, types and shapes of what a stored tensor becomes, known before it is read."""
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is not quantized, or its codes have no place there.
     """
-    found = method(source)
+    found = quant_method(source)
     if not found:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
     said = source.config.get("quantization_config") or {}
@@ -85,7 +85,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; what was checked, in words."""
-    found = method(source)
+    found = quant_method(source)
     if found == settings.format:
         return _copy(source, output, progress)
     made: Conversion
@@ -133,7 +133,7 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
 
     stream(
         source,
-        lambda info: [TensorSpec(*slot) for slot in made.slots(info)],
+        lambda info: [TensorSpec(*slot) for slot in made.headers(info)],
         transform,
         output.folder,
         work=output.work / "shards",
@@ -145,15 +145,15 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
 def found_limits(written: Checkpoint) -> list[str]:
     """What to know before a packed checkpoint is deployed, in sentences."""
     read: Any = reader(written)
-    if not hasattr(read, "described"):
+    if not hasattr(read, "rule_and_shape"):
         return []
-    found = {name: read.described(name) for name in written.tensors}
+    found = {name: read.rule_and_shape(name) for name in written.tensors}
     said = {name.rpartition(".")[0]: one for name, one in found.items() if one is not None}
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)
     groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
     return limits(
-        str(method(written)),
+        str(quant_method(written)),
         {name: shape for name, (_, shape) in said.items()},
         {name: rule for name, (rule, _) in said.items()},
         heads=heads,

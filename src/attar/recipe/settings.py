@@ -1,8 +1,12 @@
-"""One settings dataclass, four uses: recipe schema, command-line options, Python keywords, documentation.
+"""One settings dataclass for recipes, command-line options, Python keywords and documentation.
 
-A settings class is a flat, frozen dataclass. Each field has a default and metadata: ``help``, ``choices``.
-Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``,
+A settings class is a frozen dataclass; nested ones count as their fields (attar/options.py). Each field has a
+default and metadata: ``help``, ``choices``. Ranges are checked in ``__post_init__`` by raising
+:class:`attar.errors.SettingsError`. Field types: ``int``,
 ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
+
+An origin makes the errors: a recipe's name file and line, the command line's ``--group-size``, Python's
+``group_size``.
 """
 
 from __future__ import annotations
@@ -12,27 +16,32 @@ import numbers
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
 from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
+from attar.options import flatten, listed, misplaced, nest, option_fields
 from attar.yaml import scalar
 
 T = TypeVar("T")
 
-_SELF_EVIDENT = ("scheme", "method", "format")  # their values speak for themselves
-_TELLING = (*_SELF_EVIDENT, "ratio")  # always told; steps where training is all that a stage does
+VARIANTS = "With --method "
+"""Heading of the options that only some methods take; their names follow."""
+
+_UNNAMED = ("scheme", "method", "format")  # titles show their values without the name
+_ALWAYS = (*_UNNAMED, "ratio")  # in every title; also steps, for a stage without a method
 
 
 @dataclass(frozen=True)
 class SettingField:
-    """One field of a settings class, as recipe, command line and documentation see it.
+    """One field of a settings class.
 
     Args:
-        name: the field's name.
         kind: its type.
         default: its default, or ``dataclasses.MISSING``.
         help: one line.
-        choices: the values allowed, or empty.
+        choices: the allowed values, or empty.
+        title: heading of its group in help, or empty.
+        variants: the methods that take it; empty: all.
     """
 
     name: str
@@ -40,6 +49,8 @@ class SettingField:
     default: Any
     help: str
     choices: tuple[Any, ...]
+    title: str = ""
+    variants: tuple[str, ...] = ()
 
     @property
     def many(self) -> bool:
@@ -53,33 +64,28 @@ class SettingField:
 
 
 def settings_of(cls: type) -> tuple[SettingField, ...]:
-    """The fields of a settings class, in order."""
-    hints = get_type_hints(cls)
+    """The options of a settings class, in order."""
     return tuple(
         SettingField(
-            name=field.name,
-            kind=hints[field.name],
-            default=field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory(),
-            help=str(field.metadata.get("help", "")),
-            choices=tuple(field.metadata.get("choices", ())),
+            name=option.field.name,
+            kind=option.kind,
+            default=option.field.default
+            if option.field.default_factory is dataclasses.MISSING
+            else option.field.default_factory(),
+            help=str(option.field.metadata.get("help", "")),
+            choices=tuple(option.field.metadata.get("choices", ())),
+            title=VARIANTS + listed(option.variants) if option.by else option.title,
+            variants=option.variants,
         )
-        for field in dataclasses.fields(cls)
-        if field.init
+        for option in option_fields(cls)
     )
 
 
 def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> T:
-    """Make settings from a mapping.
-
-    Args:
-        cls: a settings dataclass.
-        given: name to value; what is absent keeps its default.
-        origin: who speaks when something is wrong.
+    """Make settings of a class from names and values; absent ones keep their default.
 
     Raises:
-        UsageError: an unknown name, a wrong type, a value that is not allowed (in the origin's words).
+        UsageError: an unknown name, a wrong type, or a value that is not allowed; made by the origin.
     """
     fields = {setting.name: setting for setting in settings_of(cls)}
     for name in given:
@@ -89,40 +95,58 @@ def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> 
     for setting in fields.values():
         if setting.name not in values and setting.default is dataclasses.MISSING:
             raise origin.wrong(setting.name, None, f"given: {describe(setting.kind)}")
+    for name, allowed in misplaced(cls, values).items():
+        if not (origin.resolved and values[name] == fields[name].default):
+            raise origin.wrong(name, values[name], allowed)
+        del values[name]
     try:
-        return cls(**values)
+        return nest(cls, values)
     except SettingsError as error:
         raise origin.wrong(error.field, error.value, error.allowed, error.hint) from None
 
 
 def plain(settings: Any) -> dict[str, Any]:
     """Settings as a dict of JSON values (tuples become lists)."""
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in flatten(settings).items()
+    }
 
 
 def title(settings: Any) -> str:
-    """One line for people: the stage's method, ratio or steps, and every setting that is not its default.
+    """One line: the stage's method, ratio or steps, and every setting that is not its default.
 
-    ``data`` and ``seed`` belong to the whole recipe and are left out, and so is a whole ``config``.
+    Without ``data`` and ``seed``, which belong to the recipe, and ``config``, which is long.
     """
     words = []
-    telling = _TELLING if hasattr(settings, "method") else (*_TELLING, "steps")
+    always = _ALWAYS if hasattr(settings, "method") else (*_ALWAYS, "steps")
+    values = flatten(settings)
     for setting in settings_of(type(settings)):
-        value = getattr(settings, setting.name)
-        if setting.name in ("data", "seed", "config") or (
-            value == setting.default and setting.name not in telling
-        ):
-            continue
-        name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "
-        words.append(name + short(value))
+        value = values.get(setting.name, setting.default)
+        shown = setting.name in values and (value != setting.default or setting.name in always)
+        if shown and setting.name not in ("data", "seed", "config"):
+            name = "" if setting.name in _UNNAMED else setting.name.replace("_", " ") + " "
+            words.append(name + short(value))
     return ", ".join(words)
 
 
 def document(cls: type) -> str:
-    """The settings class as a Markdown table: setting, type, default, meaning."""
+    """The settings class as Markdown tables: setting, type, default, meaning; the options of each method in
+    a table of its own."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    methods = dict.fromkeys(name for setting in settings_of(cls) for name in setting.variants)
+    for name in methods:
+        own = tuple(setting.name for setting in settings_of(cls) if name in setting.variants)
+        groups.setdefault(own, []).append(name)
+    tables = [_table([setting for setting in settings_of(cls) if not setting.variants])]
+    for own, names in groups.items():
+        heading = f"With `method` {listed([f'`{name}`' for name in names])}:"
+        tables.append(f"{heading}\n\n" + _table([one for one in settings_of(cls) if one.name in own]))
+    return "\n".join(tables)
+
+
+def _table(settings: Sequence[SettingField]) -> str:
     rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for setting in settings_of(cls):
+    for setting in settings:
         kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or describe(setting.kind)
         default = "required" if setting.default is dataclasses.MISSING else f"`{short(setting.default)}`"
         rows.append(f"| `{setting.name}` | {kind} | {default} | {setting.help} |")
@@ -145,7 +169,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def short(value: Any) -> str:
-    """A value as people write it."""
+    """A value as text."""
     if value is None or value in ("", ()):
         return "none"
     if isinstance(value, tuple):
@@ -158,7 +182,7 @@ class _WrongTypeError(Exception):
 
 
 def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
-    """The value in the field's type, one of its choices."""
+    """The value in the field's type, checked against its choices."""
     try:
         result = _convert(setting.kind, value, origin.text)
     except _WrongTypeError:
@@ -180,7 +204,7 @@ def _convert(kind: Any, value: object, text: bool) -> Any:
     """``value`` as ``kind``, without guessing: no text for numbers, no 1 for true."""
     members = _members(kind)
     if len(members) > 1:
-        for member in sorted(members, key=lambda member: member is str):  # text last: it takes anything
+        for member in sorted(members, key=lambda member: member is str):  # text last: it accepts everything
             try:
                 return _convert(member, value, text)
             except _WrongTypeError:
@@ -220,11 +244,15 @@ def _number(kind: type, value: numbers.Real) -> int | float:
 
 
 class SettingsOrigin(Protocol):
-    """Makes the error for a setting that is unknown or has a wrong value."""
+    """Makes the errors for unknown settings and wrong values."""
 
     @property
     def text(self) -> bool:
-        """Whether every value arrives as text and is to be read as one (the command line)."""
+        """Whether every value is text that must be parsed (the command line)."""
+
+    @property
+    def resolved(self) -> bool:
+        """Whether defaults may be written out for options that the chosen method does not take (recipes)."""
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """The error for a setting that does not exist."""
@@ -235,14 +263,11 @@ class SettingsOrigin(Protocol):
 
 @dataclass(frozen=True)
 class PythonOrigin:
-    """Keyword arguments of a Python verb.
-
-    Args:
-        verb: name of the function.
-    """
+    """Keyword arguments of a Python verb."""
 
     verb: str
     text: bool = False
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the keyword and the verb."""
@@ -255,24 +280,21 @@ class PythonOrigin:
 
 @dataclass(frozen=True)
 class CommandOrigin:
-    """Options of the command line.
-
-    Args:
-        verb: name of the verb.
-    """
+    """Options of a verb on the command line."""
 
     verb: str
     text: bool = True
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
-        options = [option(each) for each in known]
+        options = [option(setting) for setting in known]
         return UsageError(
             f"no option {option(name)!r} in attar {self.verb}{did_you_mean(option(name), options)}"
         )
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
-        """Name the option, and point to the verb's help."""
+        """Name the option, and hint at the verb's help."""
         return _settings_error(option(name), value, allowed, hint or f"attar {self.verb} --help")
 
 
@@ -281,27 +303,29 @@ class RecipeOrigin:
     """Keys of a mapping in a recipe.
 
     Args:
-        what: the mapping in words, e.g. ``stage 'prune'``.
+        what: name of the mapping, such as ``stage 'prune'``.
         where: ``file:line`` of the mapping.
-        places: ``file:line`` of each key.
-        extra: keys that are allowed beside the settings; named when a misspelt key is close to one.
+        locations: ``file:line`` of each key.
+        extra: other allowed keys, for suggestions.
     """
 
     what: str
     where: str
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     extra: Sequence[str] = field(default=())
     text: bool = False
+    resolved: bool = True
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name file, line, key and the nearest key."""
         tail = did_you_mean(name, [*known, *self.extra])
-        return RecipeError(f"{self.places.get(name, self.where)}: unknown key {name!r} in {self.what}{tail}")
+        where = self.locations.get(name, self.where)
+        return RecipeError(f"{where}: unknown key {name!r} in {self.what}{tail}")
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
-        """Name file, line, key, value and what is allowed."""
-        place = self.places.get(name, self.where)
-        return RecipeError(f"{place}: {name} is {value!r}, but must be {allowed}", hint=hint)
+        """Name file, line, key, value and the allowed values."""
+        where = self.locations.get(name, self.where)
+        return RecipeError(f"{where}: {name} is {value!r}, but must be {allowed}", hint=hint)
 
 
 def option(name: str) -> str:

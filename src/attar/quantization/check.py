@@ -1,0 +1,163 @@
+"""The last step of every quantization: the written files are read back and compared with the original, and
+judged by the gates (gates.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attar.data.packing import PackedRows, evaluation_rows, row_length
+from attar.data.seen import held_out_note
+from attar.formats.readers import Decoded
+from attar.models.device import pick_device
+from attar.models.load import load_model, load_tokenizer, round_activations
+from attar.progress import SILENT, Progress
+from attar.quantization.gates import check_layers, judge_output, raise_on_error, stuck, suspect
+from attar.quantization.plan import QuantizationPlan
+from attar.quantization.settings import QuantizeSettings
+from attar.walks.compare import Comparison, compare
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+LENGTH = 256  # tokens in a row of the comparison
+PROMPT = 32  # tokens that the greedy sample goes on from
+SAMPLED = 24  # tokens of the greedy sample
+SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
+
+
+def check_result(
+    original: Checkpoint,
+    written: Checkpoint,
+    chosen: QuantizationPlan,
+    reports: Sequence[Mapping[str, Any]],
+    settings: QuantizeSettings,
+    work: Path,
+    texts: Sequence[dict[str, Any]] = (),
+    progress: Progress = SILENT,
+) -> dict[str, Any]:
+    """Check the layers, then the whole model on held-out text.
+
+    Args:
+        texts: records of what the model has read (attar.data.seen).
+
+    Returns:
+        for the card: ``kl``, ``top1`` and ``tokens`` of the comparison, ``held_out``, ``sample``, and
+        ``warnings``.
+
+    Raises:
+        NumericsError: a gate failed; names the layer and the mend.
+    """
+    findings = check_layers(reports, method=settings.method)
+    raise_on_error(findings)
+    results: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
+    if not settings.check_tokens:
+        return results
+    tokenizer = load_tokenizer(original)
+    text = _held_out(tokenizer, original, settings)
+    batches = list(text.rows.split(settings.calibration.batch_size))
+    note = held_out_note(tokenizer, batches, text.shared, texts)
+    results["held_out"] = not note
+    results["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
+    compared = _compare(original, written, batches, settings, work, progress)
+    samples = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
+    if compared.kl is not None and compared.blind is not None:
+        output = judge_output(
+            compared.kl,
+            compared.blind,
+            top1=compared.top1,
+            sample=samples.get("sample", ()),
+            original_sample=samples.get("original", ()),
+            culprit=culprit(compared, chosen, reports),
+        )
+        raise_on_error(output)
+        results["warnings"] += [str(finding) for finding in output]
+    results.update({key: value for key, value in asdict(compared).items() if key != "drift"})
+    return results | ({"sample": samples["text"]} if "text" in samples else {})
+
+
+def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
+    """The layer that most likely caused the error: in the block where the drift jumps, the worst report."""
+    blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
+    inside = [
+        report
+        for report in reports
+        if compared.worst < len(blocks) and _block(str(report["name"])) == blocks[compared.worst]
+    ]
+    return suspect(inside) or (blocks[compared.worst] if compared.worst < len(blocks) else "")
+
+
+def _block(module: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj``."""
+    parts = module.split(".")
+    last = max((number for number, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
+    return ".".join(parts[: last + 1])
+
+
+def _number(block: str) -> int:
+    tail = block.rpartition(".")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) -> PackedRows:
+    return evaluation_rows(
+        tokenizer,
+        settings.data,
+        tokens=settings.check_tokens,
+        sequence_length=row_length(min(LENGTH, settings.calibration.sequence_length), original.config),
+        seed=settings.seed,
+        bos=settings.bos,
+    )
+
+
+def _compare(
+    original: Checkpoint,
+    written: Checkpoint,
+    batches: Sequence[Tensor],
+    settings: QuantizeSettings,
+    work: Path,
+    progress: Progress,
+) -> Comparison:
+    return compare(
+        original,
+        Decoded(written),
+        batches,
+        work=work / "compare",
+        device=pick_device(settings.device),
+        prepare=partial(round_activations, written),
+        progress=progress,
+    )
+
+
+def _samples(
+    original: Checkpoint, written: Checkpoint, prompt: Tensor, settings: QuantizeSettings, progress: Progress
+) -> dict[str, Any]:
+    """Greedy continuations of a held-out text, where the model is small enough to be loaded whole; the
+    original's only where the result repeats itself."""
+    if original.nbytes > SMALL or not any("CausalLM" in a for a in original.config["architectures"]):
+        return {}
+    device = pick_device(settings.device)
+    with progress.task("sample", total=1) as task:
+        sample = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
+        original_sample = []
+        if stuck(sample):  # only then it matters whether the original is, too
+            original_sample = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
+        task.advance()
+    return {"sample": sample, "original": original_sample, "text": load_tokenizer(original).decode(sample)}
+
+
+def _continue(model: Any, batch: Tensor) -> list[int]:
+    """Greedy tokens after a prompt (1, S), with a KV cache."""
+    tokens, cache, generated = batch.to(next(model.parameters()).device), None, []
+    with torch.no_grad():
+        for _ in range(SAMPLED):
+            output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+            tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+            generated.append(int(tokens))
+    return generated
