@@ -186,7 +186,9 @@ def _scales(report: Mapping[str, Any]) -> list[Finding]:
     mend = "check the weight; another grid or group size, or leave the layer out with --ignore"
     findings = []
     if report.get("bad_scales"):
-        findings.append(Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend))
+        findings.append(
+            Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend)
+        )
     if report.get("zero_scales"):
         lost = float(report.get("lost", 1.0))
         text = f"{report['zero_scales']} scales are zero, with {lost:.2%} of the layer's squared weight"

@@ -119,7 +119,9 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: li
     return grid.choose(weight, factor)
 
 
-def _better(weight: Tensor, grid: Grid, searched: TileParameters, importance: Tensor | None) -> TileParameters:
+def _better(
+    weight: Tensor, grid: Grid, searched: TileParameters, importance: Tensor | None
+) -> TileParameters:
     """What was found, unless the grid's plain rule has less error: tiles can depend on each other (double
     quantization)."""
     plain = grid.choose(weight)

@@ -369,12 +369,16 @@ def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
     return total
 
 
-def _put_weights(modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]) -> dict[str, Tensor]:
+def _put_weights(
+    modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]
+) -> dict[str, Tensor]:
     """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
     placed = {}
     for name, rounding in roundings.items():
         rounded, module = rounding(), modules[name]
-        module.weight = nn.Parameter(rounded.detach() if isinstance(module, nn.Linear) else rounded.detach().T)
+        module.weight = nn.Parameter(
+            rounded.detach() if isinstance(module, nn.Linear) else rounded.detach().T
+        )
         placed[name] = rounded
     return placed
 
