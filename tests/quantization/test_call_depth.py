@@ -16,8 +16,8 @@ TEXT = str(Path(json.__file__).parent)
 
 
 def test_quantize_reaches_the_loop_of_gptq_in_seven_calls(tmp_path, monkeypatch):
-    """The calls below ``attar.quantize`` down to ``round_columns``, which counts as one. Frames of other packages
-    (torch, context managers of the standard library) do not count."""
+    """The calls below ``attar.quantize`` down to ``round_columns``, which counts as one. Frames of other
+    packages (torch, context managers of the standard library) do not count."""
     source = tiny_models.save(tiny_models.build("llama3"), tmp_path / "dense", dtype=torch.bfloat16)
     depths = []
     round_columns = columns.round_columns
