@@ -37,8 +37,8 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.speculate.profile.profile import profile
-from attar.runtime.speculate.profile.prompts import Question, read_questions
-from attar.runtime.speculate.profile.rows import Row
+from attar.runtime.speculate.profile.prompts import SpecBenchQuestion, read_questions
+from attar.runtime.speculate.profile.rows import ProfileRow
 from attar.runtime.speculate.profile.run import make_methods
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
@@ -177,9 +177,11 @@ def _chat(llm: LLM, text: str) -> list[int]:
     return llm.encode_chat([{"role": "user", "content": text}])[-6000:]
 
 
-def categories(questions: Iterable[Question], count: int, only: Sequence[str] | None) -> dict[str, list[str]]:
+def categories(
+    questions: Iterable[SpecBenchQuestion], count: int, only: Sequence[str] | None
+) -> dict[str, list[str]]:
     """First turns by Spec-Bench's six categories: MT-Bench's eight are one, their questions in turn."""
-    groups: dict[str, list[Question]] = {}
+    groups: dict[str, list[SpecBenchQuestion]] = {}
     for question in questions:
         name = "mt-bench" if question.category in MT_BENCH else question.category
         groups.setdefault(name, []).append(question)
@@ -190,7 +192,7 @@ def categories(questions: Iterable[Question], count: int, only: Sequence[str] | 
     }
 
 
-def _speculated(row: Row) -> str:
+def _speculated(row: ProfileRow) -> str:
     gain = "-" if row.speedup is None else f"{row.speedup:.2f} ({row.low:.2f} to {row.high:.2f})"
     accepted = "-" if row.acceptance is None else f"{row.acceptance:.0%}"
     passes = "-" if row.tokens_per_pass is None else f"{row.tokens_per_pass:.2f}"

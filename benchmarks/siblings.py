@@ -19,7 +19,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import LEVELS
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.self import load_self
+from attar.runtime.speculate.self import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 
 MODES = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 0.8}, "exact": {"temperature": 0.8}}
@@ -48,7 +48,7 @@ class FixedChain(DraftPolicy):
 def brought(asked: list[str], mode: str, branches: int, options: argparse.Namespace) -> tuple[float, float]:
     """Tokens and drafts of a pass."""
     target = load(options.model, kv_tokens=16384)
-    draft = load_self(options.model, target, way="layers", share=options.share, branches=branches)
+    draft = load_self_draft(options.model, target, way="layers", share=options.share, branches=branches)
     drafter = Speculator(
         draft, FixedChain(options.drafts), most=32, verification="exact" if mode == "exact" else "coupled"
     )

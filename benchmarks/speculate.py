@@ -28,7 +28,7 @@ from decode_cases import llama_config, random_tensor, tensor_shapes
 from speculate_cases import Oracle, print_ngram_figures
 from speculate_pair import generated, print_pair
 
-from attar.cli.bench_speculate import profile_text
+from attar.cli.bench import profile_text
 from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
@@ -38,7 +38,7 @@ from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.run import run_profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
@@ -120,7 +120,7 @@ def oracle(arguments: argparse.Namespace) -> None:
         for most in arguments.drafts:
             name = f"a {chance}, K {most}"
             proposer = Oracle(texts, chance, step, runner.vocabulary, seed=most)
-            methods[name] = Speculator(proposer, Fixed(most), most=most)
+            methods[name] = Speculator(proposer, FixedPolicy(most), most=most)
             took[name] = (times[most + 1] + most * price) / times[1]
         name, most = f"a {chance}, chosen", max(arguments.drafts)
         drafting = {1: price} if price else {}

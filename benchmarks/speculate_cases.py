@@ -11,10 +11,10 @@ from attar.data.python_text import texts
 from attar.models.load import load_tokenizer
 from attar.runtime.speculate import ngram
 from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.grams import Grams
-from attar.runtime.speculate.ngram import Index, Ngram
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.trie import Trie
+from attar.runtime.speculate.grams import SharedNgrams
+from attar.runtime.speculate.ngram import NgramIndex, NgramProposer
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.trie import DraftBuilder
 
 START = 64  # tokens of a text that are the prompt
 
@@ -43,10 +43,10 @@ class Oracle:
         self.vocabulary, self._draws = vocabulary, random.Random(seed)
         self.name, self.free = "oracle", step is None
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         return [self._proposed(wish) for wish in wishes]
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         pass
 
     def fork(self, sequence: int, child: int) -> None:
@@ -55,7 +55,7 @@ class Oracle:
     def forget(self, sequence: int) -> None:
         pass
 
-    def _proposed(self, wish: Wish) -> Draft | None:
+    def _proposed(self, wish: DraftRequest) -> Draft | None:
         done = len(wish.tokens)
         text = next((all for all in self.texts if all[:done] == list(wish.tokens)), None)
         if text is None:
@@ -69,10 +69,12 @@ class Oracle:
         return Draft.chain(tokens) if tokens else None
 
 
-class Earliest(Ngram):
+class Earliest(NgramProposer):
     """Of equal matches the first in the text, as vLLM takes it."""
 
-    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]], reach: int) -> None:
+    def _grow(
+        self, tree: DraftBuilder, index: NgramIndex, matches: Sequence[tuple[int, int]], reach: int
+    ) -> None:
         super()._grow(tree, index, sorted(matches, key=lambda match: (-match[0], match[1])), reach)
 
 
@@ -93,11 +95,11 @@ def print_ngram_figures(count: int, length: int, most: int) -> None:
     """Tokens a pass if the text were what the target says, and how often a first draft is right."""
     ids = code(count, length)
     print(f"n-grams on {len(ids)} files of code, {length} tokens each, {most} drafts at most")
-    ways: dict[str, Callable[[], Ngram]] = {
-        "latest, 1 branch": lambda: Ngram(branches=1),
+    ways: dict[str, Callable[[], NgramProposer]] = {
+        "latest, 1 branch": lambda: NgramProposer(branches=1),
         "earliest, 1 branch": lambda: Earliest(branches=1),
-        "latest, 3 branches": lambda: Ngram(branches=3),
-        "latest, 3 branches, shared": lambda: Ngram(branches=3, shared=Grams()),
+        "latest, 3 branches": lambda: NgramProposer(branches=3),
+        "latest, 3 branches, shared": lambda: NgramProposer(branches=3, shared=SharedNgrams()),
     }
     walk = ngram.WALK
     for name, make in ways.items():
@@ -111,11 +113,11 @@ def print_ngram_figures(count: int, length: int, most: int) -> None:
     _print_by_match(ids)
 
 
-def _followed(proposer: Ngram, number: int, text: Sequence[int], most: int) -> int:
+def _followed(proposer: NgramProposer, number: int, text: Sequence[int], most: int) -> int:
     """Passes that a text takes."""
     done, passes = START, 0
     while done < len(text):
-        draft = proposer.propose([Wish(number, text[:done], most)])[0]
+        draft = proposer.propose([DraftRequest(number, text[:done], most)])[0]
         node = 0
         while draft is not None and done < len(text) - 1:
             hits = [child for child in draft.children(node) if draft.tokens[child - 1] == text[done]]
@@ -132,9 +134,9 @@ def _print_by_match(ids: Sequence[Sequence[int]]) -> None:
     seen: Counter[int] = Counter()
     right: Counter[int] = Counter()
     for number, text in enumerate(ids):
-        proposer = Ngram(branches=1)
+        proposer = NgramProposer(branches=1)
         for done in range(START, len(text)):
-            draft = proposer.propose([Wish(number, text[:done], 1)])[0]
+            draft = proposer.propose([DraftRequest(number, text[:done], 1)])[0]
             if draft is not None and draft.kinds is not None:
                 matched = draft.kinds[0] % LEVELS
                 seen[matched] += 1

@@ -9,7 +9,7 @@ import inspect
 import re
 from pathlib import Path
 
-from attar.cli.verbs import VERBS
+from attar.cli.main import VERBS
 from attar.merging.methods import METHODS, Method, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
@@ -67,7 +67,7 @@ def _row(method: Method) -> str:
         method.summary,
         BASES[method.base],
         count,
-        _parameters(method.each),
+        _parameters(method.per_model),
         _parameters(method.shared),
         method.source,
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from attar.cli.verbs import VERBS
+from attar.cli.main import VERBS
 from attar.formats.gguf.families import ARCHITECTURES
 from attar.merging.methods import METHODS
 from attar.recipe.stages import load

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from attar.cli.verbs import VERBS
+from attar.cli.main import VERBS
 from scripts import document_settings
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attar.errors import RecipeError
-from attar.yaml import parse_documents, parse_yaml, read_documents, read_yaml, scalar
+from attar.yaml import parse_documents, parse_yaml, read_yaml, scalar
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,8 @@ def test_several_documents() -> None:
         parse_documents("a: 1\n---\n{\n", "r.yaml")
 
 
-def test_documents_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "two.yml").write_text("a: 1\n---\na: 2\n")
-    assert [each.plain() for each in read_documents(tmp_path / "two.yml")] == [{"a": 1}, {"a": 2}]
-    with pytest.raises(RecipeError, match="no such recipe file"):
-        read_documents(tmp_path / "none.yml")
+def test_documents_of_a_text() -> None:
+    assert [each.plain() for each in parse_documents("a: 1\n---\na: 2\n", "two.yml")] == [{"a": 1}, {"a": 2}]
 
 
 def test_aliases_do_not_explode() -> None:

@@ -1,4 +1,4 @@
-"""Progress: what is being done, how far, how long still, and the latest loss or error.
+"""Progress of long work: description, steps, remaining time, and the latest loss or error.
 
 Long work takes a ``progress`` argument and opens a task on it::
 
@@ -7,8 +7,8 @@ Long work takes a ``progress`` argument and opens a task on it::
             ...
             task.advance(loss=loss)
 
-Two kinds exist: :class:`Silent`, and :class:`Terminal`, which draws a bar on a terminal and prints a line now
-and then where there is none. Everything goes to stderr: stdout is for data.
+:class:`Silent` shows nothing; :class:`Terminal` draws a bar on a terminal and prints lines elsewhere. Output
+goes to stderr: stdout is for data.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any, Protocol
 
 
 class ProgressTask(Protocol):
-    """One piece of work whose length is known."""
+    """Work of a known length."""
 
     def advance(self, n: int = 1, **numbers: float) -> None:
-        """Say that ``n`` more units are done, with the latest numbers (loss, error, tokens/s)."""
+        """Add ``n`` finished units, with the latest numbers (loss, error, tokens/s)."""
 
 
 class Progress(Protocol):
-    """Where work reports to."""
+    """What long work reports to."""
 
     def task(self, what: str, total: int, done: int = 0) -> Any:
         """Open a task: a context manager that yields a :class:`ProgressTask`."""
 
     def log(self, line: str) -> None:
-        """Say one line to the person who waits."""
+        """Print a line."""
 
 
 class _SilentTask:
@@ -43,11 +43,11 @@ class _SilentTask:
 
 
 class Silent:
-    """Says nothing."""
+    """Shows nothing."""
 
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
-        """Open a task that nobody sees."""
+        """Open a task that is not shown."""
         yield _SilentTask()
 
     def log(self, line: str) -> None:
@@ -76,8 +76,8 @@ class _LineTask:
         now = time.monotonic()
         if now - self.last >= self.every:
             self.last = now
-            left = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
-            self.say(f"{self.done}/{self.total}  about {left:.0f} s left  {_numbers(self.numbers)}")
+            remaining_s = (now - self.start) / max(self.done - self.first, 1) * (self.total - self.done)
+            self.say(f"{self.done}/{self.total}  about {remaining_s:.0f} s left  {_numbers(self.numbers)}")
 
     def say(self, text: str) -> None:
         print(f"{self.what}: {text.rstrip()}", file=sys.stderr, flush=True)
@@ -97,7 +97,7 @@ class Terminal:
 
     @contextmanager
     def task(self, what: str, total: int, done: int = 0) -> Iterator[ProgressTask]:
-        """Open a task shown to the person who waits."""
+        """Open a task that is shown."""
         if not sys.stderr.isatty():
             line = _LineTask(what, total, done)
             yield line

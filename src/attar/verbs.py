@@ -1,8 +1,7 @@
 """The verbs as Python functions: ``attar.quantize("attar:tiny", "out/w4", scheme="W4A16", method="gptq")``.
 
-Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest. Work
-is silent unless a ``progress`` is given. Importing this file imports nothing heavy; the first call of a verb
-does.
+Settings are keywords, checked like those of a recipe: an unknown one is an error that names the nearest.
+Verbs are silent without a ``progress``. torch is imported by the first call of a verb, not by this module.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from attar.measure.evaluate import Measurements
     from attar.recipe.run import RunResult
     from attar.runtime.results import Result
-
-RUNTIME_SETTINGS = "attar.runtime.settings"
 
 ModelSource: TypeAlias = "str | Path | Checkpoint"
 """A folder, a hub id (``org/name@revision``), ``attar:tiny``, or a checkpoint that is open already."""
@@ -139,7 +136,7 @@ def extract(
         model: the fine-tuned model.
         base: the model it came from.
         out: the adapter's folder.
-        settings: see :class:`attar.merging.extraction_settings.ExtractSettings`.
+        settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
     checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
     return run_extract(model, base, out, checked, force=force, progress=progress)
@@ -180,20 +177,23 @@ def evaluate(
 def generate(
     model: ModelSource, prompts: str | Sequence[str], *, progress: Progress | None = None, **settings: Any
 ) -> list[Result]:
-    """Continue each prompt, all together; one result for each, in their order.
+    """Complete the prompts in one batch; results are in the order of the prompts.
 
-    The model is loaded for this call; :class:`attar.runtime.llm.LLM` keeps one.
+    The model is loaded for this call; :class:`attar.runtime.llm.LLM` keeps it loaded.
 
     Args:
-        settings: see :class:`attar.runtime.settings.TextSettings` for how a text is chosen and
-            :class:`attar.runtime.settings.EngineSettings` for what runs it.
+        settings: of sampling, :class:`attar.runtime.settings.TextSettings`, and of the engine,
+            :class:`attar.runtime.settings.EngineSettings`.
     """
-    engine, texts = load(f"{RUNTIME_SETTINGS}:EngineSettings"), load(f"{RUNTIME_SETTINGS}:TextSettings")
-    known = {each.name for each in fields(engine)}
+    from attar.runtime.settings import EngineSettings, TextSettings
+
+    known = {field.name for field in fields(EngineSettings)}
     origin = PythonOrigin("generate")
-    options = parse(engine, {name: settings[name] for name in settings if name in known}, origin).options()
+    options = parse(
+        EngineSettings, {name: settings[name] for name in settings if name in known}, origin
+    ).options()
     rest = {name: settings[name] for name in settings if name not in known}
-    params = parse(texts, rest, origin).params()
+    params = parse(TextSettings, rest, origin).params()
     check_models(model)
     llm = load("attar.runtime.llm:LLM")(model, **options)
     results: list[Result] = llm.generate(prompts, params, progress=progress or SILENT)
@@ -201,9 +201,9 @@ def generate(
 
 
 def inspect(model: ModelSource) -> Inspection:
-    """What a checkpoint is: architecture, parameters by part, bits, lineage, duties. Reads no weights."""
-    found: Inspection = load("attar.checkpoint.inspect:inspect")(model)
-    return found
+    """Architecture, parameters by part, bits, lineage and duties of a checkpoint. Reads no weights."""
+    inspection: Inspection = load("attar.checkpoint.inspect:inspect")(model)
+    return inspection
 
 
 def run(
@@ -214,7 +214,7 @@ def run(
     overrides: Iterable[str] = (),
     progress: Progress | None = None,
 ) -> RunResult:
-    """Run a recipe, or go on where an earlier run stopped.
+    """Run a recipe, or continue an earlier run.
 
     Args:
         recipe: the YAML file.
@@ -264,15 +264,15 @@ def run_stage(
 ) -> Checkpoint:
     """Call a stage function with settings that are checked already."""
     check_models(model, teacher)
-    signal: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
-    if verb == "quantize":  # said before transformers is imported
+    teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    if verb == "quantize":  # refused before transformers is imported
         model = load("attar.checkpoint.open:open_checkpoint")(model)
         load("attar.formats.stated:refuse_packed")(model)
     function = STAGES[verb].run()
-    made: Checkpoint = function(
-        model, Path(out), settings, **signal, progress=progress or SILENT, force=force
+    checkpoint: Checkpoint = function(
+        model, Path(out), settings, **teacher_option, progress=progress or SILENT, force=force
     )
-    return made
+    return checkpoint
 
 
 def config_text(config: str | Path | dict[str, Any]) -> str:
@@ -294,13 +294,15 @@ def run_merge(
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Call the merge with settings that are checked already."""
-    load("attar.merging.settings:yaml_text")(settings.config)  # a wrong path is said before torch is imported
+    load("attar.merging.settings:yaml_text")(
+        settings.config
+    )  # a wrong path is refused before torch is imported
     function = STAGES["merge"].run()
     draw = load("attar.measure.report.conflicts:conflicts_svg")
-    made: Checkpoint = function(
+    checkpoint: Checkpoint = function(
         Path(out), settings, models=models or {}, draw=draw, progress=progress or SILENT, force=force
     )
-    return made
+    return checkpoint
 
 
 def run_extract(
@@ -315,8 +317,8 @@ def run_extract(
     """Call the extraction with settings that are checked already."""
     check_models(model, base)
     function = load("attar.merging.adapters.extract:extract")
-    made: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
-    return made
+    adapter: Path = function(model, base, Path(out), settings, progress=progress or SILENT, force=force)
+    return adapter
 
 
 def run_evaluate(
@@ -329,15 +331,15 @@ def run_evaluate(
     """Call the evaluation with settings that are checked already."""
     check_models(model, reference)
     function = load("attar.measure.evaluate:evaluate")
-    found: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
-    return found
+    measurements: Measurements = function(model, settings, reference=reference, progress=progress or SILENT)
+    return measurements
 
 
 def check_models(*models: ModelSource | None) -> None:
-    """Refuse a path that leads nowhere, before torch and transformers take their seconds to be imported.
+    """Refuse missing paths, before torch and transformers are imported, which takes seconds.
 
     Raises:
-        CheckpointError: there is no such folder, file or embedded model, and it is no hub id.
+        CheckpointError: no such folder, file or embedded model, and not a hub id.
     """
     from attar.checkpoint.paths import find
 
@@ -346,5 +348,5 @@ def check_models(*models: ModelSource | None) -> None:
             find(model)
 
 
-def _settings(verb: str, given: dict[str, Any]) -> Any:
-    return parse(STAGES[verb].settings_class(), given, PythonOrigin(verb))
+def _settings(verb: str, values: dict[str, Any]) -> Any:
+    return parse(STAGES[verb].settings_class(), values, PythonOrigin(verb))

@@ -116,34 +116,21 @@ def parse_documents(text: str, name: str) -> list[Located]:
     return [root for root in (reader.read(node, ()) for node in nodes) if root.value is not None]
 
 
-def read_documents(path: Path) -> list[Located]:
-    """:func:`parse_documents` of a file.
-
-    Raises:
-        RecipeError: the file is missing, not readable, not UTF-8 or not well-formed.
-    """
-    return parse_documents(_text(path), str(path))
-
-
 def read_yaml(path: Path) -> Located:
     """Parse a YAML file.
 
     Raises:
         RecipeError: the file is missing, not readable, not UTF-8 or not well-formed.
     """
-    return parse_yaml(_text(path), str(path))
-
-
-def _text(path: Path) -> str:
-    """The content of a text file."""
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe file") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not text in UTF-8 (byte {error.start})") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_yaml(text, str(path))
 
 
 @contextmanager

@@ -186,8 +186,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.wait() == 1
 
 
-def test_explain_keeps_hints() -> None:
-    assert guard.explain(CheckpointError("a\nb", hint="c\nd")) == ["error: a b", "hint: c d"]
+def test_error_lines_keep_hints() -> None:
+    assert guard.error_lines(CheckpointError("a\nb", hint="c\nd")) == ["error: a b", "hint: c d"]
 
 
 WITHOUT_A_MODEL = {

@@ -125,16 +125,7 @@ def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_serve_hands_every_option_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    from attar.cli import serve
-
-    real = serve.load
-
-    def load(path: str) -> Any:
-        return (
-            (lambda *given, **named: seen.append((given, named))) if path.endswith(":serve") else real(path)
-        )
-
-    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr("attar.runtime.server.serve", lambda *given, **named: seen.append((given, named)))
     options = "--port 0 --kv-tokens 99 --eviction snapkv:64,8 --sequences 7 --waiting 5 --prefix-cache off"
     assert call(["serve", "m", *options.split()]) == 0
     (model, settings), named = seen[0]

@@ -11,8 +11,7 @@ import sys
 import pytest
 
 import attar
-from attar.cli.main import call
-from attar.cli.verbs import VERBS
+from attar.cli.main import VERBS, call
 from attar.recipe.settings import settings_of, short
 from attar.recipe.stages import EVALUATE_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings

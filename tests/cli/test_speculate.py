@@ -15,7 +15,7 @@ from attar.cli.main import call
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.settings import ProfileSettings
 
 
@@ -77,7 +77,7 @@ def test_verification_is_handed_on(
 ) -> None:
     """Exact sampled texts have other noise, so they are not those of plain decoding."""
     monkeypatch.setattr(
-        build, "DraftPolicy", lambda latency, most: Fixed(most)
+        build, "DraftPolicy", lambda latency, most: FixedPolicy(most)
     )  # drafts, whether they pay or not
     hot = ["--temperature", "1.5", "--seed", "3"]
     found = generated(capsys, "--draft", "attar:tiny", "--verification", "exact", *hot)
@@ -113,15 +113,8 @@ def _check_help(
 
 
 def test_serve_hands_speculation_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attar.cli import serve
-
     seen: list[dict[str, Any]] = []
-    real = serve.load
-
-    def load(path: str) -> Any:
-        return (lambda *given, **named: seen.append(named)) if path.endswith(":serve") else real(path)
-
-    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.setattr("attar.runtime.server.serve", lambda *given, **named: seen.append(named))
     assert call(["serve", "m", "--speculate", "lookahead", "--drafts", "7", "--verification", "exact"]) == 0
     assert call(["serve", "m", "--draft", "small"]) == 0
     assert [seen[0][name] for name in FLAGS] == ["lookahead", None, 7, "exact"]
@@ -133,7 +126,7 @@ def test_bench_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert call([*BENCH, *sets, "--speculate", "ngram", "--draft", "attar:tiny"]) == 0
     shown = capsys.readouterr().out
     lines = shown.splitlines()
-    said = r"attar:tiny, runner (compiled|modules), 10 tokens a text, greedy, 1 round"
+    said = r"attar:tiny, runner (compiled|modules), 10 tokens each, greedy, 1 round"
     assert re.fullmatch(said, lines[0])
     header = "set  method  batch  tok/s  speedup  95 %  accepted  a  tok/pass  theory  drafting  same"
     assert re.split(" {2,}", lines[2]) == header.split("  ")

@@ -8,7 +8,7 @@ from attar.distillation.objectives.overlap import acceptance
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 
 
 def test_it_agrees_along_the_whole_context():
@@ -26,7 +26,7 @@ def test_it_drafts_and_the_text_is_that_of_plain_decoding():
     params = SamplingParams(temperature=0.0, max_tokens=48)
     plain = [result.token_ids for result in LLM("attar:tiny", kv_tokens=512).generate(prompts, params)]
     llm = LLM("attar:tiny", draft="attar:draft", kv_tokens=512)
-    llm.engine.speculator.policy = Fixed(3)  # whether that pays or not
+    llm.engine.speculator.policy = FixedPolicy(3)  # whether that pays or not
     assert [result.token_ids for result in llm.generate(prompts, params)] == plain
     counts = llm.engine.speculator.counts
     assert counts.accepted > 0.4 * counts.drafted > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attar.errors import ModelError
-from attar.merging.conflicts import Conflict, measure_conflicts, stride, summary
+from attar.merging.conflicts import ConflictSums, measure_conflicts, stride, summary
 
 
 def family(models: int, shape: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32):
@@ -105,7 +105,7 @@ def test_sums_add_up():
 
 def test_plain_keeps_every_bit():
     conflict = measure_conflicts(*family(3, (13, 7), 7))
-    assert Conflict.from_plain(json.loads(json.dumps(conflict.plain()))) == conflict
+    assert ConflictSums.from_plain(json.loads(json.dumps(conflict.plain()))) == conflict
 
 
 def test_shapes_must_agree():
@@ -143,7 +143,7 @@ def test_summary_by_layer_and_part_whatever_the_order():
 
 def test_sums_are_added_in_one_order():
     """In float64, (1e20 - 1e20) + 1 is not (1e20 + 1) - 1e20."""
-    one = Conflict(1, 1.0, (1.0, 1.0), (1, 1), (0, 0), (1.0,), (1,), (1,))
+    one = ConflictSums(1, 1.0, (1.0, 1.0), (1, 1), (0, 0), (1.0,), (1,), (1,))
     parts = [
         (f"model.layers.0.mlp.{leaf}.weight", 0, replace(one, dots=(dot,)))
         for leaf, dot in (("a", 1e20), ("b", -1e20), ("c", 1.0))

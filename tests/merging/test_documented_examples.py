@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import attar
-from attar.merging.config.parse import parse_configs
+from attar.merging.config.documents import parse_configs
 from tests import tiny_models
 from tests.merging.views import FakeView, plan_config, view
 
@@ -312,7 +312,7 @@ def test_example_is_planned(name: str) -> None:
         assert layers == set(range(plan.config["num_hidden_layers"]))
         assert len(plan.outputs) == 9 * len(layers) + 3
         for output in plan.outputs:
-            assert all(len(values) == len(output.inputs) for values in output.each.values())
+            assert all(len(values) == len(output.inputs) for values in output.per_model.values())
             assert output.dtype == (config.dtype or "float32")
         assert plan.config["vocab_size"] == (352 if config.tokenizer else 320)
 

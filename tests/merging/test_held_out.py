@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, DataError, ModelError
-from attar.merging.held_out import HeldOut, fill
+from attar.merging.held_out import HeldOutText, fill
 from attar.models.load import empty_model
 from tests import tiny_models
 
@@ -21,7 +21,7 @@ def filled(checkpoint, state):
 
 def held_out(rows=6, length=12, mask_token=3):
     draw = torch.Generator().manual_seed(1)
-    return HeldOut(torch.randint(4, tiny_models.VOCABULARY, (rows, length), generator=draw), mask_token)
+    return HeldOutText(torch.randint(4, tiny_models.VOCABULARY, (rows, length), generator=draw), mask_token)
 
 
 @pytest.mark.parametrize("family", ["llama2", "qwen3", "gpt2", "gpt_neox", "bert", "distilbert"])
@@ -63,7 +63,7 @@ def test_text_is_packed_once_and_cut_to_the_context(tmp_path):
     config = open_checkpoint(folder).config
 
     def text(seed=0, length=32, data=tmp_path):
-        return HeldOut.of(folder, config, data=str(data), samples=3, sequence_length=length, seed=seed)
+        return HeldOutText.of(folder, config, data=str(data), samples=3, sequence_length=length, seed=seed)
 
     assert text().rows.shape == (3, 32) and text().mask_token is not None
     assert torch.equal(text().rows, text().rows)

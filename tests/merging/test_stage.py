@@ -22,7 +22,7 @@ from attar.cli.main import call
 from attar.merging.config.schema import SEARCHED
 from attar.merging.methods import METHODS
 from attar.merging.planning.parameters import method_of
-from attar.merging.preview import preview
+from attar.merging.planning.prepare import preview
 from attar.merging.settings import MergeSettings
 from attar.merging.weights import Merge
 from tests import tiny_models
@@ -281,7 +281,7 @@ def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
     file = tmp_path / "merge.yml"
     file.write_text(yaml.safe_dump({"merge_method": name, "models": models, **more}, sort_keys=False))
     notes = preview(MergeSettings(config=str(file)), family).to_dict()["documents"][0]["notes"]
-    uses = "weight" in {parameter.name for parameter in method_of(name).each}
+    uses = "weight" in {parameter.name for parameter in method_of(name).per_model}
     unused = [f"{file}:{line}: weight is not a parameter of {name}: without effect" for line in (5, 8)]
     assert [note for note in notes if "not a parameter" in note] == ([] if uses else unused)
 
@@ -440,14 +440,14 @@ def test_quality_is_measured_on_text_that_no_search_sees(merged, monkeypatch):
 
     splits = []
 
-    class Spy(quality.HeldOut):
+    class Spy(quality.HeldOutText):
         @classmethod
         def of(cls, *args, **settings):
             splits.append(settings.get("split", "calibration"))
             return quality_of(*args, **settings)
 
-    quality_of = quality.HeldOut.of
-    monkeypatch.setattr(choose, "HeldOut", Spy)
-    monkeypatch.setattr(quality, "HeldOut", Spy)
+    quality_of = quality.HeldOutText.of
+    monkeypatch.setattr(choose, "HeldOutText", Spy)
+    monkeypatch.setattr(quality, "HeldOutText", Spy)
     merged(LINEAR, search=2, tokens=64, samples=2, sequence_length=32)
     assert splits == ["calibration", "evaluation", "evaluation", "evaluation"]

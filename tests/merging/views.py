@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from attar.checkpoint.tensors import stored_dtype
-from attar.merging.config.parse import parse_configs
+from attar.merging.config.documents import parse_configs
 from attar.merging.config.schema import MergeConfig
-from attar.merging.planning.plan import Plan, make_plan
+from attar.merging.planning.plan import MergePlan, make_plan
 from tests import tiny_models
 
 
@@ -69,7 +69,7 @@ def view(name: str, family: str = "llama2", dtype: str = "F32", **changes: Any) 
     return FakeView(name, dict(config), infos)
 
 
-def plan_of(text: str, *views: FakeView, vocabulary: Any = None, compat: str = "mergekit") -> Plan:
+def plan_of(text: str, *views: FakeView, vocabulary: Any = None, compat: str = "mergekit") -> MergePlan:
     """Plan one document over models called by their names."""
     (config,) = parse_configs(text)
     return plan_config(config, *views, vocabulary=vocabulary, compat=compat)
@@ -77,7 +77,7 @@ def plan_of(text: str, *views: FakeView, vocabulary: Any = None, compat: str = "
 
 def plan_config(
     config: MergeConfig, *views: FakeView, vocabulary: Any = None, compat: str = "mergekit"
-) -> Plan:
+) -> MergePlan:
     """Plan a document that is read already."""
     known = {each.name: each for each in views}
     return make_plan(config, lambda reference: known[reference.model], vocabulary, compat=compat)

@@ -8,15 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from attar.cli.command import Answer, argument, read_settings, settings_options, text_option
-from attar.cli.command import build as build_command
-from attar.cli.guard import explain, say
+from attar.cli.command import (
+    Answer,
+    argument,
+    build_command,
+    read_settings,
+    settings_options,
+    text_option,
+)
+from attar.cli.guard import error_lines, print_lines
 from attar.errors import AttarError, nearest
 from attar.progress import Progress
-from attar.recipe.stages import load
+from attar.runtime.settings import ChatSettings, EngineSettings
 from attar.verbs import check_models
 
-_SETTINGS = "attar.runtime.settings"
 _EXAMPLE = "attar chat attar:smollm2"
 _NOT_FOR_CHAT = ("n", "logprobs", "prompt_logprobs", "skip_special_tokens", "ignore_eos")
 _QUOTES = '"""'
@@ -29,24 +34,26 @@ _HELP = f"""\
 Ctrl-C stops an answer. {_QUOTES} begins and ends a message of several lines."""
 
 
-def build(verb: str) -> Any:
+def build_chat(verb: str) -> Any:
     """The command."""
-    engine, texts = load(f"{_SETTINGS}:EngineSettings"), load(f"{_SETTINGS}:ChatSettings")
     parameters = [
         argument("model", "a folder, a .gguf file, a hub id (org/name@revision) or attar:smollm2"),
         text_option("system", "--system", "-s", help="the system message"),
-        *settings_options(texts, without=_NOT_FOR_CHAT),
-        *settings_options(engine),
+        *settings_options(ChatSettings, without=_NOT_FOR_CHAT),
+        *settings_options(EngineSettings),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         check_models(values["model"])
-        params = read_settings(texts, verb, values).params()
-        options = read_settings(engine, verb, values).options()
+        params = read_settings(ChatSettings, verb, values).params()
+        options = read_settings(EngineSettings, verb, values).options()
+        from attar.runtime.chat import Chat
+        from attar.runtime.llm import LLM
+
         with progress.task("load", total=1) as task:
-            llm = load("attar.runtime.llm:LLM")(values["model"], **options)
+            llm = LLM(values["model"], **options)
             task.advance()
-        chat = load("attar.runtime.chat:Chat")(llm, params, values["system"])
+        chat = Chat(llm, params, values["system"])
         terminal = sys.stdin is not None and sys.stdin.isatty()
         return Answer(
             lambda: _data(chat, _messages(terminal)), lambda: _converse(chat, _messages(terminal), terminal)
@@ -56,10 +63,10 @@ def build(verb: str) -> Any:
 
 
 def _messages(terminal: bool) -> Iterator[str]:
-    """What the user writes, a line or a block in quotes at a time; ends where the input ends."""
+    """The user's messages: lines, or blocks in triple quotes; ends with the input."""
     if terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401  # input() then edits lines and remembers them
+            import readline  # noqa: F401  # gives input() line editing and a history
     while True:
         try:
             line = _line("> ", terminal)
@@ -108,11 +115,11 @@ def _converse(chat: Any, messages: Iterator[str], terminal: bool) -> None:
         except AttarError as error:
             if not terminal:
                 raise
-            say(*explain(error))
+            print_lines(*error_lines(error))
 
 
 def _answer(chat: Any, message: str) -> None:
-    """Print an answer as it comes; Ctrl-C stops it."""
+    """Print an answer as it is generated; Ctrl-C stops it."""
     with _interrupts() as stopped:
         for piece in chat.ask(message, stopped):
             print(piece, end="", flush=True)
@@ -124,17 +131,17 @@ def _answer(chat: Any, message: str) -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed inside: it waits for the end of a step, so that the engine stays whole."""
+    """Whether Ctrl-C was pressed: it takes effect after a step, so that the engine stays consistent."""
     pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    previous = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
         yield lambda: bool(pressed)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 def _command(chat: Any, line: str) -> bool:
-    """Do what a line with a slash says; False ends the conversation."""
+    """Run a command of a line with a slash; False ends the conversation."""
     name, _, rest = line.partition(" ")
     if name in ("/exit", "/quit"):
         return False
@@ -156,15 +163,15 @@ def _command(chat: Any, line: str) -> bool:
 
 
 def _stats(chat: Any) -> list[str]:
-    """The last answer, and all of them."""
+    """Statistics of the last answer, and of all answers."""
     if not chat.stats:
         return ["no answer yet"]
     last = chat.stats[-1]
     first = "-" if last.first_token_s is None else f"{last.first_token_s:.2f} s"
     speed = "-" if last.tokens_per_second is None else f"{last.tokens_per_second:.1f}"
-    answers, tokens = len(chat.stats), sum(each.tokens for each in chat.stats)
+    answers, tokens = len(chat.stats), sum(stats.tokens for stats in chat.stats)
     prompts, cached = (
-        sum(getattr(each, f"{name}_tokens") for each in chat.stats) for name in ("prompt", "cached")
+        sum(getattr(stats, f"{name}_tokens") for stats in chat.stats) for name in ("prompt", "cached")
     )
     return [
         f"last answer   {last.tokens:,} tokens, {speed} tokens/s, first token after {first}",
@@ -175,7 +182,7 @@ def _stats(chat: Any) -> list[str]:
 
 
 def _data(chat: Any, messages: Iterator[str]) -> dict[str, Any]:
-    """The conversation for ``--json``; commands work, and what they print goes to stderr."""
+    """The conversation for ``--json``; output of commands goes to stderr."""
     _converse(chat, messages, terminal=False)
     system = [] if chat.system is None else [{"role": "system", "content": chat.system}]
-    return {"messages": [*system, *chat.messages], "answers": [each.to_dict() for each in chat.stats]}
+    return {"messages": [*system, *chat.messages], "answers": [stats.to_dict() for stats in chat.stats]}

@@ -1,4 +1,4 @@
-"""Build one command: parameters from a settings class, the options that every verb has, output, errors.
+"""Building a command: parameters from a settings class, the options of every verb, output and errors.
 
 Every option arrives as text and is checked by the settings class itself, so that the command line, recipes
 and Python have one set of rules and one wording.
@@ -18,20 +18,21 @@ from typing import Any
 import typer
 import typer.main
 
-from attar.cli.guard import guarded
+from attar.cli.guard import exit_on_error
 from attar.progress import SILENT, Progress, Terminal
 from attar.recipe.settings import CommandOrigin, SettingField, option, parse, settings_of, short
 
+MODEL_HELP = "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a verb says.
+    """The output of a verb.
 
     Args:
-        data: for ``--json``, or a function that makes it.
-        text: for people: the text, or a function that prints it.
+        data: for ``--json``, or a function that returns it.
+        text: for people, or a function that prints it.
     """
 
     data: dict[str, Any] | Callable[[], dict[str, Any]]
@@ -42,7 +43,7 @@ class Answer:
         if as_json:
             with redirect_stdout(sys.stderr):
                 data = self.data() if callable(self.data) else self.data
-            print(_json(data), flush=True)
+            print(_json_text(data), flush=True)
         elif callable(self.text):
             self.text()
         else:
@@ -50,10 +51,10 @@ class Answer:
 
 
 Act = Callable[[dict[str, Any], Progress], Answer]
-"""The work of a verb: the values of its parameters and where to report to; gives the answer."""
+"""The work of a verb: from the values of its parameters to its output."""
 
 
-def build(
+def build_command(
     name: str,
     help: str,
     example: str,
@@ -65,24 +66,20 @@ def build(
     """A command for the group.
 
     Args:
-        name: the verb.
-        help: what it does.
-        example: a command line, shown at the end of its help.
-        parameters: its arguments and options.
-        act: its work.
-        resumes: whether the same command goes on after an interruption.
+        example: a command line, shown at the end of the help.
+        resumes: whether the same command continues after an interruption.
     """
 
     def callback(**values: Any) -> None:
         quiet, as_json, debug = (values.pop(flag) for flag in ("quiet", "json", "debug"))
         progress: Progress = SILENT if quiet else Terminal()
-        with guarded(debug=debug, resumes=resumes):
-            # whatever a library prints while it works must not end up between the data
+        with exit_on_error(debug=debug, resumes=resumes):
+            # output of libraries must not mix with the data
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = act(values, progress)
             answer.show(as_json=as_json)
 
-    callback.__signature__ = inspect.Signature([*parameters, *_common()])  # type: ignore[attr-defined]
+    callback.__signature__ = inspect.Signature([*parameters, *_common_options()])  # type: ignore[attr-defined]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     epilog = f"\b\nExample:\n  {example}"
@@ -133,13 +130,13 @@ def settings_options(cls: type, without: Sequence[str] = ()) -> list[inspect.Par
 
 
 def read_settings(cls: type, verb: str, values: dict[str, Any]) -> Any:
-    """Settings from the options that were given.
+    """Settings from the options on the command line.
 
     Raises:
         UsageError: names the option.
     """
     names = {setting.name for setting in settings_of(cls)}
-    # some versions of typer give an empty list where an option that may be repeated is absent
+    # some versions of typer return an empty list for an absent option that may be repeated
     given = {name: value for name, value in values.items() if name in names and value not in (None, [], ())}
     return parse(cls, given, CommandOrigin(verb))
 
@@ -148,9 +145,11 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
     spelling = option(setting.name)
     default = "required" if setting.default is dataclasses.MISSING else f"default: {short(setting.default)}"
     if setting.flag:
-        both = f"{spelling}/--no-{spelling[2:]}"
-        words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
-        return _parameter(setting.name, bool, typer.Option(None, both, help=words, show_default=False))
+        both_spellings = f"{spelling}/--no-{spelling[2:]}"
+        help = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
+        return _parameter(
+            setting.name, bool, typer.Option(None, both_spellings, help=help, show_default=False)
+        )
     choices = [str(choice) for choice in setting.choices]
     metavar = "|".join(choices) or _METAVARS.get(setting.kind, "TEXT")
     info = typer.Option(
@@ -171,7 +170,7 @@ def _completer(choices: list[str]) -> Callable[[str], list[str]]:
     return complete
 
 
-def _common() -> list[inspect.Parameter]:
+def _common_options() -> list[inspect.Parameter]:
     """The options of every verb."""
     return [
         flag("json", "--json", help="print the result as JSON on stdout, and nothing else"),
@@ -184,7 +183,7 @@ def _parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind)
 
 
-def _json(data: dict[str, Any]) -> str:
+def _json_text(data: dict[str, Any]) -> str:
     from attar.checkpoint.card import plain
 
     return json.dumps(plain(data), indent=2, ensure_ascii=False, allow_nan=False)

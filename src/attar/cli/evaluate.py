@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from attar.checkpoint.units import number, table
-from attar.cli.command import Answer, argument, read_settings, settings_options, text_option
-from attar.cli.command import build as build_command
+from attar.checkpoint.units import bytes_text, number, table
+from attar.cli.command import (
+    MODEL_HELP,
+    Answer,
+    argument,
+    build_command,
+    read_settings,
+    settings_options,
+    text_option,
+)
+from attar.measure.settings import EvaluateSettings
 from attar.progress import Progress
-from attar.recipe.stages import EVALUATE_SETTINGS, load
 from attar.verbs import run_evaluate
 
 _EXAMPLE = "attar evaluate out/w4 --reference attar:tiny --tokens 16384"
@@ -26,25 +33,24 @@ _ROWS = (
     ("transformers: decode, tokens/s", "transformers_decode_tokens_per_s", ".1f"),
 )
 _SCORES = ("acc", "acc_norm")
-_ASKED = ("quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
+_OPTIONAL = ("quality_kept", "transformers_prefill_tokens_per_s", "transformers_decode_tokens_per_s")
 
 
-def build(verb: str) -> Any:
+def build_evaluate(verb: str) -> Any:
     """The command."""
-    cls = load(EVALUATE_SETTINGS)
     parameters = [
-        argument("model", "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"),
+        argument("model", MODEL_HELP),
         text_option(
             "reference",
             "--reference",
             help="the model to compare with: adds KL and agreement",
             metavar="BASE",
         ),
-        *settings_options(cls),
+        *settings_options(EvaluateSettings),
     ]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
-        settings = read_settings(cls, verb, values)
+        settings = read_settings(EvaluateSettings, verb, values)
         record = run_evaluate(
             values["model"], settings, reference=values["reference"], progress=progress
         ).to_dict()
@@ -56,9 +62,7 @@ def build(verb: str) -> Any:
 
 
 def _text(record: dict[str, Any]) -> str:
-    from attar.checkpoint.units import bytes_text
-
-    shown = [row for row in _ROWS if record.get(row[1]) is not None or row[1] not in _ASKED]
+    shown = [row for row in _ROWS if record.get(row[1]) is not None or row[1] not in _OPTIONAL]
     rows = [(label, number(record.get(key), form)) for label, key, form in shown]
     tasks = record.get("tasks") or ()
     rows += [(f"{task['name']}, {name}", _share(task, name)) for task in tasks for name in _SCORES]
@@ -66,18 +70,20 @@ def _text(record: dict[str, Any]) -> str:
     if "data" in record:
         rows.append(("text", record["data"] + (", held out" if record["held_out"] else ", NOT held out")))
     rows.append(("peak memory", bytes_text(record["peak_rss_bytes"])))
+    runner = record.get("runner", "-")
+    engine = "transformers" if runner == "transformers" else f"attar, {runner} runner"
     note = f" ({record['runner_note']})" if record.get("runner_note") else ""
     rows += [
-        ("runner", f"{record.get('runner', '-')}{note}"),
+        ("engine", f"{engine}{note}"),
         ("activations", record.get("activations", "-")),
     ]
-    rows.append(("keys and values", record.get("kv_dtype", "-")))
+    rows.append(("KV cache", record.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
     sample = record.get("sample")
     return f"{text}\n\n{record.get('prompt') or ''}{sample}" if sample else text
 
 
 def _share(task: dict[str, Any], name: str) -> str:
-    """``54.1% ± 1.0%``: a part of the questions with its standard error."""
+    """``54.1% ± 1.0%``: a share with its standard error."""
     error = task[f"{name}_stderr"]
     return f"{task[name]:.1%} ± {error:.1%}" if error is not None else f"{task[name]:.1%}"

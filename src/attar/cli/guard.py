@@ -1,6 +1,6 @@
 """From an exception to one or two lines on stderr and an exit code.
 
-0 done, 1 failed, 2 used wrongly, 130 interrupted.
+0 success, 1 failure, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from attar.recipe.settings import option
 
 
 @contextmanager
-def guarded(*, debug: bool, resumes: bool) -> Iterator[None]:
-    """Turn whatever the block raises into a message and an exit.
+def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
+    """Turn an exception of the block into a message and an exit.
 
     Args:
-        debug: show the traceback as well.
-        resumes: after an interruption, the same command goes on.
+        debug: print the traceback as well.
+        resumes: the same command continues after an interruption.
     """
     try:
         yield
     except typer.Exit:
         raise
-    except BrokenPipeError:  # the reader of our output has gone, as in `attar inspect MODEL | head -1`
+    except BrokenPipeError:  # the reader of stdout has exited, as in `attar inspect MODEL | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        say(f"stopped; to go on: {_again()}" if resumes else "stopped")
+        print_lines(f"stopped; to go on: {_command_line()}" if resumes else "stopped")
         raise typer.Exit(130) from None
     except Exception as error:
         if debug:
             traceback.print_exc(file=sys.stderr)
-        say(*explain(error))
+        print_lines(*error_lines(error))
         raise typer.Exit(error.exit_code if isinstance(error, AttarError) else 1) from None
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     """Write lines to stderr."""
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
-def explain(error: Exception) -> list[str]:
+def error_lines(error: Exception) -> list[str]:
     """An exception in one line, and a hint where there is one."""
     if isinstance(error, SettingsError) and error.field.isidentifier():
         hint = error.hint
@@ -61,16 +61,16 @@ def explain(error: Exception) -> list[str]:
     if isinstance(error, OSError) and error.strerror:
         return _lines(f"{error.filename or 'the system'}: {error.strerror}", None)
     where = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f" ({where[0].filename.rpartition('/')[2]}:{where[0].lineno})" if where else ""
-    message = f"this is a bug of attar: {type(error).__name__}: {error}{place}"
+    location = f" ({where[0].filename.rpartition('/')[2]}:{where[0].lineno})" if where else ""
+    message = f"this is a bug of attar: {type(error).__name__}: {error}{location}"
     return _lines(message, "run it again with --debug and report what it prints")
 
 
 def _lines(message: str, hint: str | None) -> list[str]:
-    one = " ".join(message.split())
-    return [f"error: {one}", f"hint: {' '.join(hint.split())}"] if hint else [f"error: {one}"]
+    line = f"error: {' '.join(message.split())}"
+    return [line, f"hint: {' '.join(hint.split())}"] if hint else [line]
 
 
-def _again() -> str:
-    """This command, without what would start it over."""
+def _command_line() -> str:
+    """This command, without the option that would start over."""
     return shlex.join(["attar", *(word for word in sys.argv[1:] if word != "--fresh")])

@@ -1,4 +1,4 @@
-"""The command ``attar``: a group of verbs that are built when they are called for."""
+"""The command ``attar``: a group of verbs, each built when it is called."""
 
 from __future__ import annotations
 
@@ -12,18 +12,38 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
-from attar.cli.guard import explain, say
-from attar.cli.verbs import VERBS
+from attar.cli.guard import error_lines, print_lines
 from attar.errors import AttarError, UsageError, did_you_mean, nearest
-from attar.recipe.stages import load
+from attar.recipe.stages import STAGES, load
 
-# typer brings its own copy of click in newer versions: the base of its errors is found through one that it
-# exports
+VERBS: dict[str, tuple[str, str]] = {
+    "demo": ("Run the main job on the embedded model.", "attar.cli.run:build_demo"),
+    "run": ("Run a recipe; goes on where it was stopped.", "attar.cli.run:build_run"),
+    **{
+        verb: (
+            stage.summary,
+            "attar.cli.stage:build_merge" if stage.merges else "attar.cli.stage:build_stage",
+        )
+        for verb, stage in STAGES.items()
+    },
+    "extract": ("Write the difference of two models as a LoRA adapter.", "attar.cli.stage:build_extract"),
+    "evaluate": ("Measure quality, size, speed and memory.", "attar.cli.evaluate:build_evaluate"),
+    "generate": ("Continue a prompt.", "attar.cli.generate:build_generate"),
+    "chat": ("Talk with a model.", "attar.cli.chat:build_chat"),
+    "bench": ("Measure how fast a model answers.", "attar.cli.bench:build_bench"),
+    "serve": ("Serve a model over HTTP, as OpenAI's API does.", "attar.cli.serve:build_serve"),
+    "inspect": ("Show what a checkpoint is and where it comes from.", "attar.cli.inspect:build_inspect"),
+    "plan-kv": ("Show what a KV cache takes, and what fits a budget.", "attar.cli.plan_kv:build_plan_kv"),
+    "report": ("Build the report of a run again.", "attar.cli.run:build_report"),
+}
+"""Verb to its summary and to the function that builds its command; printing the table imports none."""
+
+# newer versions of typer contain a copy of click: the base of its errors is found through an exported one
 _TyperError: Any = typer.BadParameter.__mro__[2]
 
 
 class LazyGroup(TyperGroup):
-    """Lists the verbs from a table and imports one only when it is used."""
+    """Lists the verbs from the table, and imports one when it is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The verbs, in the order of the table."""
@@ -51,7 +71,7 @@ app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, no_args_is_help=False, i
 
 def _version(value: bool) -> None:
     if value:
-        from attar.version import __version__
+        from attar import __version__
 
         print(f"attar {__version__}")
         raise typer.Exit
@@ -79,38 +99,38 @@ def call(argv: list[str]) -> int:
     try:
         code = command.main(argv, prog_name="attar", standalone_mode=False)
     except AttarError as error:
-        say(*explain(error))
+        print_lines(*error_lines(error))
         return error.exit_code
     except _TyperError as error:
-        say(*_wrong_use(error))
+        print_lines(*_usage_error_lines(error))
         return int(error.exit_code)
     return code if isinstance(code, int) else 0
 
 
-def _wrong_use(error: Any) -> list[str]:
-    """What the parser of the command line did not understand, in one line and a hint."""
+def _usage_error_lines(error: Any) -> list[str]:
+    """An error of the command line's parser, in one line and a hint."""
     context = getattr(error, "ctx", None)
     hint = f"{getattr(context, 'command_path', 'attar')} --help"
     name = getattr(error, "option_name", None)
     if name and context is not None:  # an unknown option
         known = [spelling for parameter in context.command.get_params(context) for spelling in parameter.opts]
         close = nearest(name, [spelling for spelling in known if spelling.startswith("--")])
-        tail = f"; did you mean {close!r}?" if close else ""
-        return [f"error: no option {name!r} in {context.command_path}{tail}", f"hint: {hint}"]
+        suggestion = f"; did you mean {close!r}?" if close else ""
+        return [f"error: no option {name!r} in {context.command_path}{suggestion}", f"hint: {hint}"]
     return [f"error: {' '.join(error.format_message().split())}", f"hint: {hint}"]
 
 
-class _Warnings(logging.Handler):
-    """What attar's own code logs as a warning or worse: a line on stderr, as everything that is said."""
+class _StderrHandler(logging.Handler):
+    """Prints attar's own warnings and errors on stderr, a line each."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{record.levelname.lower()}: {self.format(record)}")
+        print_lines(f"{record.levelname.lower()}: {self.format(record)}")
 
 
 def main() -> None:
     """Entry point of the command."""
-    logging.getLogger("attar").addHandler(_Warnings(logging.WARNING))
-    # libraries that talk on their own would drown attar's progress
+    logging.getLogger("attar").addHandler(_StderrHandler(logging.WARNING))
+    # messages of libraries would bury attar's progress
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -6,8 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from attar.cli.command import Answer, argument, many_option, text_option
-from attar.cli.command import build as build_command
+from attar.cli.command import Answer, argument, build_command, many_option, text_option
 from attar.errors import SettingsError
 from attar.progress import Progress
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from attar.runtime.kv.memory import KVPlan
 
 
-def build(verb: str) -> Any:
+def build_plan_kv(verb: str) -> Any:
     """The command."""
     parameters = [
         argument("model", "a folder, a config.json, a .gguf file, a hub id or attar:tiny"),
@@ -34,7 +33,7 @@ def build(verb: str) -> Any:
         config = read_config(values["model"])
         own = geometry(config, "bfloat16").context
         usual = [size for size in (1024, 4096) if own is None or size < own] + ([own] if own else [])
-        made = plan_kv(
+        plan = plan_kv(
             layer_shapes(config),
             contexts=_numbers("context", values["context"]) or usual,
             batches=_numbers("batch", values["batch"]) or [1, 8],
@@ -42,7 +41,7 @@ def build(verb: str) -> Any:
             budget=byte_count("budget", values["budget"] or "") or None,
             block_size=(_numbers("block-size", [values["block_size"] or "32"]))[0],
         )
-        return Answer(asdict(made), lambda: _print(made))
+        return Answer(asdict(plan), lambda: _print(plan))
 
     help = (
         "Show how many bytes keys and values take, by context, batch and format, and what fits a budget. "
@@ -60,18 +59,18 @@ def _numbers(name: str, texts: list[str] | None) -> list[int]:
     return [int(text) for text in texts or []]
 
 
-def _print(made: KVPlan) -> None:
+def _print(plan: KVPlan) -> None:
     from attar.runtime.kv.memory import plan_table
 
-    head, rows = plan_table(made)
-    print(made.model)
+    head, rows = plan_table(plan)
+    print(plan.model)
     if sys.stdout.isatty():
         _rich(head, rows)
     else:
         from attar.checkpoint.units import table
 
         print(table(head, rows))
-    if any(cell.fits is False for cell in made.cells):
+    if any(cell.fits is False for cell in plan.cells):
         print("! more than the budget")
 
 
@@ -80,9 +79,9 @@ def _rich(head: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(box=SIMPLE_HEAD)
+    grid = Table(box=SIMPLE_HEAD)
     for column, name in enumerate(head):
-        drawn.add_column(name, justify="right" if column else "left")
+        grid.add_column(name, justify="right" if column else "left")
     for row in rows:
-        drawn.add_row(*(f"[red]{cell}[/red]" if cell.endswith("!") else cell for cell in row))
-    Console().print(drawn)
+        grid.add_row(*(f"[red]{cell}[/red]" if cell.endswith("!") else cell for cell in row))
+    Console().print(grid)

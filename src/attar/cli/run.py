@@ -1,4 +1,4 @@
-"""``attar run RECIPE`` and ``attar demo``, which is the same with the recipe that travels with attar."""
+"""``attar run RECIPE``, ``attar demo`` (the same with the embedded recipe) and ``attar report RUN_DIR``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from attar.cli.command import Answer, argument, flag, many_option, text_option
-from attar.cli.command import build as build_command
+from attar.cli.command import Answer, argument, build_command, flag, many_option, text_option
 from attar.progress import Progress
 
 
@@ -16,7 +15,7 @@ def build_run(verb: str) -> Any:
     parameters = [argument("recipe", "a YAML file"), *_parameters("runs/<name of the recipe>")]
 
     def act(values: dict[str, Any], progress: Progress) -> Answer:
-        return _act(Path(values["recipe"]), values, progress)
+        return _run(Path(values["recipe"]), values, progress)
 
     help = (
         "Run a recipe: plan, show the plan, then do what is not done yet. The same command after an "
@@ -32,7 +31,7 @@ def build_demo(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         from attar.verbs import quickstart
 
-        return _act(quickstart(), values, progress)
+        return _run(quickstart(), values, progress)
 
     help = (
         "Run the main job on the embedded model: distill, prune, recover, quantize and measure, then show "
@@ -41,8 +40,22 @@ def build_demo(verb: str) -> Any:
     return build_command(verb, help, "attar demo", _parameters("runs/quickstart"), act, resumes=True)
 
 
+def build_report(verb: str) -> Any:
+    """The command ``report``."""
+    parameters = [argument("run_dir", "the folder of a run", "RUN_DIR")]
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        from attar.verbs import report
+
+        path = report(values["run_dir"])
+        return Answer({"report": str(path)}, str(path))
+
+    help = "Build the report of a run again: one HTML file that needs no network."
+    return build_command(verb, help, "attar report runs/quickstart", parameters, act)
+
+
 def _parameters(folder: str) -> list[inspect.Parameter]:
-    setting = "change a value of the recipe: key=value; stages by place (from 0) or name"
+    setting = "change a value of the recipe: key=value; stages by number (from 0) or name"
     return [
         text_option("out", "--out", "-o", help=f"folder of the run  [default: {folder}]", metavar="DIR"),
         many_option("changes", "--set", help=setting, metavar="KEY=VALUE"),
@@ -51,7 +64,7 @@ def _parameters(folder: str) -> list[inspect.Parameter]:
     ]
 
 
-def _act(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
+def _run(path: Path, values: dict[str, Any], progress: Progress) -> Answer:
     from attar.recipe.runfolder import default_folder
     from attar.recipe.schema import load_recipe
 

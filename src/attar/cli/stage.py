@@ -1,21 +1,33 @@
-"""``attar distill|prune|recover|quantize|export MODEL -o OUT``: one builder, options from the settings."""
+"""``attar distill|prune|recover|quantize|export MODEL -o OUT``, ``attar merge CONFIG.yml -o OUT`` and
+``attar extract MODEL --base BASE -o OUT``: options from the settings.
+"""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
-from attar.cli.command import Answer, argument, flag, read_settings, settings_options, text_option
-from attar.cli.command import build as build_command
+from attar.checkpoint.units import bytes_text, table
+from attar.cli.command import (
+    Answer,
+    argument,
+    build_command,
+    flag,
+    read_settings,
+    settings_options,
+    text_option,
+)
+from attar.errors import UsageError
 from attar.progress import Progress
-from attar.recipe.stages import STAGES
-from attar.verbs import run_stage
+from attar.recipe.stages import EXTRACT_SETTINGS, STAGES, load
+from attar.verbs import run_extract, run_merge, run_stage
 
 _MODEL = "a folder, a hub id (org/name@revision) or attar:tiny"
 
 
-def build(verb: str) -> Any:
-    """The command of a stage."""
+def build_stage(verb: str) -> Any:
+    """The command of a stage with one model."""
     stage = STAGES[verb]
     cls = stage.settings_class()
     parameters = [
@@ -31,7 +43,7 @@ def build(verb: str) -> Any:
     def act(values: dict[str, Any], progress: Progress) -> Answer:
         settings = read_settings(cls, verb, values)
         start = time.monotonic()
-        made = run_stage(
+        checkpoint = run_stage(
             verb,
             values["model"],
             values["out"],
@@ -40,19 +52,96 @@ def build(verb: str) -> Any:
             force=values["force"],
             progress=progress,
         )
-        return _answer(made, values["out"], time.monotonic() - start)
+        data = _checkpoint_data(checkpoint, time.monotonic() - start)
+        lines = [_size_line(values["out"], checkpoint.nbytes)]
+        if checkpoint.card and "drafting" in checkpoint.card.details:
+            from attar.distillation.for_drafting import describe_report
+
+            lines.append(describe_report(checkpoint.card.details["drafting"]))
+        return Answer(data, "\n".join(lines))
 
     return build_command(verb, stage.summary, stage.example, parameters, act, resumes=True)
 
 
-def _answer(made: Any, out: str, seconds: float) -> Answer:
-    from attar.checkpoint.units import bytes_text
+def build_merge(verb: str) -> Any:
+    """The command ``merge``."""
+    stage = STAGES[verb]
+    cls = stage.settings_class()
+    parameters = [
+        argument("config", "the models, the method and its parameters, in mergekit's YAML", "CONFIG.yml"),
+        text_option("out", "--out", "-o", help="folder of the new checkpoint", metavar="OUT"),
+        *settings_options(cls, without=("config",)),
+        flag("dry_run", "--dry-run", help="show what would be merged and how the tokenizers align, and stop"),
+        flag("force", "--force", help="replace an existing checkpoint"),
+    ]
 
-    card = made.card.to_dict() if made.card else None
-    data = {"path": str(made.path), "bytes": made.nbytes, "seconds": seconds, "card": card}
-    lines = [f"{out}  {bytes_text(made.nbytes)}"]
-    if made.card and "drafting" in made.card.details:
-        from attar.distillation.for_drafting import describe_report
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        settings = read_settings(cls, verb, values)
+        if values["dry_run"]:
+            from attar.merging.planning.prepare import preview
 
-        lines.append(describe_report(made.card.details["drafting"]))
-    return Answer(data, "\n".join(lines))
+            plan = preview(settings)
+            return Answer(plan.to_dict(), plan.text())
+        if not values["out"]:
+            raise UsageError("no output folder", hint="-o OUT")
+        start = time.monotonic()
+        checkpoint = run_merge(values["out"], settings, force=values["force"], progress=progress)
+        return _merge_answer(checkpoint, values["out"], time.monotonic() - start)
+
+    return build_command(verb, stage.summary, stage.example, parameters, act, resumes=True)
+
+
+def build_extract(verb: str) -> Any:
+    """The command ``extract``."""
+    cls = load(EXTRACT_SETTINGS)
+    parameters = [
+        argument("model", f"the fine-tuned model: {_MODEL}"),
+        text_option("base", "--base", help="the model it came from", metavar="BASE", required=True),
+        text_option("out", "--out", "-o", help="folder of the adapter", metavar="OUT", required=True),
+        *settings_options(cls),
+        flag("force", "--force", help="replace an existing adapter"),
+    ]
+
+    def act(values: dict[str, Any], progress: Progress) -> Answer:
+        settings = read_settings(cls, verb, values)
+        start = time.monotonic()
+        folder = run_extract(
+            values["model"], values["base"], values["out"], settings, force=values["force"], progress=progress
+        )
+        return _extract_answer(folder, values["out"], time.monotonic() - start)
+
+    help = "Write the difference of two models as a LoRA adapter (SVD, layer by layer)."
+    example = "attar extract out/tuned --base attar:tiny -o out/adapter --rank 32 --energy 0.95"
+    return build_command(verb, help, example, parameters, act, resumes=True)
+
+
+def _merge_answer(checkpoint: Any, out: str, seconds: float) -> Answer:
+    lines = [_size_line(out, checkpoint.nbytes)]
+    quality = checkpoint.card.to_dict()["details"].get("quality") if checkpoint.card else None
+    if quality:
+        rows = [(row["name"], f"{row['loss']:.4f}", f"{row['perplexity']:.3f}") for row in quality]
+        lines += ["", table(("model", "loss (nats a token)", "perplexity"), rows)]
+    return Answer(_checkpoint_data(checkpoint, seconds), "\n".join(lines))
+
+
+def _extract_answer(folder: Path, out: str, seconds: float) -> Answer:
+    from attar.checkpoint.card import Card
+
+    card = Card.read(folder)
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    data = {
+        "path": str(folder),
+        "bytes": nbytes,
+        "seconds": seconds,
+        "card": card.to_dict() if card else None,
+    }
+    return Answer(data, _size_line(out, nbytes))
+
+
+def _checkpoint_data(checkpoint: Any, seconds: float) -> dict[str, Any]:
+    card = checkpoint.card.to_dict() if checkpoint.card else None
+    return {"path": str(checkpoint.path), "bytes": checkpoint.nbytes, "seconds": seconds, "card": card}
+
+
+def _size_line(out: str, nbytes: int) -> str:
+    return f"{out}  {bytes_text(nbytes)}"

@@ -3,47 +3,52 @@
     d_i = x_i - b                                   the task vector of model i
     cosine_ij     = <d_i, d_j> / (|d_i| |d_j|)      1 the same change, 0 unrelated, -1 opposite
     agreement_ij  = share of the entries that both changed in which the signs agree; 1/2 is chance
-    norm_i        = |d_i| / |b|                     how far the model went
+    norm_i        = |d_i| / |b|                     how far the model moved from the base
     overruled_i   = share of the entries it changed whose sign is not that of sum_j d_j
 
-The last is what the vote of TIES (Yadav et al. 2023, arXiv 2306.01708, section 3, "elect sign") would take
-away before any trimming; as there, a sum of exactly zero elects +1. Weights of the merge do not enter: the
-parents are compared, not the recipe.
+The last is the part that the vote of TIES would remove before any trimming (Yadav et al. 2023, arXiv
+2306.01708, section 3, "elect sign"); as there, a sum of exactly zero elects +1. The merge's weights are not
+used.
 
-Everything is kept as sums, so that tensors add up to a layer and layers to the model with each entry counted
-once. A large tensor is sampled evenly: every s-th entry, s without a common factor with the last dimension
-(else the same few columns would be all that is seen), and its sums are scaled to the tensor's size. Sums are
-float64 by numpy, whose order of addition does not depend on the number of threads.
+All values are kept as sums, so that tensors add up to a layer and layers to the model with each entry counted
+once. Of a large tensor every s-th entry is sampled, s coprime to the last dimension (else only a few columns
+would be seen), and its sums are scaled to the tensor's size. Sums are float64 by numpy, whose order of
+addition does not depend on the number of threads.
 
 Letters: m models, n entries sampled, P = m (m - 1) / 2 pairs in the order (0, 1), (0, 2), ..., (1, 2), ...
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import combinations
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attar.checkpoint.atomic import write_bytes
 from attar.checkpoint.parts import part_of
 from attar.errors import ModelError
+from attar.merging.planning.plan import MergePlan, OutputTensor
 
-SAMPLE = 65_536  # entries of a tensor that are looked at
-WHOLE = "all"  # the part's name in the row of the whole model
+SAMPLE = 65_536  # entries of a tensor
+WHOLE = "all"  # name of the whole model's row
 DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """Sums over the entries of one tensor, or of many.
+class ConflictSums:
+    """Sums over the entries of one tensor, or of several.
 
     Attributes:
-        size: entries they stand for.
+        size: number of entries.
         base: sum of b^2.
         squares: sum of d_i^2, one a model.
         changed: entries with d_i other than 0, one a model.
@@ -62,14 +67,13 @@ class Conflict:
     shared: tuple[float, ...]
     agreeing: tuple[float, ...]
 
-    def __add__(self, other: Conflict) -> Conflict:
-        """Both together; of the same models."""
-        sums: list[Any] = [_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return Conflict(*sums)
+    def __add__(self, other: ConflictSums) -> ConflictSums:
+        """The sums over both sets of entries, of the same models."""
+        return ConflictSums(*(_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     def row(self) -> dict[str, list[float | None]]:
         """``cosine`` and ``agreement`` by pair, ``norm`` and ``overruled`` by model; None where the quotient
-        does not exist (nothing changed, or the base is zero)."""
+        is undefined (nothing changed, or the base is zero)."""
         lengths = [math.sqrt(square) for square in self.squares]
         products = [a * b for a, b in combinations(lengths, 2)]
         return {
@@ -81,22 +85,22 @@ class Conflict:
 
     def plain(self) -> list[Any]:
         """The sums as a list that JSON keeps exactly."""
-        return [list(v) if isinstance(v, tuple) else v for v in (getattr(self, f.name) for f in fields(self))]
+        values = (getattr(self, f.name) for f in fields(self))
+        return [list(value) if isinstance(value, tuple) else value for value in values]
 
     @classmethod
-    def from_plain(cls, values: Sequence[Any]) -> Conflict:
-        """What :meth:`plain` gave."""
-        sums: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
-        return cls(*sums)
+    def from_plain(cls, values: Sequence[Any]) -> ConflictSums:
+        """The inverse of :meth:`plain`."""
+        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
 
 
-def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAMPLE) -> Conflict:
+def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAMPLE) -> ConflictSums:
     """Compare the task vectors of one tensor. Does not modify its inputs.
 
     Args:
         tensors: one a model, of the base's shape, any float dtypes; differences are taken in float32.
         base: any shape.
-        sample: how many entries are looked at, at most.
+        sample: the largest number of entries to compare.
 
     Raises:
         ModelError: a tensor's shape is not the base's.
@@ -113,7 +117,7 @@ def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAM
     signs = [np.sign(d).astype(np.int8) for d in deltas]
     vote = np.where(sum(d.astype(np.float64) for d in deltas) >= 0, 1, -1).astype(np.int8)
     pairs = list(combinations(range(len(deltas)), 2))
-    return Conflict(
+    return ConflictSums(
         float(base.numel()),
         scale * _dot(b, b),
         tuple(scale * _dot(d, d) for d in deltas),
@@ -126,53 +130,95 @@ def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAM
 
 
 def stride(shape: tuple[int, ...], sample: int = SAMPLE) -> int:
-    """The step of the sample: at least entries / sample, with no factor of the last dimension."""
+    """The sample's step: at least entries / sample, coprime to the last dimension."""
     step = max(-(-math.prod(shape) // sample), 1)
     while shape and math.gcd(step, shape[-1]) > 1:
         step += 1
     return step
 
 
-def summary(found: Iterable[tuple[str, int | None, Conflict]]) -> list[dict[str, Any]]:
-    """Rows for the card: one for each part (attention, mlp, norm, ...) of each layer, one for each part
-    outside the layers, and one of the whole model, which comes first.
+def summary(tensors: Iterable[tuple[str, int | None, ConflictSums]]) -> list[dict[str, Any]]:
+    """Rows for the card: the whole model, each part (attention, mlp, norm, ...) of each layer, each part
+    outside the layers.
 
     Args:
-        found: name of the output tensor, its layer or None, and what was measured; of the same models, in any
-            order (sums are added in the order of the names).
+        tensors: name of the output tensor, its layer or None, and its sums; of the same models, in any order
+            (sums are added in the order of the names).
 
     Returns:
-        plain dicts: ``layer`` (None outside the layers), ``part``, ``stack`` (only where the model has
-        several stacks of layers: the name before the number), ``size`` and what :meth:`Conflict.row` gives,
-        rounded to four significant digits. Layers in order, then the rest. Empty where nothing was measured
-        or there is a single model.
+        plain dicts: ``layer`` (None outside the layers), ``part``, ``stack`` (the name before the layer's
+        number, only where the model has several stacks), ``size`` and the values of
+        :meth:`ConflictSums.row`, rounded to four significant digits. Empty where nothing was measured or
+        there is a single model.
     """
-    ordered = sorted(found, key=lambda each: each[0])
+    ordered = sorted(tensors, key=lambda entry: entry[0])
     if not ordered or len(ordered[0][2].squares) < 2:
         return []
-    stacks = dict.fromkeys(_stack(name, layer) for name, layer, _ in ordered if layer is not None)
-    sums: dict[tuple[str, int, str], Conflict] = {}
-    whole: Conflict | None = None
-    for name, layer, conflict in ordered:
+    stacks = {_stack(name, layer) for name, layer, _ in ordered if layer is not None}
+    sums: dict[tuple[str, int, str], ConflictSums] = {}
+    whole: ConflictSums | None = None
+    for name, layer, tensor_sums in ordered:
         key = (_stack(name, layer), -1 if layer is None else layer, part_of(name))
-        sums[key] = sums[key] + conflict if key in sums else conflict
-        whole = conflict if whole is None else whole + conflict
+        sums[key] = sums[key] + tensor_sums if key in sums else tensor_sums
+        whole = tensor_sums if whole is None else whole + tensor_sums
     assert whole is not None
-    rows = [{"layer": None, "part": WHOLE, **_numbers(whole)}]
-    for (stack, layer, part), conflict in sorted(sums.items(), key=lambda item: (item[0][1] < 0, item[0])):
-        place: dict[str, Any] = {"layer": None if layer < 0 else layer, "part": part}
+    rows = [{"layer": None, "part": WHOLE, **_values(whole)}]
+    for (stack, layer, part), part_sums in sorted(sums.items(), key=lambda item: (item[0][1] < 0, item[0])):
+        row: dict[str, Any] = {"layer": None if layer < 0 else layer, "part": part}
         if len(stacks) > 1 and layer >= 0:
-            place["stack"] = stack
-        rows.append({**place, **_numbers(conflict)})
+            row["stack"] = stack
+        rows.append({**row, **_values(part_sums)})
     return rows
 
 
-def _numbers(conflict: Conflict) -> dict[str, Any]:
-    return {"size": int(conflict.size), **conflict.row()}
+@dataclass
+class ConflictRecorder:
+    """Measures conflicts while a merge runs; a resumed merge does not measure a tensor again.
+
+    Attributes:
+        file: one line for every tensor that was compared.
+    """
+
+    file: Path
+    _sums: dict[str, ConflictSums] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+        if lines and not lines[-1].endswith(
+            b"\n"
+        ):  # cut short by a kill; drop it before the next is appended
+            write_bytes(self.file, b"".join(lines[:-1]))
+            lines.pop()
+        for row in map(json.loads, lines):
+            self._sums[row["name"]] = ConflictSums.from_plain(row["sums"])
+
+    def record(self, output: OutputTensor, tensors: list[Tensor], base: Tensor) -> None:
+        """Compare the inputs of one output; may be called from several threads."""
+        if len(tensors) < 2 or output.name in self._sums:
+            return
+        sums = measure_conflicts(tensors, base)
+        with self._lock, self.file.open("a") as file:
+            self._sums[output.name] = sums
+            file.write(json.dumps({"name": output.name, "sums": sums.plain()}) + "\n")
+
+    def details(self, plan: MergePlan) -> dict[str, Any]:
+        """For the card: ``conflicts``, rows by layer and part, and ``conflict_models``, the models' names."""
+        outputs = [output for output in plan.outputs if output.name in self._sums]
+        models = {tuple(item.model for item in output.inputs) for output in outputs}
+        if len(models) != 1:  # slices of different models cannot be compared
+            return {}
+        rows = summary((output.name, output.layer, self._sums[output.name]) for output in outputs)
+        labels = [Path(plan.labels[model]).name for model in models.pop()]
+        return {"conflicts": rows, "conflict_models": labels} if rows else {}
+
+
+def _values(sums: ConflictSums) -> dict[str, Any]:
+    return {"size": int(sums.size), **sums.row()}
 
 
 def _stack(name: str, layer: int | None) -> str:
-    """What stands before a layer's number: ``encoder.block`` of ``encoder.block.3.layer.0.weight``."""
+    """The name before a layer's number: ``encoder.block`` of ``encoder.block.3.layer.0.weight``."""
     return "" if layer is None else name.partition(f".{layer}.")[0]
 
 
@@ -193,12 +239,12 @@ def _plus(a: Any, b: Any) -> Any:
     return tuple(x + y for x, y in zip(a, b, strict=True)) if isinstance(a, tuple) else a + b
 
 
-def _quotients(above: Iterable[float], below: Iterable[float]) -> list[float | None]:
-    """Quotients to four significant digits; None for those that are no number."""
-    return [_quotient(x, y) for x, y in zip(above, below, strict=True)]
+def _quotients(numerators: Iterable[float], denominators: Iterable[float]) -> list[float | None]:
+    return [_quotient(a, b) for a, b in zip(numerators, denominators, strict=True)]
 
 
-def _quotient(above: float, below: float) -> float | None:
-    if not (below > 0 and math.isfinite(above) and math.isfinite(below)):
+def _quotient(a: float, b: float) -> float | None:
+    """a / b to four significant digits; None where it is undefined."""
+    if not (b > 0 and math.isfinite(a) and math.isfinite(b)):
         return None
-    return float(f"{above / below:.{DIGITS}g}")
+    return float(f"{a / b:.{DIGITS}g}")

@@ -1,12 +1,12 @@
-"""Loss on held-out text: what ingredients of a soup and candidates of a search are judged by.
+"""Loss on held-out text: how soups and searches compare merges, and how a merge's quality is measured.
 
     loss = -1/N sum_i ln p(t_i | t_<i)        nats a token, over the N tokens that are predicted
 
-Encoders are judged by masked tokens, hidden at the same places every time. A model is given as a checkpoint,
-or as its tensors in memory with a ``config.json``, so that a search of fifty merges of a small model writes
-no file. It runs in float32. Losses are rounded to a millionth of a nat: the last bits of a matrix product
-depend on the number of threads, and must not decide which of two equal merges is the better one. A loss that
-is no number counts as infinite, so that a merge that fell apart is merely the worst.
+Encoders are scored on masked tokens, always at the same positions. A model is given as a checkpoint, or as
+its tensors in memory with a ``config.json``, so that a search over fifty merges of a small model writes no
+file. It runs in float32. Losses are rounded to a millionth of a nat: the last bits of a matrix product depend
+on the number of threads, and must not decide between two equal merges. A loss that is not finite counts as
+infinite.
 
 Text is packed by one tokenizer once; losses of models with different vocabularies are not comparable.
 """
@@ -37,12 +37,12 @@ LOGIT_BYTES = 256 * 2**20  # of one pass, in float32
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Rows of tokens that no parent is trained on here, and how to score a model on them.
+class HeldOutText:
+    """Packed text that no model is trained on, to compute losses on.
 
     Attributes:
         rows: int64 (N, S), S tokens a row; no padding.
-        mask_token: number of the tokenizer's mask token; None where it has none.
+        mask_token: id of the tokenizer's mask token; None where it has none.
         device: where models run.
     """
 
@@ -63,18 +63,17 @@ class HeldOut:
         split: str = "calibration",
         bos: str = "auto",
         device: str = "cpu",
-    ) -> HeldOut:
+    ) -> HeldOutText:
         """Pack a source's text.
 
         Args:
-            model: whose tokenizer is used.
+            model: its tokenizer is used.
             config: content of a ``config.json``; rows are no longer than its context.
-            data: the source, as in :mod:`attar.data.sources`.
-            samples: rows, at most.
+            data, bos: as in :mod:`attar.data.sources` and :mod:`attar.data.packing`.
+            samples: maximum number of rows.
             sequence_length: tokens a row.
             seed: of the order of documents.
-            bos: what stands in front of each row, as in :mod:`attar.data.packing`.
-            split: ``calibration``, which leaves ``evaluation`` for what is reported of the result.
+            split: ``calibration`` to choose by; ``evaluation`` is kept for measuring the result.
             device: as a setting: ``auto``, ``cpu``, ``cuda``.
 
         Raises:
@@ -104,7 +103,7 @@ class HeldOut:
         return self.score(fill(empty_model(config), state, pick_device(self.device)))
 
     def score(self, model: Any) -> float:
-        """Loss of a loaded model, which must be in evaluation mode and on the device."""
+        """Loss of a loaded model in evaluation mode and on the device."""
         masked = type(model).__name__.endswith("ForMaskedLM")
         if (
             model.get_output_embeddings() is None
@@ -134,18 +133,18 @@ class HeldOut:
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> nn.Module:
-    """Give an empty model its weights, in float32. The model is changed and returned; the tensors are not.
+    """Give an empty model (:func:`attar.models.load.empty_model`) its weights, in float32.
+
+    The model is changed and returned; the tensors are not changed.
 
     Args:
-        model: of :func:`attar.models.load.empty_model`.
         state: tensors by their stored names.
-        device: where the weights go.
 
     Raises:
         CheckpointError: a parameter has no tensor.
         ModelError: one has another shape.
     """
-    for name, stored in stored_names(model, _Named(state)).items():
+    for name, stored in stored_names(model, _StateCheckpoint(state)).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         wanted, value = getattr(owner, leaf).shape, state[stored]
@@ -160,8 +159,8 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
 
 
 @dataclass(frozen=True)
-class _Named:
-    """A state in the shape of a checkpoint, for :func:`attar.models.stored.stored_names`."""
+class _StateCheckpoint:
+    """A state with the attributes of a checkpoint, for :func:`attar.models.stored.stored_names`."""
 
     tensors: Mapping[str, Tensor]
     path: str = "merge"

@@ -1,8 +1,8 @@
-"""The models that a merge names, opened once each: folders, hub ids, files, results of earlier documents.
+"""The models that a merge names, each opened once: folders, hub ids, files, results of earlier documents.
 
-A reference ``path+adapter`` opens to the model with its adapter added, a quantized model to its decoded
-weights. What was opened is remembered as plain checkpoints too: the lineage and the licence duties of the
-result follow from them, those of an adapter included.
+A reference ``path+adapter`` opens the model with its adapter added, a quantized model as its decoded weights.
+The plain checkpoints are kept as well, adapters included: lineage and licence duties of the result follow
+from them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint import hashing, paths
 from attar.checkpoint.card import Card
@@ -19,36 +18,35 @@ from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
 from attar.formats.decoded import Decoded
 from attar.formats.readers import method
-from attar.merging.adapters.apply import Adapted
+from attar.merging.adapters.apply import AdaptedCheckpoint
 from attar.merging.adapters.files import CONFIG, WEIGHTS
-from attar.merging.written import read_configs
-
-if TYPE_CHECKING:
-    from attar.merging.config.schema import ModelReference
+from attar.merging.config.documents import read_configs
+from attar.merging.config.schema import MergeConfig, ModelReference
+from attar.merging.planning.model import ModelView
 
 
 @dataclass
-class Parents:
+class ParentModels:
     """Opens the models of a merge.
 
     Attributes:
-        known: models by a name of their own, such as the stages of a recipe. They come before folders and hub
-            ids of the same spelling.
-        made: results of earlier documents by their name; they come before everything.
-        notes: what a person should know of the models that were opened.
+        named: models by a name of their own, such as the stages of a recipe; they take precedence over
+            folders and hub ids of the same spelling.
+        results: results of earlier documents by name; they take precedence over everything.
+        notes: what a person should know of the opened models.
     """
 
-    known: Mapping[str, str | Path] = field(default_factory=dict)
-    made: dict[str, Path] = field(default_factory=dict)
+    named: Mapping[str, str | Path] = field(default_factory=dict)
+    results: dict[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _views: dict[str, Any] = field(default_factory=dict)
+    _views: dict[str, ModelView] = field(default_factory=dict)
     _checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
 
-    def view(self, reference: ModelReference) -> Any:
-        """A model as the plan wants it: dense, its adapter added.
+    def view(self, reference: ModelReference) -> ModelView:
+        """A model with dense weights and its adapter added.
 
         Raises:
-            CheckpointError: it is missing or damaged; says where the configuration names it.
+            CheckpointError: it is missing or damaged; names the configuration's line.
             ModelError: its quantization or its adapter cannot be read.
         """
         name = str(reference)
@@ -62,11 +60,15 @@ class Parents:
         return self._views[name]
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Every model and adapter that was opened, in that order, results of earlier documents left out."""
-        return [opened for name, opened in self._checkpoints.items() if name not in self.made]
+        """Every opened model and adapter in order, without the results of earlier documents."""
+        return [opened for name, opened in self._checkpoints.items() if name not in self.results]
 
-    def _open(self, reference: ModelReference) -> Any:
-        view: Any = self._checkpoint(reference.model)
+    def in_blocks(self, reference: ModelReference) -> bool:
+        """Whether a model is a GGUF file with quantized blocks, which decode to float32."""
+        return any(info.block for info in self._checkpoint(reference.model).tensors.values())
+
+    def _open(self, reference: ModelReference) -> ModelView:
+        view: ModelView = self._checkpoint(reference.model)
         if method(view) is not None:
             self.notes.append(f"{reference.model} is quantized: its decoded weights are merged")
             view = Decoded(view)
@@ -74,19 +76,26 @@ class Parents:
             return view
         adapter = open_adapter(reference.lora)
         self._checkpoints.setdefault(f"+{reference.lora}", adapter)
-        return Adapted(view, adapter.path)
-
-    def in_blocks(self, reference: ModelReference) -> bool:
-        """Whether a model is a GGUF file with quantized blocks, which decode to float32."""
-        return any(info.block for info in self._checkpoint(reference.model).tensors.values())
+        return AdaptedCheckpoint(view, adapter.path)
 
     def _checkpoint(self, model: str) -> Checkpoint:
         if model not in self._checkpoints:
-            self._checkpoints[model] = open_checkpoint(self.made.get(model) or self.known.get(model, model))
+            path = self.results.get(model) or self.named.get(model, model)
+            self._checkpoints[model] = open_checkpoint(path)
         return self._checkpoints[model]
 
 
-class Adapter(Checkpoint):
+def open_parents(documents: Sequence[MergeConfig], models: Mapping[str, str | Path]) -> ParentModels:
+    """Open every model that is not the result of one of the documents."""
+    parents = ParentModels(dict(models))
+    results = [document.name for document in documents]
+    for reference in (reference for document in documents for reference in document.models()):
+        if reference.model not in results:
+            parents.view(reference)
+    return parents
+
+
+class AdapterFolder(Checkpoint):
     """An adapter's folder, as far as a lineage needs it: name, card, licence texts and fingerprint."""
 
     def fingerprint(self) -> str:
@@ -95,29 +104,25 @@ class Adapter(Checkpoint):
         return hashing.sha256_text(hashing.canonical_json(digests))
 
 
-def open_adapter(adapter: str) -> Adapter:
-    """Open an adapter.
-
-    Args:
-        adapter: a folder, or a hub id.
+def open_adapter(adapter: str) -> AdapterFolder:
+    """Open an adapter: a folder, or a hub id.
 
     Raises:
         CheckpointError: it is missing, or is no adapter.
     """
     folder = paths.resolve(adapter)
-    return Adapter(
-        folder, paths.model_name(adapter, folder), read_json(folder / CONFIG), Card.read(folder), {}
-    )
+    name, config = paths.model_name(adapter, folder), read_json(folder / CONFIG)
+    return AdapterFolder(folder, name, config, Card.read(folder), {})
 
 
-def outside(config: str, known: Sequence[str]) -> list[str]:
-    """Fingerprints of what a configuration names that has no name in ``known``, adapters included."""
+def unnamed_fingerprints(config: str, named: Sequence[str]) -> list[str]:
+    """Fingerprints of a configuration's models that have no name in ``named``, adapters included."""
     documents, _ = read_configs(config)
-    inside = (*known, *(document.name for document in documents))
-    prints: dict[str, str] = {}
+    inside = (*named, *(document.name for document in documents))
+    fingerprints: dict[str, str] = {}
     for reference in (reference for document in documents for reference in document.models()):
         if reference.model not in inside:
-            prints[reference.model] = open_checkpoint(reference.model).fingerprint()
+            fingerprints[reference.model] = open_checkpoint(reference.model).fingerprint()
         if reference.lora is not None:
-            prints[f"+{reference.lora}"] = open_adapter(reference.lora).fingerprint()
-    return list(prints.values())
+            fingerprints[f"+{reference.lora}"] = open_adapter(reference.lora).fingerprint()
+    return list(fingerprints.values())

@@ -14,79 +14,66 @@ from attar.checkpoint.open import open_checkpoint
 from attar.data.packing import evaluation_rows, row_length
 from attar.data.seen import held_out_note
 from attar.errors import DataError, ModelError
-from attar.merging.held_out import HeldOut
-from attar.merging.planning.prepare import Prepared, asked_tokens
+from attar.merging.held_out import HeldOutText
+from attar.merging.planning.model import ModelView
+from attar.merging.planning.prepare import PreparedMerge
 from attar.merging.settings import MergeSettings
 from attar.models.load import load_tokenizer
 from attar.progress import Progress
 
-WORSE = 1.5  # times the worst parent's loss in nats a byte: a merge behind that is most likely broken
+WORSE = 1.5
+"""A merge with more nats a byte than this times its worst parent's is most likely broken."""
 
 
 def measure_quality(
-    prepared: Prepared,
+    prepared: PreparedMerge,
     folder: Path,
     settings: MergeSettings,
-    texts: Sequence[HeldOut],
+    texts: Sequence[HeldOutText],
     progress: Progress,
     records: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """``quality`` for the card: loss and perplexity of every parent and of the merge.
 
-    The text is that of the split ``evaluation``, which no search has seen. Each model reads it through its
-    own tokenizer: between models with different ones, ``nats_per_byte`` compares, and loss and perplexity do
-    not. One model is in memory at a time. Where a model has no loss on text, or the merged tokenizer makes
-    too little of it, the merge stands and a line says so.
+    The text is the split ``evaluation``, which no search reads. Each model reads it with its own tokenizer:
+    models with different tokenizers are comparable by ``nats_per_byte``, not by loss and perplexity. One
+    model is in memory at a time. Where a model has no loss on text, or the merged tokenizer gives too few
+    tokens, the result is empty and a line is logged.
 
     Args:
+        folder: of the merge.
         texts: of :func:`texts_of_parents`.
-        records: of what the parents and the search have read (attar.data.seen).
+        records: of the text that the parents and the search have read (attar.data.seen).
     """
     plan = prepared.merge.plan
-    models = {**dict(zip(plan.labels, plan.models, strict=True)), "merge": open_checkpoint(folder)}
+    views: list[ModelView] = [*plan.models, open_checkpoint(folder)]
     rows: list[dict[str, Any]] = []
-    with progress.task("measure", total=len(models)) as task:
-        for number, (name, view) in enumerate(models.items()):
+    with progress.task("measure", total=len(views)) as task:
+        for index, (name, view) in enumerate(zip((*plan.labels, "merge"), views, strict=True)):
             try:
-                text = texts[number] if number < len(texts) else _text(view, settings, prepared)
+                text = texts[index] if index < len(texts) else _text(view, settings, prepared)
                 rows.append({"name": name, **_quality(view, text)})
-            except (ModelError, DataError) as error:  # an encoder without a mask token, say
+            except (ModelError, DataError) as error:  # such as an encoder without a mask token
                 progress.log(f"quality is not measured: {error.message}")
                 return {}
             task.advance(loss=rows[-1]["loss"])
-    note = _held_out_note(models["merge"], settings, prepared, records)
+    note = _held_out_note(views[-1], settings, prepared, records)
+    details: dict[str, Any] = {"quality": rows, "held_out": not note}
     if note:
+        details["held_out_note"] = note
         progress.log(f"warning: quality is not of held-out text: {note}")
-    about = {"held_out": not note} | ({"held_out_note": note} if note else {})
-    worst = max(row["nats_per_byte"] for row in rows[:-1])
-    if rows[-1]["nats_per_byte"] <= WORSE * worst:
-        return {"quality": rows, **about}
-    warning = (
-        f"the merge predicts held-out text far worse than its worst parent: "
-        f"{rows[-1]['nats_per_byte']:.3f} against {worst:.3f} nats a byte"
-    )
-    progress.log(f"warning: {warning}")
-    return {"quality": rows, **about, "warning": warning}
+    worst, own = max(row["nats_per_byte"] for row in rows[:-1]), rows[-1]["nats_per_byte"]
+    if own > WORSE * worst:
+        details["warning"] = (
+            "the merge predicts held-out text far worse than its worst parent: "
+            f"{own:.3f} against {worst:.3f} nats a byte"
+        )
+        progress.log(f"warning: {details['warning']}")
+    return details
 
 
-def _held_out_note(
-    view: Any, settings: MergeSettings, prepared: Prepared, records: Sequence[dict[str, Any]]
-) -> str:
-    tokens = asked_tokens(settings, prepared)
-    tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
-    text = evaluation_rows(
-        tokenizer,
-        settings.data,
-        tokens=tokens,
-        sequence_length=row_length(length, dict(view.config)),
-        seed=settings.seed,
-        bos=settings.bos,
-    )
-    return held_out_note(tokenizer, [text.rows], text.shared, records)
-
-
-def texts_of_parents(prepared: Prepared, settings: MergeSettings) -> list[HeldOut]:
-    """The held-out text of every parent, read before the merge is made.
+def texts_of_parents(prepared: PreparedMerge, settings: MergeSettings) -> list[HeldOutText]:
+    """The held-out text of every parent, read before the merge starts.
 
     Raises:
         CheckpointError: a parent has no tokenizer.
@@ -95,10 +82,10 @@ def texts_of_parents(prepared: Prepared, settings: MergeSettings) -> list[HeldOu
     return [_text(view, settings, prepared) for view in prepared.merge.plan.models]
 
 
-def _text(view: Any, settings: MergeSettings, prepared: Prepared) -> HeldOut:
-    tokens = asked_tokens(settings, prepared)
+def _text(view: ModelView, settings: MergeSettings, prepared: PreparedMerge) -> HeldOutText:
+    tokens = prepared.quality_tokens(settings)
     length = min(settings.sequence_length, tokens)
-    return HeldOut.of(
+    return HeldOutText.of(
         view.path,
         view.config,
         data=settings.data,
@@ -111,27 +98,43 @@ def _text(view: Any, settings: MergeSettings, prepared: Prepared) -> HeldOut:
     )
 
 
-def _quality(view: Any, text: HeldOut) -> dict[str, float]:
-    loss = text.loss_of(view.config, _Stored(view))
-    read = load_tokenizer(view.path).batch_decode(text.rows[:, 1:])
-    characters = sum(len(row.encode()) for row in read)
-    predicted = text.rows[:, 1:].numel()
+def _held_out_note(
+    view: ModelView, settings: MergeSettings, prepared: PreparedMerge, records: Sequence[dict[str, Any]]
+) -> str:
+    """What a parent or the search has read of the text; empty: nothing."""
+    tokens = prepared.quality_tokens(settings)
+    tokenizer, length = load_tokenizer(view.path), min(settings.sequence_length, tokens)
+    text = evaluation_rows(
+        tokenizer,
+        settings.data,
+        tokens=tokens,
+        sequence_length=row_length(length, dict(view.config)),
+        seed=settings.seed,
+        bos=settings.bos,
+    )
+    return held_out_note(tokenizer, [text.rows], text.shared, records)
+
+
+def _quality(view: ModelView, text: HeldOutText) -> dict[str, float]:
+    loss = text.loss_of(view.config, _LazyState(view))
+    predicted = text.rows[:, 1:]
+    rows = load_tokenizer(view.path).batch_decode(predicted)
+    nbytes = sum(len(row.encode()) for row in rows)
     return {
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),
-        "nats_per_byte": loss * predicted / max(characters, 1),
+        "nats_per_byte": loss * predicted.numel() / max(nbytes, 1),
     }
 
 
 @dataclass(frozen=True)
-class _Stored(Mapping[str, Tensor]):
-    """A model's tensors, read as they are asked for."""
+class _LazyState(Mapping[str, Tensor]):
+    """A model's tensors, each read when it is used."""
 
-    view: Any
+    view: ModelView
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self.view.load(name)
-        return tensor
+        return self.view.load(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.view.tensors)

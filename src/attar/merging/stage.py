@@ -1,15 +1,15 @@
 """The verb ``merge``: one model out of several, by mergekit's YAML.
 
-    read       the documents, each after those it names                        (reading.py)
+    read       the documents, each after those whose results it uses           (config/documents.py)
     open       every model by its headers, adapters added                      (parents.py)
-    prepare    the merged vocabulary; every tensor of the result               (vocabulary.py, plan.py)
-    choose     a soup's ingredients, a search's coefficients                   (chosen.py)
+    prepare    the merged vocabulary; every tensor of the result               (planning/prepare.py)
+    choose     a soup's ingredients, a search's coefficients                   (search/choose.py)
     merge      tensor by tensor                                                (weights.py)
-    measure    where the parents disagree; how well they and the merge predict (disagreement.py, quality.py)
+    measure    where the parents disagree; how well they and the merge predict (conflicts.py, quality.py)
 
-Everything that can be refused is refused before anything is written. Models are run, and the libraries for it
-imported, only where a setting asks for that. Results of earlier documents are
-checkpoints in the work folder, and gone when the last one is done.
+All errors in the configuration or the models are raised before anything is written. Models run, and the
+libraries for it are imported, only where a setting asks for it. Results of earlier documents are checkpoints
+in the work folder, which is removed after the last document.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from attar.checkpoint.hashing import sha256_text
 from attar.checkpoint.lineage import texts_of
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.checkpoint.output import StageOutput, command_line, finished, produce
-from attar.checkpoint.tensors import tensor_bytes
 from attar.checkpoint.units import byte_count
 from attar.data.auto import fit
 from attar.data.sources import fingerprint
+from attar.merging.config.documents import read_configs
 from attar.merging.config.schema import SEARCHED, MergeConfig
-from attar.merging.disagreement import Disagreement
-from attar.merging.parents import Parents
-from attar.merging.planning.prepare import Prepared, asked_tokens, prepare
+from attar.merging.conflicts import ConflictRecorder
+from attar.merging.parents import ParentModels, open_parents
+from attar.merging.planning.prepare import PreparedMerge, prepare
 from attar.merging.settings import VERSION, MergeSettings
 from attar.merging.tokenizer.chat_template import choose_chat_template, write_chat_template
-from attar.merging.written import read_configs
 from attar.progress import SILENT, Progress
 
 FILE = "merge.yml"
-"""The configuration, beside the merged weights."""
+"""The configuration, next to the merged weights."""
 
 PICTURE = "conflicts.svg"
 
-Draw = Callable[[list[dict[str, Any]], list[str]], str]
+DrawConflicts = Callable[[list[dict[str, Any]], list[str]], str]
 """Draws the rows of :func:`attar.merging.conflicts.summary` with the models' names as SVG."""
 
 
@@ -52,7 +51,7 @@ def merge(
     settings: MergeSettings,
     *,
     models: Mapping[str, str | Path] | None = None,
-    draw: Draw | None = None,
+    draw: DrawConflicts | None = None,
     progress: Progress = SILENT,
     force: bool = False,
     key: str | None = None,
@@ -60,8 +59,7 @@ def merge(
     """Merge models.
 
     Args:
-        out: the folder to make.
-        settings: the configuration and how it is read.
+        out: the new folder.
         models: models by names that the configuration may use, such as the stages of a recipe.
         draw: draws where the parents disagree, into ``conflicts.svg``; None: no picture.
         force: replace an existing ``out``.
@@ -76,79 +74,63 @@ def merge(
     """
     documents, text = read_configs(settings.config)
     parents = open_parents(documents, models or {})
-    searched = any(each.method in SEARCHED or each.tokenizer is not None for each in documents)
-    reads = settings.search or settings.tokens > 0 or searched
-    settings = fit(settings, parents.checkpoints()[0], progress if reads else SILENT)
-    run = _Run(parents, replace(settings, config=text), progress, draw)
-    run.make(documents, Path(out), force, key)
+    reads_text = settings.search > 0 or settings.tokens > 0
+    reads_text |= any(d.method in SEARCHED or d.tokenizer is not None for d in documents)
+    settings = fit(settings, parents.checkpoints()[0], progress if reads_text else SILENT)
+    run = _MergeRun(parents, replace(settings, config=text), progress, draw)
+    *earlier, last = documents
+    prepared = None if earlier else prepare(last, parents, settings)
+    with run.produce(out, force, key, prepared) as output:
+        for document in earlier:
+            run.merge_earlier(document, output)
+        run.write(prepared or prepare(last, parents, settings), output)
+        output.command = run.command(Path(out))
     return open_checkpoint(out)
 
 
-def open_parents(documents: tuple[MergeConfig, ...], models: Mapping[str, str | Path]) -> Parents:
-    """Open every model of the documents that is not the result of one of them."""
-    parents = Parents(dict(models))
-    results = [document.name for document in documents]
-    for document in documents:
-        for reference in document.models():
-            if reference.model not in results:
-                parents.view(reference)
-    return parents
-
-
 @dataclass(frozen=True)
-class _Run:
-    """One call of :func:`merge`."""
+class _MergeRun:
+    """What the documents of one merge share."""
 
-    parents: Parents
+    parents: ParentModels
     settings: MergeSettings
     progress: Progress
-    draw: Draw | None
+    draw: DrawConflicts | None
 
-    def make(self, documents: tuple[MergeConfig, ...], out: Path, force: bool, key: str | None) -> None:
-        """Make the last document's model, the others in its work folder."""
-        last = documents[-1]
-        early = prepare(last, self.parents, self.settings) if len(documents) == 1 else None
-        with self._produce(out, force, key, early) as output:
-            for document in documents[:-1]:
-                assert document.name is not None, "only the last document may have no name"
-                folder = output.work / "models" / document.name
-                mark = sha256_text(f"{output.key}\n{document.name}")
-                if not finished(folder, mark):
-                    with self._produce(folder, True, mark, None) as inner:
-                        self._fill(prepare(document, self.parents, self.settings), inner)
-                self.parents.made[document.name] = folder
-            self._fill(early or prepare(last, self.parents, self.settings), output)
-            output.command = self._command(out)
-
-    def _command(self, out: Path) -> str:
-        """The command that does this again, from the configuration beside the weights."""
-        rest = {name: value for name, value in asdict(self.settings).items() if name != "config"}
-        line = command_line("merge", rest, (), out)
-        return line.replace("attar merge", f"attar merge {FILE}", 1)
-
-    def _produce(self, out: Path, force: bool, key: str | None, early: Prepared | None) -> Any:
-        needed = None
-        if early is not None:
-            slots = [early.merge.slot(output) for output in early.merge.plan.outputs]
-            needed = sum(tensor_bytes(slot.dtype, slot.shape) for slot in slots)
+    def produce(self, out: Path, force: bool, key: str | None, prepared: PreparedMerge | None) -> Any:
+        """The stage's frame around one document."""
         text, models = fingerprint(self.settings.data), self.parents.checkpoints()
+        needed = prepared.nbytes() if prepared else None
         return produce(
             out, "merge", self.settings, VERSION, models, text=text, needed=needed, force=force, key=key
         )
 
-    def _fill(self, prepared: Prepared, output: StageOutput) -> None:
+    def merge_earlier(self, document: MergeConfig, output: StageOutput) -> None:
+        """Merge a document that later ones use into a checkpoint in the work folder."""
+        assert document.name is not None, "only the last document may have no name"
+        folder = output.work / "models" / document.name
+        key = sha256_text(f"{output.key}\n{document.name}")
+        if not finished(folder, key):
+            with self.produce(folder, True, key, None) as inner:
+                self.write(prepare(document, self.parents, self.settings), inner)
+        self.parents.results[document.name] = folder
+
+    def write(self, prepared: PreparedMerge, output: StageOutput) -> None:
         """Write one document's model into its folder."""
         notes = [*self.parents.notes, *prepared.notes]
         for note in notes:
             self.progress.log(note)
-        prepared = self._chosen(prepared, output)
+        if self.settings.search or prepared.document.method in SEARCHED:
+            from attar.merging.search.choose import choose
+
+            prepared = choose(prepared, self.parents, self.settings, output, self.progress)
         texts = None
-        if asked_tokens(self.settings, prepared):
+        if prepared.quality_tokens(self.settings):
             from attar.merging.quality import measure_quality, texts_of_parents
 
             texts = texts_of_parents(prepared, self.settings)
-        disagreement = Disagreement(output.work / "conflicts.jsonl")
-        merge = replace(prepared.merge.scanned(self.progress), look=disagreement.look)
+        conflicts = ConflictRecorder(output.work / "conflicts.jsonl")
+        merge = replace(prepared.merge.scanned(self.progress), observe=conflicts.record)
         atomic.write_json(output.folder / "config.json", merge.plan.config)
         _write_companions(prepared, output.folder)
         (output.folder / FILE).write_text(self.settings.config, encoding="utf-8")
@@ -160,39 +142,35 @@ class _Run:
         )
         output.details |= {"method": merge.plan.method.name, "models": list(merge.plan.labels)}
         output.details |= {"notes": notes} if notes else {}
-        output.details |= self._disagreement(disagreement.details(merge.plan), output.folder)
+        output.details |= self._drawn(conflicts.details(merge.plan), output.folder)
         if merge.vocabulary is not None:
             output.details["vocabulary"] = merge.vocabulary.report()
         if texts is not None:
-            known = [record for parent in self.parents.checkpoints() for record in texts_of(parent)]
+            records = [record for parent in self.parents.checkpoints() for record in texts_of(parent)]
             output.details |= measure_quality(
-                prepared, output.folder, self.settings, texts, self.progress, [*known, *output.texts]
+                prepared, output.folder, self.settings, texts, self.progress, [*records, *output.texts]
             )
 
-    def _chosen(self, prepared: Prepared, output: StageOutput) -> Prepared:
-        """What is to be merged: as written, or with what a soup or a search chose."""
-        if not self.settings.search and prepared.document.method not in SEARCHED:
-            return prepared
-        from attar.merging.search.choose import choose
-
-        return choose(prepared, self.parents, self.settings, output, self.progress)
-
-    def _disagreement(self, details: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Draw where the parents disagree, if anything is known and wanted."""
+    def _drawn(self, details: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """Draw the conflicts, where there are any and a picture is wanted; returns them."""
         if details and self.draw is not None:
-            drawn = self.draw(details["conflicts"], details["conflict_models"])
-            (folder / PICTURE).write_text(drawn, encoding="utf-8")
+            picture = self.draw(details["conflicts"], details["conflict_models"])
+            (folder / PICTURE).write_text(picture, encoding="utf-8")
         return details
 
+    def command(self, out: Path) -> str:
+        """The command that repeats the merge, with the configuration in the result's folder."""
+        rest = {name: value for name, value in asdict(self.settings).items() if name != "config"}
+        return command_line("merge", rest, (), out).replace("attar merge", f"attar merge {FILE}", 1)
 
-def _write_companions(prepared: Prepared, folder: Path) -> None:
+
+def _write_companions(prepared: PreparedMerge, folder: Path) -> None:
     """Tokenizer, generation settings, licence texts, chat template."""
     plan, vocabulary = prepared.merge.plan, prepared.merge.vocabulary
     copy_companions(plan.models[plan.donor].path, folder)
     if vocabulary is not None:
         vocabulary.write(folder)
-    template = choose_chat_template(
-        prepared.document.chat_template, [view.path for view in plan.models], plan.donor
-    )
+    folders = [view.path for view in plan.models]
+    template = choose_chat_template(prepared.document.chat_template, folders, plan.donor)
     if template is not None:
         write_chat_template(folder, template)

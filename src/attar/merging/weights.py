@@ -1,18 +1,19 @@
-"""The tensors of a merge on the stream walk: read, align, merge, write, one output tensor after the other.
+"""The tensors of a merge on the stream walk: read, align, merge and write, one output after the other.
 
     for each output:  x_i, base <- parents, in the working type;  rows aligned to the merged vocabulary
-                      y = method(x_1 .. x_n, base)               written to its place in its shard
+                      y = method(x_1 .. x_n, base)               written in place into its shard
 
-Blocks' matrices are merged side by side, one thread each; what reads more than :data:`TOGETHER` has the
-machine to itself. So peak memory is what the largest output needs, whatever the model's size. Random methods
-draw from a stream of their own for each (seed, output tensor, place of the model), so that no result depends
-on order, shards or threads.
+Several outputs are merged in parallel, one thread each; an output that reads more than :data:`TOGETHER` runs
+alone. So peak memory is that of the largest output, whatever the model's size. Random methods draw from a
+stream for each (seed, output tensor, index of the model), so that no result depends on order, shards or
+threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +23,17 @@ from torch import Tensor
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import check_finite, stored_dtype
 from attar.errors import NumericsError, SettingsError
-from attar.merging.methods.common.random_masks import Draws
-from attar.merging.planning.plan import Input, Output, Plan
+from attar.merging.methods.common.random_masks import RandomMasks
+from attar.merging.planning.plan import InputTensor, MergePlan, OutputTensor
 from attar.models.device import trim_memory
 from attar.progress import SILENT, Progress
 from attar.walks.stream import SHARD_BYTES, WriteStep, stream_steps
 
 if TYPE_CHECKING:
-    from attar.merging.tokenizer.vocabulary import Vocabulary
+    from attar.merging.tokenizer.vocabulary import MergedVocabulary
 
 TOGETHER = 400_000_000
-"""Bytes of inputs that outputs may read side by side."""
-
-Look = Callable[[Output, list[Tensor], Tensor], None]
-"""Sees every output's inputs and base."""
+"""Bytes of inputs that outputs merged in parallel may read."""
 
 
 @dataclass(frozen=True)
@@ -43,85 +41,92 @@ class Merge:
     """A merge that is ready to run.
 
     Attributes:
-        plan: the tensor map.
-        vocabulary: aligns embeddings and head; None where the models share theirs.
+        vocabulary: aligns embeddings and head; None: the models share their vocabulary.
         compat: ``"mergekit"`` or ``"paper"``.
         seed: of the random methods.
-        look: sees what goes into every output that has a base, e.g. to measure conflicts.
-        known: what the method must know of all tensors (the paper's TIES trims over the whole model).
+        observe: called with every output that has a base, its inputs and its base, from several threads.
+        scan_result: what the method knows of all tensors (the paper's TIES trims over the whole model).
     """
 
-    plan: Plan
-    vocabulary: Vocabulary | None = None
+    plan: MergePlan
+    vocabulary: MergedVocabulary | None = None
     compat: str = "mergekit"
     seed: int = 0
-    look: Look | None = None
-    known: Mapping[str, Any] = field(default_factory=dict)
+    observe: Callable[[OutputTensor, list[Tensor], Tensor], None] | None = None
+    scan_result: Mapping[str, Any] = field(default_factory=dict)
 
-    def slot(self, output: Output) -> TensorSpec:
-        """Where an output goes."""
-        return TensorSpec(output.name, stored_dtype(getattr(torch, output.dtype)), output.shape)
+    def specs(self) -> list[TensorSpec]:
+        """Name, stored type and shape of every output."""
+        return [
+            TensorSpec(output.name, stored_dtype(getattr(torch, output.dtype)), output.shape)
+            for output in self.plan.outputs
+        ]
 
-    def read(self, output: Output) -> tuple[list[Tensor], Tensor | None]:
+    def input_bytes(self, output: OutputTensor) -> int:
+        """Bytes that :meth:`read` brings into memory."""
+        size = getattr(torch, output.work_dtype).itemsize
+        count = len(output.inputs) + (output.base is not None)
+        return int(torch.Size(output.shape).numel() * size * count)
+
+    def read(self, output: OutputTensor) -> tuple[list[Tensor], Tensor | None]:
         """The inputs and the base of an output, finite, aligned, in the working type.
 
         Raises:
             NumericsError: a parent's tensor has NaN or infinity.
         """
-        wanted = [*output.inputs, *([output.base] if output.base else [])]
+        inputs = [*output.inputs, *([output.base] if output.base else [])]
         if output.aligned and self.vocabulary is not None:
-            tensors = self._aligned(output, wanted)
+            tensors = self._aligned(self.vocabulary, output, inputs)
         else:
-            tensors = [self._load(item) for item in wanted]
+            tensors = [self._load(item) for item in inputs]
         if not output.copied:
             tensors = [tensor.to(getattr(torch, output.work_dtype)) for tensor in tensors]
         return (tensors[:-1], tensors[-1]) if output.base else (tensors, None)
 
-    def make(self, output: Output, tensors: list[Tensor], base: Tensor | None) -> Tensor:
-        """One tensor of the result.
+    def merged(self, output: OutputTensor) -> dict[str, Tensor]:
+        """One tensor of the result, by its name.
 
         Raises:
-            NumericsError: the result is not finite: a coefficient is too large, or the type too narrow.
+            NumericsError: a parent's tensor, or the result, is not finite.
         """
+        if self.input_bytes(output) > TOGETHER:
+            trim_memory()  # what earlier layers left
+        tensors, base = self.read(output)
+        dtype = getattr(torch, output.dtype)
         if output.copied:
-            return tensors[0].to(getattr(torch, output.dtype))
-        if self.look is not None and base is not None:
-            self.look(output, tensors, base)
-        draws = [Draws.of(self.seed, output.name, str(place)) for place in range(len(tensors))]
-        made = self.plan.method.merge(
+            return {output.name: tensors[0].to(dtype)}
+        if self.observe is not None and base is not None:
+            self.observe(output, tensors, base)
+        method = self.plan.method
+        masks = [RandomMasks.of(self.seed, output.name, str(index)) for index in range(len(tensors))]
+        tensor = method.merge(
             tensors,
             base,
             shared=output.shared,
-            each=output.each,
+            per_model=output.per_model,
             compat=self.compat,
-            draws=draws if self.plan.method.random else (),
-            known=self.known,
-        ).to(getattr(torch, output.dtype))
+            masks=masks if method.random else (),
+            scan_result=self.scan_result,
+        ).to(dtype)
         try:
-            check_finite(output.name, made, Path("merge"))
+            check_finite(output.name, tensor, Path("merge"))
         except NumericsError:
             raise NumericsError(
                 f"{output.name}: the merge gives NaN or infinity in {output.dtype}",
                 hint="smaller weights, weights that do not cancel, or out_dtype: bfloat16 or float32",
             ) from None
-        return made
-
-    def nbytes(self, output: Output) -> int:
-        """How much :meth:`read` brings into memory."""
-        size = getattr(torch, output.work_dtype).itemsize
-        count = len(output.inputs) + (output.base is not None)
-        return int(torch.Size(output.shape).numel() * size * count)
+        return {output.name: tensor}
 
     def scanned(self, progress: Progress = SILENT) -> Merge:
-        """The same merge, knowing what only passes over all tensors can tell, where its method asks for that.
+        """The same merge after the method's passes over all tensors, if it needs any.
 
         Raises:
-            SettingsError: the method wants one value for the whole model where the configuration has several.
+            SettingsError: the method needs one value for the whole model, and the configuration has several.
         """
         method, outputs = self.plan.method, [output for output in self.plan.outputs if not output.copied]
         if method.scan is None or self.compat != "paper":
             return self
-        scan = method.scan(_constant([output.each for output in outputs]))
+        scan = method.scan(_constant([output.per_model for output in outputs]))
         with progress.task("scan", total=scan.passes * len(outputs)) as task:
             for _ in range(scan.passes):
                 for output in outputs:
@@ -130,7 +135,7 @@ class Merge:
                     scan.add(tensors, base)
                     task.advance()
                 scan.end_pass()
-        return replace(self, known=scan.finish())
+        return replace(self, scan_result=scan.finish())
 
     def write(
         self,
@@ -140,12 +145,11 @@ class Merge:
         shard_bytes: int = SHARD_BYTES,
         progress: Progress = SILENT,
     ) -> list[Path]:
-        """Write every tensor; goes on at the first unfinished shard.
-
-        Returns:
-            the files written.
-        """
-        steps = [self._step(output) for output in self.plan.outputs]
+        """Write every tensor, from the first unfinished shard on; returns the files written."""
+        steps = [
+            WriteStep([spec], partial(self.merged, output), self.input_bytes(output))
+            for spec, output in zip(self.specs(), self.plan.outputs, strict=True)
+        ]
         return stream_steps(
             steps,
             folder,
@@ -158,54 +162,45 @@ class Merge:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor in memory, for models that are small enough."""
-        return {output.name: self.make(output, *self.read(output)) for output in self.plan.outputs}
+        return {name: t for output in self.plan.outputs for name, t in self.merged(output).items()}
 
-    def _step(self, output: Output) -> WriteStep:
-        nbytes = self.nbytes(output)
-
-        def make() -> dict[str, Tensor]:
-            if nbytes > TOGETHER:
-                trim_memory()  # what the layers before have left
-            return {output.name: self.make(output, *self.read(output))}
-
-        return WriteStep([self.slot(output)], make, nbytes)
-
-    def _load(self, item: Input) -> Tensor:
+    def _load(self, item: InputTensor) -> Tensor:
         view = self.plan.models[item.model]
-        tensor: Tensor = view.load(item.name)
+        tensor = view.load(item.name)
         check_finite(item.name, tensor, view.path)
         return tensor
 
-    def _aligned(self, output: Output, wanted: list[Input]) -> list[Tensor]:
-        """Rows of every wanted input in the order of the merged vocabulary.
+    def _aligned(
+        self, vocabulary: MergedVocabulary, output: OutputTensor, inputs: Sequence[InputTensor]
+    ) -> list[Tensor]:
+        """Rows of every input in the order of the merged vocabulary.
 
-        A row that a model lacks is made of the rows of the others, so every model's matrix is read.
+        A row that a model does not have comes from the rows of the others, so every model's matrix is read.
         """
-        assert self.vocabulary is not None
-        names = {item.model: item.name for item in wanted}
+        names = {item.model: item.name for item in inputs}
+        items = [InputTensor(i, names.get(i, output.name)) for i in range(len(self.plan.models))]
         tensors = [
-            self._load(Input(number, name)) if name in view.tensors else None
-            for number, view in enumerate(self.plan.models)
-            for name in (names.get(number, output.name),)
+            self._load(item) if item.name in view.tensors else None
+            for item, view in zip(items, self.plan.models, strict=True)
         ]
-        aligned = self.vocabulary.align(tensors)
-        made = [aligned[item.model] for item in wanted]
-        assert all(tensor is not None for tensor in made)
-        return made  # type: ignore[return-value]
+        aligned = vocabulary.align(tensors)
+        tensors = [aligned[item.model] for item in inputs]
+        assert all(tensor is not None for tensor in tensors)
+        return tensors  # type: ignore[return-value]
 
 
-def _constant(each: Sequence[Mapping[str, Sequence[Any]]]) -> Mapping[str, Sequence[Any]]:
+def _constant(per_model: Sequence[Mapping[str, Sequence[Any]]]) -> Mapping[str, Sequence[Any]]:
     """Parameters per model that are the same for all tensors.
 
     Raises:
         SettingsError: one is not.
     """
-    for name, values in each[0].items():
-        for other in each:
+    for name, values in per_model[0].items():
+        for other in per_model:
             if tuple(other[name]) != tuple(values):
                 raise SettingsError(
                     name,
                     "a gradient or filtered",
                     "one number a model with compat paper, which trims all tensors at once",
                 )
-    return each[0]
+    return per_model[0]

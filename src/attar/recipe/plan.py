@@ -160,7 +160,7 @@ class _RecipePlanner:
         parents = [keys[name] for name in entry.parents]
         stage = STAGES[entry.stage]
         if stage.merges:
-            parents += load("attar.merging.parents:outside")(entry.settings.config, entry.merged)
+            parents += load("attar.merging.parents:unnamed_fingerprints")(entry.settings.config, entry.merged)
         return identity(
             entry.stage, stage.version(), plain(entry.settings), parents + _data(entry.settings, data)
         )

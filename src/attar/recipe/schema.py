@@ -348,14 +348,14 @@ def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntr
     """
     value = entry.value
     if isinstance(value.value, dict):
-        documents: Any = load("attar.merging.config.parse:read_located")(value)
+        documents: Any = load("attar.merging.config.documents:parse_located")(value)
         text = _dump(value.plain())
     elif not isinstance(value.value, str):
         raise RecipeError(f"{value.where}: config is neither a mapping nor a path nor a text")
     else:
         sibling = str(Path(recipe).parent / value.value)
         path = sibling if os.path.isfile(sibling) else value.value  # noqa: PTH113 (Path's raises at long names)
-        documents, text = load("attar.merging.written:read_configs")(path, value.where)
+        documents, text = load("attar.merging.config.documents:read_configs")(path, value.where)
     names = [reference.model for document in documents for reference in document.models()]
     stages = tuple(dict.fromkeys(name for name in names if name in known))
     return MergeEntry(YamlEntry(entry.where, Located(text, value.where)), stages)

@@ -110,5 +110,5 @@ EVALUATE_SETTINGS = "attar.measure.settings:EvaluateSettings"
 EVALUATE_VERSION = "attar.measure.settings:VERSION"
 """Not a stage: a recipe evaluates the checkpoint of every stage."""
 
-EXTRACT_SETTINGS = "attar.merging.extraction_settings:ExtractSettings"
+EXTRACT_SETTINGS = "attar.merging.adapters.settings:ExtractSettings"
 """Not a stage: what it makes is an adapter, not a model."""

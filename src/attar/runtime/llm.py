@@ -28,9 +28,9 @@ from attar.runtime.results import Event, Result, gather_result
 from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
-from attar.runtime.speculate.build import speculator as make_speculator
+from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.wanted import Wanted
+from attar.runtime.speculate.wanted import SpeculationSettings
 from attar.runtime.tokenizer import Prompt, PromptTokenizer, list_prompts
 
 
@@ -85,7 +85,9 @@ class LLM:
         drafts: int | None = None,
         verification: str | None = None,
     ) -> None:
-        wanted = Wanted(speculate=speculate, draft=draft, drafts=drafts, verification=verification)
+        wanted = SpeculationSettings(
+            speculate=speculate, draft=draft, drafts=drafts, verification=verification
+        )
         wanted.check_with(evicting(eviction))
         alike: dict[str, Any] = {"device": device, "block_size": block_size}  # a draft keeps its own dtype
         alike["activations"] = activations

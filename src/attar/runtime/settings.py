@@ -9,7 +9,7 @@ from typing import Any
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.wanted import Wanted
+from attar.runtime.speculate.wanted import SpeculationSettings
 
 METHODS = {
     "reread": ("capacity", "recent"),
@@ -101,8 +101,8 @@ class EngineSettings:
             "limits": Limits(**{each: getattr(self, each) for each in _LIMITS}),
         }
 
-    def _wanted(self) -> Wanted:
-        return Wanted(**{each: getattr(self, each) for each in _DRAFTING})
+    def _wanted(self) -> SpeculationSettings:
+        return SpeculationSettings(**{each: getattr(self, each) for each in _DRAFTING})
 
 
 @dataclass(frozen=True, kw_only=True)

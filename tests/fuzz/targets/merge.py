@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from attar.errors import AttarError
-from attar.merging.config.parse import parse_configs
+from attar.merging.config.documents import parse_configs
 
 SEEDS = (
     b"""merge_method: ties

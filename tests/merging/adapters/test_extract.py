@@ -1,4 +1,4 @@
-"""Extraction: the adapter against the models it came from, through peft and through :class:`Adapted`."""
+"""Extraction: the adapter against the models it came from, through peft and through AdaptedCheckpoint."""
 
 import json
 import warnings
@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import Card, open_checkpoint
 from attar.errors import ModelError, NumericsError, OutputError, SettingsError
 from attar.merging.adapters import extract as extraction
-from attar.merging.adapters.apply import Adapted
-from attar.merging.adapters.differences import Pair, Part, saved_modules
+from attar.merging.adapters.apply import AdaptedCheckpoint
+from attar.merging.adapters.differences import ModelPair, TensorPair, saved_modules
 from attar.merging.adapters.extract import extract
-from attar.merging.extraction_settings import ExtractSettings
+from attar.merging.adapters.settings import ExtractSettings
 from tests import tiny_models
 
 PAIRS = ((0, "a"), (0, "a"), (0, "b"), (1, "a"))
@@ -71,7 +71,7 @@ def test_base_with_adapter_is_the_tuned_model(family, only, changes, tmp_path):
     assert (tiny_models.logits(wrapped, rows) - expected).abs().max() < 1e-4 * start
     merged = wrapped.merge_and_unload()
     assert (tiny_models.logits(merged, rows) - expected).abs().max() < 1e-4 * start
-    view, goal = Adapted(open_checkpoint(base), out), open_checkpoint(tuned)
+    view, goal = AdaptedCheckpoint(open_checkpoint(base), out), open_checkpoint(tuned)
     for name in goal.tensors:
         assert torch.allclose(view.load(name), goal.load(name), atol=1e-5), name
 
@@ -89,7 +89,7 @@ def test_ranks_by_energy_and_the_card(tmp_path):
     s = torch.linalg.svdvals(D)
     assert row["energy"] == pytest.approx(float(s[: row["rank"]].square().sum() / s.square().sum()), rel=1e-4)
     assert float(s[: row["rank"] - 1].square().sum() / s.square().sum()) < 0.8
-    got = Adapted(open_checkpoint(base), some).load(LINEAR)
+    got = AdaptedCheckpoint(open_checkpoint(base), some).load(LINEAR)
     assert row["error"] == pytest.approx(float((got - new).norm() / D.norm()), rel=1e-3)
     assert row["weight_error"] == pytest.approx(float((got - new).norm() / old.norm()), rel=1e-3)
     config = json.loads((some / "adapter_config.json").read_text())
@@ -184,10 +184,10 @@ def test_equal_models_have_nothing_to_extract(tmp_path):
 
 def test_a_module_whose_name_ends_others_is_not_saved():
     parts = tuple(
-        Part(f"{name}.weight", f"{name}.weight", name, "weight", "whole") for name in ("norm", "a.head")
+        TensorPair(f"{name}.weight", f"{name}.weight", name, "weight", "whole") for name in ("norm", "a.head")
     )
-    found = Pair(None, None, parts, False, (), ("", "a", "norm", "a.norm", "a.head"))
-    assert saved_modules(found, parts) == {"a.head": {"weight": "a.head.weight"}}
+    models = ModelPair(None, None, parts, False, (), ("", "a", "norm", "a.norm", "a.head"))
+    assert saved_modules(models, parts) == {"a.head": {"weight": "a.head.weight"}}
 
 
 def test_every_tensor_has_random_numbers_of_its_own():

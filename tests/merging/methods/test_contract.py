@@ -14,7 +14,7 @@ from torch import Tensor
 from attar.errors import SettingsError
 from attar.merging.methods import METHODS, Method
 from attar.merging.methods.common.chunked import SIZE
-from attar.merging.methods.common.random_masks import Draws
+from attar.merging.methods.common.random_masks import RandomMasks
 
 SHAPES = [(7,), (1,), (37, 53), (3, 5, 7), (2, SIZE // 2 + 51)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,11 +51,11 @@ def run(method: Method, tensors: list[Tensor], base: Tensor | None, **given: Any
     """The method with its defaults, the values above, and those given."""
     values = GIVEN | given
     shared = {p.name: values.get(p.name, p.default) for p in method.shared}
-    each = {p.name: values.get(p.name, EACH[p.name][: len(tensors)]) for p in method.each}
-    method.check(shared, each)
-    draws = [Draws.of(0, "t", str(i)) for i in range(len(tensors))]
+    per_model = {p.name: values.get(p.name, EACH[p.name][: len(tensors)]) for p in method.per_model}
+    method.check(shared, per_model)
+    masks = [RandomMasks.of(0, "t", str(i)) for i in range(len(tensors))]
     return method.merge(
-        tensors, base, shared=shared, each=each, draws=draws, compat=given.get("compat", "mergekit")
+        tensors, base, shared=shared, per_model=per_model, masks=masks, compat=given.get("compat", "mergekit")
     )
 
 
@@ -149,14 +149,18 @@ def test_the_order_of_the_models_does_not_matter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dare_linear", "dare_ties", "della", "della_linear"])
-def test_other_draws_give_another_result(name: str) -> None:
+def test_other_masks_give_another_result(name: str) -> None:
     method = METHODS[name]
     tensors, base = inputs(method, (12, 17), torch.float32)
     shared = {p.name: p.default for p in method.shared}
-    each = {p.name: EACH[p.name] for p in method.each}
+    per_model = {p.name: EACH[p.name] for p in method.per_model}
     results = [
         method.merge(
-            tensors, base, shared=shared, each=each, draws=[Draws.of(seed, "t", str(i)) for i in range(3)]
+            tensors,
+            base,
+            shared=shared,
+            per_model=per_model,
+            masks=[RandomMasks.of(seed, "t", str(i)) for i in range(3)],
         )
         for seed in (0, 1)
     ]
@@ -193,10 +197,10 @@ BAD: list[tuple[str, str, Any]] = [
 def test_values_that_are_not_allowed(name: str, parameter: str, value: Any) -> None:
     method = METHODS[name]
     shared = {p.name: GIVEN.get(p.name, p.default) for p in method.shared}
-    each = {p.name: EACH[p.name] for p in method.each}
-    (shared if parameter in shared else each)[parameter] = value
+    per_model = {p.name: EACH[p.name] for p in method.per_model}
+    (shared if parameter in shared else per_model)[parameter] = value
     with pytest.raises(SettingsError, match=parameter):
-        method.check(shared, each)
+        method.check(shared, per_model)
 
 
 def test_all_weights_zero_give_the_base() -> None:
@@ -212,9 +216,9 @@ def test_the_table_agrees_with_the_functions() -> None:
         keywords = {p.name: p for p in signature.parameters.values() if p.kind == p.KEYWORD_ONLY}
         if any(p.kind == p.VAR_KEYWORD for p in signature.parameters.values()):
             continue  # dare_ties and the like pass everything on
-        declared = {p.python_name: p for p in (*method.shared, *method.each)}
+        declared = {p.python_name: p for p in (*method.shared, *method.per_model)}
         assert set(declared) <= set(keywords)
-        assert ("draws" in keywords) == method.random
+        assert ("masks" in keywords) == method.random
         assert ("compat" in keywords) == method.paper
         for name, parameter in declared.items():
             if parameter in method.shared and not parameter.required:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attar.merging.methods import METHODS
-from attar.merging.methods.common.random_masks import TorchDraws
 
 VECTORS = json.loads((Path(__file__).parents[1] / "golden" / "mergekit.json").read_text())
 WEIGHT = {"weight": [0.5, 0.4, 0.3]}
@@ -69,6 +68,17 @@ CASES: dict[str, tuple[str, str, bool, dict[str, Any]]] = {
 }
 
 
+class TorchMasks:
+    """Masks from a generator of torch, with mergekit's calls; models that share it draw in turn."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def below(self, probability: float | torch.Tensor, count: int) -> torch.Tensor:
+        p = probability if isinstance(probability, torch.Tensor) else torch.full((count,), probability)
+        return torch.bernoulli(p.float().flatten(), generator=self.generator).bool()
+
+
 def vector(name: str) -> torch.Tensor:
     if name == "A":
         return vector("a") * 1.001
@@ -86,12 +96,18 @@ def test_vector(name: str) -> None:
     base = vector("base") if has_base else None
     if method_name == "slerp":  # its first model is the base
         base, tensors = tensors[0], tensors[1:]
-    generator = TorchDraws(torch.Generator().manual_seed(0))
+    generator = TorchMasks(torch.Generator().manual_seed(0))
     result = method.merge(
         tensors,
         base,
         shared={p.name: given.get(p.name, p.default) for p in method.shared},
-        each={p.name: given.get(p.name, [p.default] * len(tensors)) for p in method.each},
-        draws=[generator] * len(tensors),
+        per_model={p.name: given.get(p.name, [p.default] * len(tensors)) for p in method.per_model},
+        masks=[generator] * len(tensors),
     )
     assert torch.allclose(result, vector(name), rtol=0, atol=2e-6)
+
+
+def test_torch_masks_are_those_of_a_seeded_generator() -> None:
+    torch.manual_seed(0)
+    expected = torch.bernoulli(torch.full((4, 5), 0.5)).bool().flatten()
+    assert torch.equal(TorchMasks(torch.Generator().manual_seed(0)).below(0.5, 20), expected)

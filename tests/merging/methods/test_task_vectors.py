@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attar.merging.methods.breadcrumbs import breadcrumbs
-from attar.merging.methods.common.random_masks import Draws
+from attar.merging.methods.common.random_masks import RandomMasks
 from attar.merging.methods.common.task_vectors import TaskVector, magnitude, rank_probability
 from attar.merging.methods.dare import dare_linear
 from attar.merging.methods.della import della_linear
@@ -79,7 +79,7 @@ def test_breadcrumbs_of_a_short_tensor_keeps_its_change() -> None:
 def test_a_trim_keeps_at_least_one_entry() -> None:
     base = torch.zeros(5)
     d = TaskVector(torch.tensor([1.0, -3.0, 2.0, 0.5, 0.0]), base)
-    assert magnitude(d, 0.1, False)(d.piece(slice(0, 5))).tolist() == [0, -3, 0, 0, 0]
+    assert magnitude(d, 0.1, False)(d.chunk(slice(0, 5))).tolist() == [0, -3, 0, 0, 0]
 
 
 def test_rescaling_restores_the_l1_norm() -> None:
@@ -126,15 +126,15 @@ def test_a_vote_of_zero_elects_the_majority_in_the_paper_and_plus_in_mergekit() 
     assert ties(tensors, base, **settings, compat="paper").tolist() == [-2, -1, -3]
 
 
-def draws(seed: int, count: int = 1) -> list[Draws]:
-    return [Draws.of(seed, "t", str(i)) for i in range(count)]
+def masks(seed: int, count: int = 1) -> list[RandomMasks]:
+    return [RandomMasks.of(seed, "t", str(i)) for i in range(count)]
 
 
 @pytest.mark.parametrize("compat", ["mergekit", "paper"])
 def test_dare_is_unbiased(compat: str) -> None:
     tensors, base = models((20, 30), 1)
     runs = [
-        dare_linear(tensors, base, weight=[1.0], density=[0.5], draws=draws(s), compat=compat) - base
+        dare_linear(tensors, base, weight=[1.0], density=[0.5], masks=masks(s), compat=compat) - base
         for s in range(400)
     ]
     kept = torch.stack([r != 0 for r in runs]).float().mean()
@@ -147,7 +147,7 @@ def test_dare_is_unbiased(compat: str) -> None:
 def test_paper_dare_divides_by_the_density() -> None:
     tensors, base = models((20, 30), 1)
     base.zero_()
-    result = dare_linear(tensors, base, weight=[1.0], density=[0.25], draws=draws(0), compat="paper")
+    result = dare_linear(tensors, base, weight=[1.0], density=[0.25], masks=masks(0), compat="paper")
     kept = result != 0
     assert torch.equal(result[kept], tensors[0][kept] / 0.25)
 
@@ -155,9 +155,9 @@ def test_paper_dare_divides_by_the_density() -> None:
 def test_mergekit_dare_restores_the_l1_norm() -> None:
     tensors, base = models((20, 30), 1)
     base.zero_()
-    result = dare_linear(tensors, base, weight=[1.0], density=[0.25], draws=draws(0))
+    result = dare_linear(tensors, base, weight=[1.0], density=[0.25], masks=masks(0))
     assert torch.allclose(result.abs().sum(), tensors[0].abs().sum())
-    bare = dare_linear(tensors, base, weight=[1.0], density=[0.25], draws=draws(0), rescale=False)
+    bare = dare_linear(tensors, base, weight=[1.0], density=[0.25], masks=masks(0), rescale=False)
     assert torch.equal(bare != 0, result != 0)
     assert torch.equal(bare[bare != 0], tensors[0][bare != 0])
 
@@ -167,7 +167,7 @@ def test_della_keeps_large_entries_more_often() -> None:
     base.zero_()
     kept = torch.stack(
         [
-            della_linear(tensors, base, weight=[1.0], density=[0.5], epsilon=[0.3], draws=draws(s)) != 0
+            della_linear(tensors, base, weight=[1.0], density=[0.5], epsilon=[0.3], masks=masks(s)) != 0
             for s in range(600)
         ]
     )
@@ -189,7 +189,7 @@ def test_paper_della_divides_by_each_probability() -> None:
     tensors, base = models((10, 11), 1)
     base.zero_()
     result = della_linear(
-        tensors, base, weight=[1.0], density=[0.5], epsilon=[0.3], draws=draws(0), compat="paper"
+        tensors, base, weight=[1.0], density=[0.5], epsilon=[0.3], masks=masks(0), compat="paper"
     )
     kept = result != 0
     assert torch.allclose(result[kept], (tensors[0] / rank_probability(tensors[0], 0.5, 0.3))[kept])

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from attar.errors import AttarError, ModelError, RecipeError
-from attar.merging.config.parse import parse_configs
+from attar.merging.config.documents import parse_configs
 from attar.merging.methods import METHODS
-from attar.merging.planning.plan import Input, Output, Plan, make_plan
+from attar.merging.planning.plan import InputTensor, MergePlan, OutputTensor, make_plan
 from tests import tiny_models
 from tests.merging.views import FakeView, plan_of, view
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
 
 
-def by_name(plan: Plan) -> dict[str, Output]:
+def by_name(plan: MergePlan) -> dict[str, OutputTensor]:
     return {output.name: output for output in plan.outputs}
 
 
@@ -35,8 +35,8 @@ def test_every_family_keeps_its_tensors(family: str) -> None:
     for output in plan.outputs:
         assert output.shape == tuple(a.tensors[output.name].shape)
         if not output.copied:
-            assert output.inputs == (Input(0, output.name), Input(1, output.name))
-            assert (output.base, output.each) == (None, {"weight": (0.5, 0.5)})
+            assert output.inputs == (InputTensor(0, output.name), InputTensor(1, output.name))
+            assert (output.base, output.per_model) == (None, {"weight": (0.5, 0.5)})
     assert plan.config == {**{k: v for k, v in a.config.items() if k != "torch_dtype"}, "dtype": "float32"}
     assert plan.notes == ()
 
@@ -69,23 +69,23 @@ def test_parameters_of_a_merge_with_a_base() -> None:
     assert (plan.labels, plan.base, plan.donor) == (("a", "base", "b"), 1, 1)
     outputs = by_name(plan)
     middle = outputs["model.layers.1.mlp.up_proj.weight"]
-    assert middle.inputs == (Input(0, middle.name), Input(2, middle.name))
-    assert middle.base == Input(1, middle.name)
-    assert middle.each == {"weight": (0.5, 2.0), "density": (pytest.approx(0.4), 0.9)}
+    assert middle.inputs == (InputTensor(0, middle.name), InputTensor(2, middle.name))
+    assert middle.base == InputTensor(1, middle.name)
+    assert middle.per_model == {"weight": (0.5, 2.0), "density": (pytest.approx(0.4), 0.9)}
     assert middle.shared == {"normalize": True, "rescale": False, "int8_mask": False, "lambda": 1.0}
     assert (middle.kind, middle.layer) == ("layer", 1)
     assert outputs["model.layers.1.self_attn.q_proj.weight"].shared["lambda"] == 0.5
     assert outputs["model.layers.2.self_attn.q_proj.weight"].shared["lambda"] == 1.0
     for name, kind in (("model.embed_tokens.weight", "embedding"), ("lm_head.weight", "head")):
-        assert outputs[name].each == {"weight": (0.5, 1.0), "density": (0.2, 0.9)}
+        assert outputs[name].per_model == {"weight": (0.5, 1.0), "density": (0.2, 0.9)}
         assert (outputs[name].kind, outputs[name].aligned) == (kind, True)
-    METHODS["ties"].check(middle.shared, middle.each)
+    METHODS["ties"].check(middle.shared, middle.per_model)
 
 
 def test_a_base_that_is_not_listed_is_read_all_the_same() -> None:
     text = "merge_method: slerp\nbase_model: base\nmodels: [{model: a}]\nparameters: {t: [0, 1]}\n"
     outputs = by_name(plan_of(text, view("a"), view("base")))
-    assert outputs["model.norm.weight"].base == Input(1, "model.norm.weight")
+    assert outputs["model.norm.weight"].base == InputTensor(1, "model.norm.weight")
     assert [outputs[f"model.layers.{n}.mlp.up_proj.weight"].shared["t"] for n in range(3)] == [0, 0.5, 1]
     assert outputs["lm_head.weight"].shared["t"] == 0
 
@@ -116,12 +116,14 @@ def test_layers_are_stacked_and_renumbered() -> None:
     outputs = by_name(plan)
     up = "mlp.up_proj.weight"
     inputs = [outputs[f"model.layers.{n}.{up}"].inputs[0] for n in range(4)]
-    assert inputs == [Input(model, f"model.layers.{n}.{up}") for model, n in ((0, 0), (0, 1), (1, 1), (1, 2))]
-    scales = [outputs[f"model.layers.{n}.{up}"].each["scale"] for n in range(4)]
+    assert inputs == [
+        InputTensor(model, f"model.layers.{n}.{up}") for model, n in ((0, 0), (0, 1), (1, 1), (1, 2))
+    ]
+    scales = [outputs[f"model.layers.{n}.{up}"].per_model["scale"] for n in range(4)]
     assert scales == [(None,), (None,), (None,), (0.5,)]  # filters see the input's name, not the output's
     assert outputs["model.embed_tokens.weight"].inputs[0].model == 0
     assert outputs["lm_head.weight"].inputs[0].model == 1
-    assert outputs["lm_head.weight"].each["scale"] == (3,)
+    assert outputs["lm_head.weight"].per_model["scale"] == (3,)
     assert plan.config["num_hidden_layers"] == 4
     assert len(plan.outputs) == 3 + 4 * 9
 
@@ -136,10 +138,10 @@ slices:
 parameters: {weight: [5, 7]}
 """
     outputs = by_name(plan_of(text, view("a"), view("b")))
-    weights = [outputs[f"model.layers.{n}.mlp.up_proj.weight"].each["weight"] for n in range(4)]
+    weights = [outputs[f"model.layers.{n}.mlp.up_proj.weight"].per_model["weight"] for n in range(4)]
     assert weights == [(2, 2), (5,), (6,), (7,)]
-    assert outputs["model.embed_tokens.weight"].each["weight"] == (1, 1)
-    assert outputs["model.norm.weight"].each["weight"] == (5,)
+    assert outputs["model.embed_tokens.weight"].per_model["weight"] == (1, 1)
+    assert outputs["model.norm.weight"].per_model["weight"] == (5,)
 
 
 def test_filters_of_shared_parameters_see_the_outputs_name() -> None:
@@ -175,11 +177,11 @@ parameters: {weight: 1}
 """
     views = view("a"), view("b"), view("base")
     name = "model.layers.0.mlp.up_proj.weight"
-    assert by_name(plan_of(text, *views))[name].base == Input(2, "model.layers.1.mlp.up_proj.weight")
+    assert by_name(plan_of(text, *views))[name].base == InputTensor(2, "model.layers.1.mlp.up_proj.weight")
     shifted = text.replace("model: b, layer_range: [1, 3]", "model: b, layer_range: [0, 2]")
     assert refused(shifted, *views).message.startswith("merge.yml:4: the sources have different layers")
     given = shifted.replace("sources: [", "sources: [{model: base, layer_range: [0, 2]}, ")
-    assert by_name(plan_of(given, *views))[name].base == Input(0, "model.layers.0.mlp.up_proj.weight")
+    assert by_name(plan_of(given, *views))[name].base == InputTensor(0, "model.layers.0.mlp.up_proj.weight")
 
 
 def test_a_slice_of_the_base_alone_passes() -> None:
@@ -235,8 +237,8 @@ def test_tensors_that_are_not_floats_are_copied_from_the_base() -> None:
     for each in views:
         each.tensors["model.steps"] = SimpleNamespace(shape=(4,), dtype="I64")
     output = by_name(plan_of(TIES, *views))["model.steps"]
-    assert (output.copied, output.inputs, output.base) == (True, (Input(1, "model.steps"),), None)
-    assert (output.dtype, output.shared, output.each) == ("int64", {}, {})
+    assert (output.copied, output.inputs, output.base) == (True, (InputTensor(1, "model.steps"),), None)
+    assert (output.dtype, output.shared, output.per_model) == ("int64", {}, {})
 
 
 def test_heads_that_are_all_tied_stay_tied() -> None:
@@ -265,8 +267,8 @@ def test_models_saved_without_their_head() -> None:
     bare = FakeView("b", whole.config, {k.removeprefix("transformer."): v for k, v in whole.tensors.items()})
     plan = plan_of(LINEAR, whole, bare)
     assert sorted(by_name(plan)) == sorted(whole.tensors)
-    assert by_name(plan)["transformer.h.1.ln_1.weight"].inputs[1] == Input(1, "h.1.ln_1.weight")
-    assert by_name(plan)["transformer.wte.weight"].inputs[1] == Input(1, "wte.weight")
+    assert by_name(plan)["transformer.h.1.ln_1.weight"].inputs[1] == InputTensor(1, "h.1.ln_1.weight")
+    assert by_name(plan)["transformer.wte.weight"].inputs[1] == InputTensor(1, "wte.weight")
     turned = plan_of(LINEAR.replace("{model: a}, {model: b}", "{model: b}, {model: a}"), whole, bare)
     assert sorted(by_name(turned)) == sorted(bare.tensors)
 
@@ -337,7 +339,7 @@ def test_modules() -> None:
     assert [name for name in outputs if "encoder.block" in name] == [
         "encoder.block.0.layer.0.SelfAttention.q.weight"
     ]
-    assert outputs["encoder.final_layer_norm.weight"].each == {"scale": (2,)}
+    assert outputs["encoder.final_layer_norm.weight"].per_model == {"scale": (2,)}
     assert outputs["decoder.final_layer_norm.weight"].inputs[0].model == 1
     assert outputs["shared.weight"].inputs[0].model == 0
     assert outputs["lm_head.weight"].inputs[0].model == 1
@@ -364,7 +366,7 @@ def test_notes() -> None:
     assert notes == (
         "model.layers.0.self_attn.rotary_emb.inv_freq is in b and not in a;"
         " it follows from the config and is left out",
-        "b is a mistral, base is a llama: the shapes fit, and the result is called what the latter is",
+        "b is a mistral, base is a llama: the shapes fit, and the result gets the latter's type",
         "rope_theta differs: None in base (taken), 5.0 in b",
         "merge.yml:5: base is the base model: weight without effect",
         "merge.yml:6: the filter 'mpl' fits no tensor",
@@ -399,7 +401,7 @@ WRONG = [
     ),
     (
         "merge_method: slerp\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {t: 1}",
-        "merge.yml:3: slerp takes exactly 1 model beside the base, not 2",
+        "merge.yml:3: slerp takes exactly 1 model besides the base, not 2",
     ),
     (
         "merge_method: passthrough\nmodels: [{model: a}, {model: b}]",
@@ -407,11 +409,11 @@ WRONG = [
     ),
     (
         "merge_method: model_stock\nbase_model: base\nmodels: [{model: a}]",
-        "merge.yml:3: model_stock takes at least 2 models beside the base, not 1",
+        "merge.yml:3: model_stock takes at least 2 models besides the base, not 1",
     ),
     (
         "merge_method: ties\nbase_model: a\nmodels: [{model: a}]\nparameters: {weight: 1}",
-        "merge.yml:3: ties takes at least 1 model beside the base, not 0",
+        "merge.yml:3: ties takes at least 1 model besides the base, not 0",
     ),
     (
         LINEAR.replace("0.5", "[{filter: mlp, value: 0}, {value: 1}]"),
@@ -483,4 +485,4 @@ def test_one_model_under_two_names() -> None:
 
 def test_a_soup_is_planned_like_an_average() -> None:
     plan = plan_of("merge_method: greedy_soup\nmodels: [{model: a}, {model: b}]", view("a"), view("b"))
-    assert (plan.method.name, plan.outputs[0].each) == ("greedy_soup", {"weight": (1.0, 1.0)})
+    assert (plan.method.name, plan.outputs[0].per_model) == ("greedy_soup", {"weight": (1.0, 1.0)})

@@ -11,12 +11,12 @@ import torch
 
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import MissingExtraError, NumericsError, SettingsError, UsageError
+from attar.merging.config.documents import parse_configs
 from attar.merging.config.dump import config_text
-from attar.merging.config.parse import parse_configs
-from attar.merging.held_out import HeldOut
+from attar.merging.held_out import HeldOutText
 from attar.merging.search.coefficients import search
-from attar.merging.search.loss_cache import Journal
-from attar.merging.space import Space
+from attar.merging.search.loss_cache import LossCache
+from attar.merging.search.space import SearchSpace
 from tests import tiny_models
 
 TIES = """
@@ -42,8 +42,8 @@ parameters: {normalize: false}
 """
 
 
-def space_of(text: str) -> Space:
-    return Space.of(parse_configs(text)[0])
+def space_of(text: str) -> SearchSpace:
+    return SearchSpace.of(parse_configs(text)[0])
 
 
 def test_every_written_number_is_a_coordinate():
@@ -66,10 +66,10 @@ def test_every_written_number_is_a_coordinate():
 
 def test_parameters_go_back_where_they_came_from():
     space = space_of(TIES)
-    assert space.with_parameters(space.start) == space.config
+    assert space.config_with(space.start) == space.config
     values = tuple(round(0.11 * (number + 1), 4) for number in range(7))
-    changed = space.with_parameters(values)
-    assert Space.of(changed).start == values
+    changed = space.config_with(values)
+    assert SearchSpace.of(changed).start == values
     assert space.config == parse_configs(TIES)[0], "the configuration is not touched"
     one, two = changed.modules[0].slices[0].sources
     assert one.parameters["weight"].value == 0.22 and one.parameters["density"].value == (0.33, 0.44)
@@ -168,14 +168,14 @@ def test_a_killed_search_goes_on_where_it_was(tmp_path):
 
     whole = search(space_of(PAIR), bowl, budget=25, seed=2)
     with pytest.raises(KeyboardInterrupt):
-        search(space_of(PAIR), counted, budget=25, seed=2, journal=Journal(tmp_path / "l.jsonl"))
+        search(space_of(PAIR), counted, budget=25, seed=2, cache=LossCache(tmp_path / "l.jsonl"))
     rest: list[tuple[float, ...]] = []
 
     def more(values):
         rest.append(values)
         return bowl(values)
 
-    again = search(space_of(PAIR), more, budget=25, seed=2, journal=Journal(tmp_path / "l.jsonl"))
+    again = search(space_of(PAIR), more, budget=25, seed=2, cache=LossCache(tmp_path / "l.jsonl"))
     assert again == whole
     assert len(rest) == 25 - 11 and not {*rest} & {*calls}
 
@@ -227,7 +227,7 @@ def test_a_search_recovers_a_model_from_its_noisy_halves(tmp_path):
         model = tiny_models.build("llama2")
         for _ in range(16):
             rows = torch.cat([rows, model(input_ids=rows).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    text = HeldOut(rows[:, 3:])
+    text = HeldOutText(rows[:, 3:])
     noise = {name: 0.8 * torch.randn(t.shape, generator=draw) * t.std() for name, t in middle.items()}
 
     def merged(values):

@@ -1,4 +1,4 @@
-"""Greedy soup against the definition, both rules; the journal keeps what was measured."""
+"""Greedy soup against the definition, both rules; the cache keeps what was measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import random
 import pytest
 
 from attar.errors import NumericsError
-from attar.merging.search.loss_cache import Journal
-from attar.merging.search.soup import greedy
+from attar.merging.search.loss_cache import LossCache
+from attar.merging.search.soup import greedy_soup
 
 
 def by_hand(losses, table, strict):
@@ -41,7 +41,7 @@ def test_as_defined(seed, strict):
         asked.append(chosen)
         return table[chosen]
 
-    soup = greedy(losses, attempt, strict=strict)
+    soup = greedy_soup(losses, attempt, strict=strict)
     assert (soup.kept, soup.loss) == by_hand(losses, table, strict)
     assert len(asked) == len(set(asked)) == count - 1
     assert soup.loss <= min(losses), "never worse than its best ingredient"
@@ -50,26 +50,26 @@ def test_as_defined(seed, strict):
 
 
 def test_an_equal_ingredient_is_kept_by_the_paper_and_not_by_the_code():
-    assert greedy([1.0, 1.0], lambda chosen: 1.0, strict=False).kept == (0, 1)
-    assert greedy([1.0, 1.0], lambda chosen: 1.0, strict=True).kept == (0,)
+    assert greedy_soup([1.0, 1.0], lambda chosen: 1.0, strict=False).kept == (0, 1)
+    assert greedy_soup([1.0, 1.0], lambda chosen: 1.0, strict=True).kept == (0,)
 
 
 def test_broken_ingredients_are_tried_last_and_never_kept():
-    soup = greedy([math.nan, 2.0, math.inf, 1.0], lambda chosen: math.nan, strict=False)
+    soup = greedy_soup([math.nan, 2.0, math.inf, 1.0], lambda chosen: math.nan, strict=False)
     assert [trial.ingredient for trial in soup.trials] == [3, 1, 0, 2] and soup.kept == (3,)
     rows = soup.report(["a", "b", "c", "d"])
     assert rows[0] == {"model": "d", "loss": 1.0, "loss_with": 1.0, "kept": True}
     json.dumps(rows[:1], allow_nan=False)
     with pytest.raises(NumericsError, match="no ingredient of the soup has a finite loss"):
-        greedy([math.nan, math.inf], lambda chosen: 0.0, strict=False)
+        greedy_soup([math.nan, math.inf], lambda chosen: 0.0, strict=False)
 
 
 def test_report_is_json_whatever_the_losses():
-    soup = greedy([1.0, math.nan], lambda chosen: math.nan, strict=False)
+    soup = greedy_soup([1.0, math.nan], lambda chosen: math.nan, strict=False)
     assert json.loads(json.dumps(soup.report(["a", "b"]), allow_nan=False))[1]["loss_with"] is None
 
 
-def test_journal_measures_once_and_survives_a_cut_line(tmp_path):
+def test_the_cache_measures_once_and_survives_a_cut_line(tmp_path):
     path = tmp_path / "losses.jsonl"
     asked = []
 
@@ -77,17 +77,15 @@ def test_journal_measures_once_and_survives_a_cut_line(tmp_path):
         asked.append(value)
         return value
 
-    book = Journal(path)
-    assert [book.recall((1, 2), lambda: measure(0.25)), book.recall((1, 2), lambda: measure(9.0))] == [
-        0.25
-    ] * 2
-    assert book.recall((3,), lambda: measure(math.nan)) == math.inf
+    cache = LossCache(path)
+    assert [cache.loss((1, 2), lambda: measure(0.25)), cache.loss((1, 2), lambda: measure(9.0))] == [0.25] * 2
+    assert cache.loss((3,), lambda: measure(math.nan)) == math.inf
     with path.open("a") as file:
         file.write('{"tried": [4], "lo')
-    again = Journal(path)
-    assert again.recall((1, 2), lambda: measure(8.0)) == 0.25
-    assert again.recall((3,), lambda: measure(8.0)) == math.inf
-    assert again.recall((4,), lambda: measure(0.5)) == 0.5
+    again = LossCache(path)
+    assert again.loss((1, 2), lambda: measure(8.0)) == 0.25
+    assert again.loss((3,), lambda: measure(8.0)) == math.inf
+    assert again.loss((4,), lambda: measure(0.5)) == 0.5
     assert len(asked) == 3
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [

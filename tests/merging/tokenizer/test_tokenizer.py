@@ -8,7 +8,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from attar.errors import CheckpointError, ModelError
-from attar.merging.tokenizer.tokenizer import Tokens, extend, only, read_tokens, write_tokens
+from attar.merging.tokenizer.tokenizer import (
+    TokenizerTokens,
+    extend_tokenizer,
+    read_tokenizer,
+    with_stored_tokens,
+    write_tokenizer,
+)
 from tests import tiny_models
 
 TEXTS = ["def merge(self, tokens):\n    return tokens", "naïve café 42", "the quick brown fox jumps"]
@@ -61,25 +67,25 @@ def tiny(tmp_path):
 
 def written(tokens, folder):
     folder.mkdir()
-    write_tokens(tokens, folder)
+    write_tokenizer(tokens, folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def test_nothing_new_is_the_same_tokenizer_copied(tiny, tmp_path):
-    tokens = read_tokens(tiny)
-    assert extend(tokens, [read_tokens(tiny)]) is tokens
+    tokens = read_tokenizer(tiny)
+    assert extend_tokenizer(tokens, [read_tokenizer(tiny)]) is tokens
     out = tmp_path / "out"
     out.mkdir()
     (out / "vocab.txt").write_text("stale")
-    names = write_tokens(tokens, out)
+    names = write_tokenizer(tokens, out)
     assert names == sorted(path.name for path in out.iterdir()) == sorted(p.name for p in tiny.iterdir())
     assert all((out / name).read_bytes() == (tiny / name).read_bytes() for name in names)
 
 
 def test_union_with_a_longer_training_cuts_text_as_that_one_does(tmp_path):
-    short = read_tokens(stored(tmp_path / "short", byte_bpe(270), eos_token="<|endoftext|>"))
-    long = read_tokens(stored(tmp_path / "long", byte_bpe(300), eos_token="<|endoftext|>"))
-    union = extend(short, [long])
+    short = read_tokenizer(stored(tmp_path / "short", byte_bpe(270), eos_token="<|endoftext|>"))
+    long = read_tokenizer(stored(tmp_path / "long", byte_bpe(300), eos_token="<|endoftext|>"))
+    union = extend_tokenizer(short, [long])
     assert dict(union.ids) == dict(long.ids)
     tokenizer = written(union, tmp_path / "union")
     reference = AutoTokenizer.from_pretrained(tmp_path / "long")
@@ -89,8 +95,8 @@ def test_union_with_a_longer_training_cuts_text_as_that_one_does(tmp_path):
 
 
 def test_a_text_without_new_tokens_is_cut_as_before(tiny, tmp_path):
-    other = read_tokens(stored(tmp_path / "other", byte_bpe(300)))
-    union = extend(read_tokens(tiny), [other])
+    other = read_tokenizer(stored(tmp_path / "other", byte_bpe(300)))
+    union = extend_tokenizer(read_tokenizer(tiny), [other])
     tokenizer, before = written(union, tmp_path / "union"), AutoTokenizer.from_pretrained(tiny)
     assert len(tokenizer) == len(union.ids) > len(before)
     assert tokenizer("naïve café 42").input_ids == before("naïve café 42").input_ids
@@ -105,8 +111,8 @@ def test_numbers_of_the_first_stay_and_added_tokens_follow_plain_ones(tmp_path):
     first.add_special_tokens(["<|first|>"])
     second.add_special_tokens(["<|second|>"])
     second.add_tokens(["loose"])
-    one, two = (read_tokens(stored(tmp_path / n, t)) for n, t in (("one", first), ("two", second)))
-    union = extend(one, [two], ["<|extra|>"])
+    one, two = (read_tokenizer(stored(tmp_path / n, t)) for n, t in (("one", first), ("two", second)))
+    union = extend_tokenizer(one, [two], ["<|extra|>"])
     assert all(union.ids[text] == number for text, number in one.ids.items())
     assert sorted(union.ids.values()) == list(range(len(union.ids)))
     assert list(union.ids)[-3:] == ["<|second|>", "loose", "<|extra|>"]
@@ -119,9 +125,9 @@ def test_numbers_of_the_first_stay_and_added_tokens_follow_plain_ones(tmp_path):
 
 
 def test_unigram_keeps_scores_and_word_piece_its_longest_match(tmp_path):
-    one = read_tokens(stored(tmp_path / "one", unigram(("a bc abc ab", "cab bac"), 12)))
-    two = read_tokens(stored(tmp_path / "two", unigram(tuple(WORDS), 40)))
-    union = extend(one, [two])
+    one = read_tokenizer(stored(tmp_path / "one", unigram(("a bc abc ab", "cab bac"), 12)))
+    two = read_tokenizer(stored(tmp_path / "two", unigram(tuple(WORDS), 40)))
+    union = extend_tokenizer(one, [two])
     tokenizer = written(union, tmp_path / "union")
     assert tokenizer.get_vocab() == dict(union.ids)
     theirs = AutoTokenizer.from_pretrained(two.folder)
@@ -132,10 +138,10 @@ def test_unigram_keeps_scores_and_word_piece_its_longest_match(tmp_path):
     new = [piece for piece in union.ids if piece not in one.ids]
     assert new and all(scores[piece] == known[piece] for piece in new)
     pieces = (
-        read_tokens(stored(tmp_path / "three", word_piece(["fox", "##es"]))),
-        read_tokens(stored(tmp_path / "four", word_piece(["dog", "##es", "foxes"]))),
+        read_tokenizer(stored(tmp_path / "three", word_piece(["fox", "##es"]))),
+        read_tokenizer(stored(tmp_path / "four", word_piece(["dog", "##es", "foxes"]))),
     )
-    tokenizer = written(extend(*pieces[:1], pieces[1:]), tmp_path / "words")
+    tokenizer = written(extend_tokenizer(*pieces[:1], pieces[1:]), tmp_path / "words")
     assert tokenizer.tokenize("fox foxes dog") == ["fox", "foxes", "dog"]
 
 
@@ -144,7 +150,7 @@ def test_old_settings_list_new_added_tokens_too(tiny, tmp_path):
     config = json.loads(path.read_text())
     config |= {"added_tokens_decoder": {"0": {"content": "<|endoftext|>", "special": True}}}
     path.write_text(json.dumps(config))
-    union = extend(read_tokens(tiny), [], ["<|im_start|>"])
+    union = extend_tokenizer(read_tokenizer(tiny), [], ["<|im_start|>"])
     tokenizer = written(union, tmp_path / "out")
     number = union.ids["<|im_start|>"]
     listed = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["added_tokens_decoder"]
@@ -154,21 +160,21 @@ def test_old_settings_list_new_added_tokens_too(tiny, tmp_path):
 
 def test_what_cannot_be_done_is_said(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer"):
-        read_tokens(tmp_path)
+        read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
-        read_tokens(tmp_path)
+        read_tokenizer(tmp_path)
     with pytest.raises(ModelError, match="Python code"):
-        extend(Tokens(tmp_path, {"a": 0}), [], ["b"])
+        extend_tokenizer(TokenizerTokens(tmp_path, {"a": 0}), [], ["b"])
     holes = {"model": {"type": "Unigram", "vocab": [["a", 0.0]]}, "added_tokens": []}
     with pytest.raises(ModelError, match="no token 1"):
-        extend(Tokens(tmp_path, {"a": 0, "c": 2}, {}, holes), [], ["b"])
+        extend_tokenizer(TokenizerTokens(tmp_path, {"a": 0, "c": 2}, {}, holes), [], ["b"])
 
 
 def test_inputs_are_not_changed(tiny, tmp_path):
-    tokens = read_tokens(tiny)
+    tokens = read_tokenizer(tiny)
     before = json.dumps([dict(tokens.ids), dict(tokens.added), tokens.backend])
-    extend(tokens, [read_tokens(stored(tmp_path / "other", byte_bpe(300)))], ["<|x|>"])
+    extend_tokenizer(tokens, [read_tokenizer(stored(tmp_path / "other", byte_bpe(300)))], ["<|x|>"])
     assert json.dumps([dict(tokens.ids), dict(tokens.added), tokens.backend]) == before
 
 
@@ -180,10 +186,10 @@ def test_tokens_that_nobody_stores_leave_the_file(tmp_path, kind):
         "word_piece": lambda: word_piece(["the", "fox", "##es"]),
     }[kind]()
     folder = stored(tmp_path / "one", tokenizer)
-    before = read_tokens(folder)
+    before = read_tokenizer(folder)
     last = list(before.ids)[-2:]
-    made = only(before, frozenset(before.ids) - set(last))
-    assert only(before, before.ids) is before and list(before.ids)[-2:] == last
+    made = with_stored_tokens(before, frozenset(before.ids) - set(last))
+    assert with_stored_tokens(before, before.ids) is before and list(before.ids)[-2:] == last
     loaded = written(made, tmp_path / "out")
     assert set(before.ids) - set(loaded.get_vocab()) == set(last)
     assert loaded.get_vocab() == dict(made.ids)

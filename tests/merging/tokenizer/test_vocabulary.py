@@ -173,7 +173,7 @@ def test_a_token_that_no_model_has_a_row_for_is_dropped(tmp_path, base):
     made = [unused, view(tmp_path / "b", [*WORDS["b"], "<a>"])]
     vocabulary = built(made, choice(), base=base)
     assert set(vocabulary.tokens) == {"u", "x", "y", "z", "<a>"}  # <a> has a row in the other
-    assert vocabulary.size == 5 and (vocabulary.rules >= 0).all()
+    assert vocabulary.size == 5 and (vocabulary.token_rows.rules >= 0).all()
     assert sum(model["defaults"]["zero"] for model in vocabulary.report()["models"]) == 0
     out = tmp_path / "out"
     out.mkdir()
@@ -194,8 +194,8 @@ def test_a_tokenizer_of_python_code_keeps_its_tokens_with_the_mean_for_a_row(tmp
     from attar.merging.tokenizer import vocabulary as module
 
     made = [padded(tmp_path / "a", ["<pad>"], rows=3)]
-    read = module.read_tokens
-    monkeypatch.setattr(module, "read_tokens", lambda path: replace(read(path), backend=None))
+    read = module.read_tokenizer
+    monkeypatch.setattr(module, "read_tokenizer", lambda path: replace(read(path), backend=None))
     kept = built(made, choice("base"), base=0)
     assert kept.tokens["<pad>"] == 3 and columns(kept) == [[0, 1, 2, 1]]
 

@@ -9,7 +9,7 @@ from attar.errors import DataError
 from attar.runtime.admission import BusyError
 from attar.runtime.results import Event, TokenLogprob, Usage
 from attar.runtime.server.backend import Stats
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 
 ANSWER = "Hello, wörld."
 FAIL, BUSY, SLOW = 1, 2, 3  # first tokens of prompts that mean trouble
@@ -93,7 +93,7 @@ class FakeBackend:
         self.cancelled.append(id)
 
     def stats(self):
-        made = Counts(5, 20, 12, [5, 4, 2, 1])
+        made = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
         blocks = {"free": 2, "cached": 1, "used": 1}
         return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, made)
 

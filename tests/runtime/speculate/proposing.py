@@ -12,7 +12,7 @@ from attar.runtime.sampling.sample import draw
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 
 
@@ -48,12 +48,12 @@ class Oracle:
         self.texts, self.right, self.size = [list(text) for text in texts], right, size
         self.vocabulary, self.chains, self.random = vocabulary, chains, random.Random(seed)
         self.forgotten: list[int] = []
-        self.news: list[News] = []
+        self.news: list[DraftFeedback] = []
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         return [self.tree(wish) for wish in wishes]
 
-    def tree(self, wish: Wish) -> Draft | None:
+    def tree(self, wish: DraftRequest) -> Draft | None:
         count, draws = self.random.randint(0, min(self.size, wish.most)), self.random
         nexts = [
             text[len(wish.tokens) :] for text in self.texts if text[: len(wish.tokens)] == list(wish.tokens)
@@ -78,7 +78,7 @@ class Oracle:
         draft.check()
         return draft
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         self.news += news
 
     def fork(self, sequence: int, child: int) -> None:
@@ -93,7 +93,7 @@ class Drawer(Oracle):
 
     name, free, draws = "drawer", False, True
 
-    def tree(self, wish: Wish) -> Draft | None:
+    def tree(self, wish: DraftRequest) -> Draft | None:
         if not wish.most:
             return None
         assert wish.rules is not None

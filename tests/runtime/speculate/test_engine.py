@@ -17,9 +17,9 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.lookahead import Lookahead
-from attar.runtime.speculate.ngram import Ngram
-from attar.runtime.speculate.noise import Drafting
+from attar.runtime.speculate.lookahead import LookaheadProposer
+from attar.runtime.speculate.ngram import NgramProposer
+from attar.runtime.speculate.noise import DraftRules
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
@@ -266,7 +266,7 @@ def test_tiny_temperatures_are_greedy_with_drafts_too(kind, verification) -> Non
         assert list(got.token_ids) == want and made.failure is None and made.counts.drafts
 
 
-@pytest.mark.parametrize("make", [Ngram, Lookahead])
+@pytest.mark.parametrize("make", [NgramProposer, LookaheadProposer])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_proposers_on_a_repetitive_model(make, batch: int) -> None:
     """Greedy and coupled texts with the real proposers, eager and with the real policy."""
@@ -310,7 +310,7 @@ def test_what_is_verified_exactly_is_drawn_with_noise_of_its_own(verification, s
     drawer.propose = lambda wishes: seen.extend(wishes) or propose(wishes)  # type: ignore[method-assign]
     running.add([1, 2], SamplingParams(seed=seed, max_tokens=9, ignore_eos=True))
     finish(running)
-    assert seen and all(isinstance(wish.rules, Drafting) == exact for wish in seen)
+    assert seen and all(isinstance(wish.rules, DraftRules) == exact for wish in seen)
 
 
 def test_exact_mode_keeps_the_law() -> None:

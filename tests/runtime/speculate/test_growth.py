@@ -14,10 +14,10 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, draw_distinct, noise_key
 from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, warp
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
-from attar.runtime.speculate.growth import Growing
+from attar.runtime.speculate.growth import GrowingDraft
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Rules, Wish
+from attar.runtime.speculate.noise import DraftRules, Noise
+from attar.runtime.speculate.proposer import DraftRequest, SamplingRules
 from tests.runtime.fake_runner import FakeRunner, logits_after
 from tests.runtime.speculate.laws import fits
 
@@ -30,20 +30,20 @@ def text(params: SamplingParams, seed: int = 5) -> Completion:
     return Completion("r", 0, PROMPT, params, seed=seed, limit=1000)
 
 
-def exact(params: SamplingParams = SAMPLED, seed: int = 5) -> Drafting:
-    return Drafting(text(params, seed), Noise(seed, 0, len(PROMPT)))
+def exact(params: SamplingParams = SAMPLED, seed: int = 5) -> DraftRules:
+    return DraftRules(text(params, seed), Noise(seed, 0, len(PROMPT)))
 
 
-def drafted(rules: Rules | None, *, most: int = 4, wide: bool = True, **settings: object) -> Draft:
+def drafted(rules: SamplingRules | None, *, most: int = 4, wide: bool = True, **settings: object) -> Draft:
     model = DraftModel(FakeRunner(), **settings)  # type: ignore[arg-type]
-    (found,) = model.propose([Wish(0, PROMPT, most, rules=rules, wide=wide)])
+    (found,) = model.propose([DraftRequest(0, PROMPT, most, rules=rules, wide=wide)])
     model.check()
     assert found is not None
     found.check()
     return found
 
 
-def best(rules: Rules | None, before: tuple[int, ...], count: int) -> list[int]:
+def best(rules: SamplingRules | None, before: tuple[int, ...], count: int) -> list[int]:
     """The next best tokens, one after the other: each is what is taken where the others are forbidden."""
     logits = logits_after([*PROMPT, *before])[None]
     row = SamplingRow(GREEDY) if rules is None else rules.row(before)
@@ -60,7 +60,7 @@ def best(rules: Rules | None, before: tuple[int, ...], count: int) -> list[int]:
     return found
 
 
-ALL: dict[str, Rules | None] = {
+ALL: dict[str, SamplingRules | None] = {
     "no rules": None,
     "greedy": text(GREEDY),
     "penalised": text(replace(GREEDY, repetition_penalty=1.5)),
@@ -92,7 +92,7 @@ def test_siblings_cost_no_pass() -> None:
     runs = []
     for wide in (False, True):
         runner = FakeRunner()
-        DraftModel(runner).propose([Wish(0, PROMPT, 4, wide=wide)])
+        DraftModel(runner).propose([DraftRequest(0, PROMPT, 4, wide=wide)])
         runs.append((runner.ran, len(runner.steps)))
     assert runs[0] == runs[1] == (len(PROMPT) + 3, 4)
 
@@ -107,7 +107,7 @@ def test_only_what_may_follow_is_a_sibling() -> None:
         assert drafted(rules, branches=4).counts == (2,) * 4
     logits = torch.full((1, 6), -torch.inf)
     logits[0, [2, 4]] = torch.tensor([1.0, 3.0])
-    growing = Growing(Wish(0, PROMPT, 3), [], 0, 3, frozenset(), 0.0, 4)
+    growing = GrowingDraft(DraftRequest(0, PROMPT, 3), [], 0, 3, frozenset(), 0.0, 4)
     growing.extend(logits)
     assert growing.tokens == [4] and growing.siblings == [[2]]
     growing.extend(torch.full((1, 6), torch.nan))

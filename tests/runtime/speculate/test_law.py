@@ -27,8 +27,8 @@ from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import verify
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.proposer import Wish
-from attar.runtime.speculate.self import load_self
+from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.self import load_self_draft
 from tests import tiny_models
 from tests.marks import slow_but
 from tests.runtime.speculate import wrong
@@ -86,7 +86,9 @@ def drafting(way: str) -> LLM:
     target = Loaded(runner(0))
     blocks = 2 * TOGETHER * target.runner.block_size
     proposer = (
-        DraftModel(runner(1)) if way != "self" else load_self("", target, way="layers", kv_tokens=blocks)
+        DraftModel(runner(1))
+        if way != "self"
+        else load_self_draft("", target, way="layers", kv_tokens=blocks)
     )
     made = speculator(proposer, most=6 if way == "siblings" else 2)
     if way == "siblings":
@@ -151,7 +153,7 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     proposer = llm.engine.speculator.proposer  # type: ignore[union-attr]
     propose = proposer.propose
 
-    def spoiled(wishes: Sequence[Wish]) -> list[Draft | None]:
+    def spoiled(wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         return [draft and spoil(draft) for draft in propose([replace(each, wide=False) for each in wishes])]
 
     proposer.propose = spoiled  # type: ignore[method-assign]

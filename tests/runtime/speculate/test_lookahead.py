@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.lookahead import Lookahead, Pool, Window
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.trie import Trie
+from attar.runtime.speculate.lookahead import LookaheadProposer, LookaheadWindow, NgramPool
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.trie import DraftBuilder
 
 
 def cycle(text):
@@ -24,7 +24,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
     text, passes = list(text), 0
     goal = len(text) + count
     while len(text) < goal:
-        (draft,) = proposer.propose([Wish(sequence, tuple(text), most)])
+        (draft,) = proposer.propose([DraftRequest(sequence, tuple(text), most)])
         passes += 1
         if draft is not None:
             draft.check()
@@ -40,7 +40,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
             assert len(match) == 1, "equal siblings are one node"
             path += (node := match[0],)
         new = [*(draft.text(path) if draft else ()), choices[node]]
-        proposer.observe([News(sequence, draft, tuple(path), new, choices)])
+        proposer.observe([DraftFeedback(sequence, draft, tuple(path), new, choices)])
         text += new
     return text, passes
 
@@ -55,14 +55,14 @@ def plain(model, text, count):
 @pytest.mark.parametrize("model", [cycle, hashed])
 @pytest.mark.parametrize(("columns", "size", "guesses"), [(1, 2, 1), (5, 4, 5), (7, 3, 2), (2, 5, 1)])
 def test_the_text_is_the_plain_one_and_takes_fewer_passes(model, columns, size, guesses):
-    proposer = Lookahead(columns, size, guesses)
+    proposer = LookaheadProposer(columns, size, guesses)
     text, passes = decode(model, proposer, [1, 2, 4], 200)
     assert text[:203] == plain(model, [1, 2, 4], 200)
     assert passes < (130 if model is cycle else 190)
 
 
 def test_a_whole_match_yields_n_tokens():
-    proposer = Lookahead(2, 5, 3)
+    proposer = LookaheadProposer(2, 5, 3)
     text = plain(cycle, [1], 30)  # the pool has every 5-gram of the cycle
     new, passes = decode(cycle, proposer, text, 50)
     assert passes == pytest.approx(50 / 5, abs=1)
@@ -72,11 +72,11 @@ def test_a_whole_match_yields_n_tokens():
 def test_the_window_is_a_jacobi_iteration():
     """Row by row by hand: new[c] is the choice behind the last token, row 0 up to c, and column c."""
     rng = random.Random(0)
-    window = Window(4, 4, Pool(4), seed=1)
+    window = LookaheadWindow(4, 4, NgramPool(4), seed=1)
     text = [3, 1, 4]
     window.follow(text)
     for turn in range(12):
-        trie = Trie()
+        trie = DraftBuilder()
         window.plant(trie)
         draft = trie.draft()
         rows = [list(row) for row in window.rows]
@@ -100,9 +100,9 @@ def test_the_window_is_a_jacobi_iteration():
 
 
 def test_cells_of_equal_context_share_a_node():
-    window = Window(3, 3, Pool(2))
+    window = LookaheadWindow(3, 3, NgramPool(2))
     window.text, window.rows = [1], [[5, 6, 7], [6, 8, 7]]
-    trie = Trie()
+    trie = DraftBuilder()
     window.plant(trie)
     draft = trie.draft()
     assert draft.tokens == (5, 6, 7, 8, 7) and draft.parents == (0, 1, 2, 2, 3)
@@ -110,32 +110,34 @@ def test_cells_of_equal_context_share_a_node():
 
 
 def test_without_room_for_the_window_only_guesses_are_proposed():
-    proposer = Lookahead(4, 3, 2)
+    proposer = LookaheadProposer(4, 3, 2)
     text = [1, 2, 3, 1, 2, 3, 1]
-    (draft,) = proposer.propose([Wish(0, text, 2)])
+    (draft,) = proposer.propose([DraftRequest(0, text, 2)])
     assert draft.tokens == (2, 3) and not proposer._windows[0].cells
-    again, _ = decode(cycle, Lookahead(4, 3, 2), [1], 60, most=4)
+    again, _ = decode(cycle, LookaheadProposer(4, 3, 2), [1], 60, most=4)
     assert again[:61] == plain(cycle, [1], 60)
 
 
 def test_passes_without_the_tree_do_not_disturb():
-    proposer = Lookahead()
+    proposer = LookaheadProposer()
     text, _ = decode(hashed, proposer, [1, 2, 4], 150, skip=lambda turn: turn % 3 == 0)
     assert text[:153] == plain(hashed, [1, 2, 4], 150)
 
 
 def test_the_number_of_drafts_is_bounded():
-    proposer = Lookahead(5, 4, 5)
+    proposer = LookaheadProposer(5, 4, 5)
     rng = random.Random(0)
     text = [rng.randrange(40) for _ in range(300)]
     for end in range(200, 300):
-        (draft,) = proposer.propose([Wish(0, text[:end], 1000)])
+        (draft,) = proposer.propose([DraftRequest(0, text[:end], 1000)])
         assert len(draft) <= proposer.drafts == 30
-        proposer.observe([News(0, draft, (), text[end : end + 1], [rng.randrange(40)] * (len(draft) + 1))])
+        proposer.observe(
+            [DraftFeedback(0, draft, (), text[end : end + 1], [rng.randrange(40)] * (len(draft) + 1))]
+        )
 
 
 def test_forks_part_and_nothing_is_left():
-    proposer = Lookahead()
+    proposer = LookaheadProposer()
     text, _ = decode(hashed, proposer, [1, 2, 4], 40)
     proposer.fork(0, 1)
     assert proposer._windows[0].pool is not proposer._windows[1].pool
@@ -149,7 +151,7 @@ def test_forks_part_and_nothing_is_left():
 
 
 def test_the_pool_keeps_the_latest():
-    pool = Pool(2, most=3)
+    pool = NgramPool(2, most=3)
     for guess in ([1, 1], [2, 2], [1, 1], [3, 3]):
         pool.add(9, guess)
     assert pool.after(9) == ((3, 3), (1, 1))

@@ -14,12 +14,12 @@ from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Rules, Wish
+from attar.runtime.speculate.noise import DraftRules, Noise
+from attar.runtime.speculate.proposer import DraftRequest, SamplingRules
 from attar.runtime.speculate.tables import common
-from attar.runtime.speculate.target import Logits
-from attar.runtime.speculate.verify import Mode, verify
-from attar.runtime.speculate.vocabulary import Same
+from attar.runtime.speculate.target import TargetLogits
+from attar.runtime.speculate.verify import VerificationMode, verify
+from attar.runtime.speculate.vocabulary import SameVocabulary
 from tests.runtime.fake_runner import VOCABULARY, FakeRunner, logits_after
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -32,11 +32,11 @@ def text(tokens: list[int], params: SamplingParams, seed: int = 5) -> Completion
     return Completion("r", 0, tokens, params, seed=seed, limit=1000)
 
 
-def exact(tokens: list[int], params: SamplingParams = SAMPLED, seed: int = 5) -> Drafting:
-    return Drafting(text(tokens, params, seed), Noise(seed, 0, len(tokens)))
+def exact(tokens: list[int], params: SamplingParams = SAMPLED, seed: int = 5) -> DraftRules:
+    return DraftRules(text(tokens, params, seed), Noise(seed, 0, len(tokens)))
 
 
-def said(tokens: list[int], count: int, rules: Rules) -> list[int]:
+def said(tokens: list[int], count: int, rules: SamplingRules) -> list[int]:
     """Plain decoding of the draft model, with the noise that the rules give."""
     found: list[int] = []
     for ahead in range(count):
@@ -45,7 +45,7 @@ def said(tokens: list[int], count: int, rules: Rules) -> list[int]:
     return found
 
 
-def proposed(model: DraftModel, *wishes: Wish) -> list[list[int]]:
+def proposed(model: DraftModel, *wishes: DraftRequest) -> list[list[int]]:
     """Tokens of each draft; the model is checked."""
     drafts = model.propose(wishes)
     model.check()
@@ -65,7 +65,7 @@ def test_a_batch_with_different_counts(kind: str, step_tokens: int) -> None:
     params = GREEDY if kind == "greedy" else SAMPLED
     rules = [exact(prompt) if kind == "exact" else text(prompt, params) for prompt in PROMPTS]
     wishes = [
-        Wish(i, prompt, most, rules=each)
+        DraftRequest(i, prompt, most, rules=each)
         for i, (prompt, most, each) in enumerate(zip(PROMPTS, (3, 0, 1, 6), rules, strict=True))
     ]
     wanted = [said(list(wish.tokens), wish.most, rules[wish.sequence]) for wish in wishes]
@@ -75,7 +75,7 @@ def test_a_batch_with_different_counts(kind: str, step_tokens: int) -> None:
 def test_passes_are_as_few_as_the_longest_draft() -> None:
     runner = FakeRunner()
     model = DraftModel(runner)
-    proposed(model, Wish(0, PROMPTS[0], 4), Wish(1, PROMPTS[1], 2))
+    proposed(model, DraftRequest(0, PROMPTS[0], 4), DraftRequest(1, PROMPTS[1], 2))
     assert [len(step.spans) for step in runner.steps] == [2, 2, 1, 1]
     assert len(runner.steps[0].tokens) == len(PROMPTS[0]) + len(PROMPTS[1])
 
@@ -85,10 +85,10 @@ def test_rejected_drafts_are_taken_back_and_nothing_is_run_twice(accepted: int) 
     runner = FakeRunner()
     model = DraftModel(runner)
     tokens = PROMPTS[0].copy()
-    draft = proposed(model, Wish(0, tokens, 4))[0]
+    draft = proposed(model, DraftRequest(0, tokens, 4))[0]
     tokens += [*draft[:accepted], 49]
     runner.ran = 0
-    assert proposed(model, Wish(0, tokens, 4))[0] == said(tokens, 4, text(tokens, GREEDY))
+    assert proposed(model, DraftRequest(0, tokens, 4))[0] == said(tokens, 4, text(tokens, GREEDY))
     news = 2 if accepted == 4 else 1  # x_K was never run
     assert runner.ran == news + 3
 
@@ -97,14 +97,14 @@ def test_a_token_that_was_drafted_rejected_and_drawn_again() -> None:
     """The table has all of the text; its last token is run again for its logits."""
     model = DraftModel(FakeRunner())
     tokens = PROMPTS[0].copy()
-    tokens += proposed(model, Wish(0, tokens, 4))[0][:2]
-    assert proposed(model, Wish(0, tokens, 2))[0] == said(tokens, 2, text(tokens, GREEDY))
+    tokens += proposed(model, DraftRequest(0, tokens, 4))[0][:2]
+    assert proposed(model, DraftRequest(0, tokens, 2))[0] == said(tokens, 2, text(tokens, GREEDY))
 
 
 def test_q_is_the_warped_draft_and_goes_with_what_was_drawn_from_it() -> None:
     tokens = PROMPTS[0]
     rules = exact(tokens)
-    (draft,) = DraftModel(FakeRunner()).propose([Wish(0, tokens, 5, rules=rules)])
+    (draft,) = DraftModel(FakeRunner()).propose([DraftRequest(0, tokens, 5, rules=rules)])
     assert draft is not None and draft.q is not None and draft.rule == "iid" and draft.is_chain
     draft.check()
     for depth in range(5):
@@ -116,20 +116,22 @@ def test_q_is_the_warped_draft_and_goes_with_what_was_drawn_from_it() -> None:
 @pytest.mark.parametrize(
     "rules", [None, text(PROMPTS[0], GREEDY), exact(PROMPTS[0], GREEDY), text(PROMPTS[0], SAMPLED)]
 )
-def test_greedy_and_coupled_drafts_are_fixed(rules: Rules | None) -> None:
-    (draft,) = DraftModel(FakeRunner()).propose([Wish(0, PROMPTS[0], 3, rules=rules)])
+def test_greedy_and_coupled_drafts_are_fixed(rules: SamplingRules | None) -> None:
+    (draft,) = DraftModel(FakeRunner()).propose([DraftRequest(0, PROMPTS[0], 3, rules=rules)])
     assert draft is not None and draft.q is None and draft.rule == "fixed"
 
 
 @pytest.mark.parametrize(("params", "mode"), [(GREEDY, "exact"), (SAMPLED, "exact"), (SAMPLED, "coupled")])
-def test_the_target_as_its_own_draft_is_accepted_wholly(params: SamplingParams, mode: Mode) -> None:
+def test_the_target_as_its_own_draft_is_accepted_wholly(
+    params: SamplingParams, mode: VerificationMode
+) -> None:
     model = DraftModel(FakeRunner())
     for seed in range(10):
         tokens = [seed, *PROMPTS[0]]
         rules = text(tokens, params, seed)
         noise = Noise(seed, 0, len(tokens))
-        shown = Drafting(rules, noise) if mode == "exact" else rules
-        (draft,) = model.propose([Wish(seed, tokens, 4, rules=shown)])
+        shown = DraftRules(rules, noise) if mode == "exact" else rules
+        (draft,) = model.propose([DraftRequest(seed, tokens, 4, rules=shown)])
         assert draft is not None
         verdict = verify(draft, target(tokens, draft, rules), noise, mode)
         assert verdict.path == (1, 2, 3, 4)
@@ -137,9 +139,9 @@ def test_the_target_as_its_own_draft_is_accepted_wholly(params: SamplingParams, 
             assert list(verdict.tokens(draft)) == said(tokens, 5, rules)
 
 
-def target(tokens: list[int], draft: Draft, rules: Rules) -> Logits:
+def target(tokens: list[int], draft: Draft, rules: SamplingRules) -> TargetLogits:
     rows = [logits_after([*tokens, *draft.tokens[:depth]]) for depth in range(len(draft) + 1)]
-    return Logits(torch.stack(rows), rules, draft)
+    return TargetLogits(torch.stack(rows), rules, draft)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
@@ -159,10 +161,10 @@ def test_texts_are_plain_decoding_s_behind_another_model(params: SamplingParams)
     model, tokens, taken = DraftModel(FakeRunner()), PROMPTS[0].copy(), 0
     while len(tokens) < 65:
         rules = text(tokens, params)
-        (draft,) = model.propose([Wish(0, tokens, 3, rules=rules)])
+        (draft,) = model.propose([DraftRequest(0, tokens, 3, rules=rules)])
         assert draft is not None
         rows = torch.stack([logits([*tokens, *draft.tokens[:depth]]) for depth in range(4)])
-        verdict = verify(draft, Logits(rows, rules, draft), Noise(5, 0, len(tokens)), "coupled")
+        verdict = verify(draft, TargetLogits(rows, rules, draft), Noise(5, 0, len(tokens)), "coupled")
         tokens += verdict.tokens(draft)
         taken += len(verdict.path)
     assert tokens[5:65] == plain(60) and 10 < taken < 60
@@ -172,11 +174,11 @@ def test_drafts_end_at_end_tokens_and_at_the_context() -> None:
     tokens = PROMPTS[0]
     wanted = said(tokens, 6, text(tokens, GREEDY))
     ended = DraftModel(FakeRunner(), ends=[wanted[2]])
-    assert proposed(ended, Wish(0, tokens, 6)) == [wanted[:3]]
+    assert proposed(ended, DraftRequest(0, tokens, 6)) == [wanted[:3]]
     short = DraftModel(FakeRunner(context=7))
-    assert proposed(short, Wish(0, tokens, 6)) == [wanted[:3]], "x_3 behind tokens 0..6"
-    assert proposed(short, Wish(0, tokens + wanted[:2], 6)) == [wanted[2:3]]
-    assert proposed(short, Wish(0, tokens + wanted[:3], 6)) == [[]]
+    assert proposed(short, DraftRequest(0, tokens, 6)) == [wanted[:3]], "x_3 behind tokens 0..6"
+    assert proposed(short, DraftRequest(0, tokens + wanted[:2], 6)) == [wanted[2:3]]
+    assert proposed(short, DraftRequest(0, tokens + wanted[:3], 6)) == [[]]
     assert short.tables.manager.sequences == []
 
 
@@ -186,7 +188,7 @@ def test_a_doubtful_row_gives_the_last_draft() -> None:
     for seed in range(10):
         tokens = [seed, *PROMPTS[0]]
         for rules in (exact(tokens, seed=seed), text(tokens, GREEDY)):
-            (draft,) = DraftModel(FakeRunner(), doubt=0.2).propose([Wish(0, tokens, 8, rules=rules)])
+            (draft,) = DraftModel(FakeRunner(), doubt=0.2).propose([DraftRequest(0, tokens, 8, rules=rules)])
             assert draft is not None
             for depth in range(len(draft)):
                 logits = logits_after([*tokens, *draft.tokens[:depth]])[None]
@@ -201,8 +203,8 @@ def test_a_doubtful_row_gives_the_last_draft() -> None:
 def test_padded_logits() -> None:
     """Fewer and more columns than the target's: drafts are of the target's vocabulary, and so is q."""
     for columns in (VOCABULARY - 6, VOCABULARY + 6):
-        model = DraftModel(FakeRunner(), Same(VOCABULARY, columns))
-        (draft,) = model.propose([Wish(0, PROMPTS[0], 4, rules=exact(PROMPTS[0]))])
+        model = DraftModel(FakeRunner(), SameVocabulary(VOCABULARY, columns))
+        (draft,) = model.propose([DraftRequest(0, PROMPTS[0], 4, rules=exact(PROMPTS[0]))])
         assert draft is not None and draft.q is not None
         draft.check()
         assert all(len(row) == columns for row in draft.q) and max(draft.tokens) < min(columns, VOCABULARY)
@@ -212,20 +214,20 @@ def test_nan_ends_a_draft() -> None:
     runner = FakeRunner()
     wanted = said(PROMPTS[0], 3, text(PROMPTS[0], GREEDY))
     runner.poison = {wanted[1]}
-    assert proposed(DraftModel(runner), Wish(0, PROMPTS[0], 5)) == [wanted[:2]]
+    assert proposed(DraftModel(runner), DraftRequest(0, PROMPTS[0], 5)) == [wanted[:2]]
 
 
 def test_a_runner_that_breaks_leaves_nothing_half_done() -> None:
     runner = FakeRunner()
     model = DraftModel(runner)
-    proposed(model, Wish(0, PROMPTS[0], 2), Wish(1, PROMPTS[1], 2))
+    proposed(model, DraftRequest(0, PROMPTS[0], 2), DraftRequest(1, PROMPTS[1], 2))
     runner.fails = RuntimeError("out of memory")
     with pytest.raises(RuntimeError):
-        model.propose([Wish(0, PROMPTS[0], 2)])
+        model.propose([DraftRequest(0, PROMPTS[0], 2)])
     runner.fails = None
     model.check()
     assert model.tables.manager.sequences == [1]
-    assert proposed(model, Wish(0, PROMPTS[0], 2))[0] == said(PROMPTS[0], 2, text(PROMPTS[0], GREEDY))
+    assert proposed(model, DraftRequest(0, PROMPTS[0], 2))[0] == said(PROMPTS[0], 2, text(PROMPTS[0], GREEDY))
 
 
 def test_a_pool_too_small_serves_the_first_ones_every_time() -> None:
@@ -234,23 +236,23 @@ def test_a_pool_too_small_serves_the_first_ones_every_time() -> None:
     texts = [[each] * 10 for each in range(1, 4)]  # 3 blocks each, and one more soon
     served = []
     for _ in range(6):
-        drafts = proposed(model, *(Wish(i, tokens, 2) for i, tokens in enumerate(texts)))
+        drafts = proposed(model, *(DraftRequest(i, tokens, 2) for i, tokens in enumerate(texts)))
         for tokens, draft in zip(texts, drafts, strict=True):
             assert draft in ([], said(tokens, 2, text(tokens, GREEDY)))
             tokens.append(40)
         served.append([bool(draft) for draft in drafts])
     assert all(each[:2] == [True, True] and not each[2] for each in served), served
     runner.ran = 0
-    assert proposed(model, Wish(2, texts[2], 2))[0], "alone it has room: the others' tables go"
+    assert proposed(model, DraftRequest(2, texts[2], 2))[0], "alone it has room: the others' tables go"
     assert runner.ran >= len(texts[2])
 
 
 def test_prompts_that_begin_alike_are_run_once() -> None:
     runner = FakeRunner()
     model = DraftModel(runner)
-    proposed(model, Wish(0, PROMPTS[3], 1))
+    proposed(model, DraftRequest(0, PROMPTS[3], 1))
     runner.ran = 0
-    proposed(model, Wish(1, [*PROMPTS[3], 5], 1), Wish(2, [*PROMPTS[3], 5], 1, salt="other"))
+    proposed(model, DraftRequest(1, [*PROMPTS[3], 5], 1), DraftRequest(2, [*PROMPTS[3], 5], 1, salt="other"))
     assert runner.ran == 2 + len(PROMPTS[3]) + 1
 
 
@@ -281,7 +283,7 @@ def test_random_rounds(seed: int, blocks: int) -> None:
         else:
             some = dice.sample(list(texts), dice.randrange(1, len(texts) + 1))
             wishes = [
-                Wish(i, texts[i], dice.randrange(4), rules=dice.choice([exact, coupled])(texts[i]))
+                DraftRequest(i, texts[i], dice.randrange(4), rules=dice.choice([exact, coupled])(texts[i]))
                 for i in some
             ]
             for wish, draft in zip(wishes, proposed(model, *wishes), strict=True):
@@ -334,7 +336,7 @@ def test_the_runner_hears_of_forks_and_ends() -> None:
             heard.append((sequence,))
 
     model = DraftModel(Listening())
-    proposed(model, Wish(0, PROMPTS[0], 2))
+    proposed(model, DraftRequest(0, PROMPTS[0], 2))
     model.fork(0, 1)
     for sequence in (1, 0, 5):
         model.forget(sequence)
@@ -344,7 +346,7 @@ def test_the_runner_hears_of_forks_and_ends() -> None:
 def test_a_long_prompt_does_not_hold_up_those_that_draft() -> None:
     runner = FakeRunner()
     model = DraftModel(runner, step_tokens=8)
-    proposed(model, Wish(1, PROMPTS[0], 1))
+    proposed(model, DraftRequest(1, PROMPTS[0], 1))
     runner.steps.clear()
-    proposed(model, Wish(0, PROMPTS[3], 1), Wish(1, [*PROMPTS[0], 5], 1))
+    proposed(model, DraftRequest(0, PROMPTS[3], 1), DraftRequest(1, [*PROMPTS[0], 5], 1))
     assert [span.sequence for span in runner.steps[0].spans] == [1, 0]

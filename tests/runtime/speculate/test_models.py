@@ -21,8 +21,8 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate.latency import measure
-from attar.runtime.speculate.lookahead import Lookahead
-from attar.runtime.speculate.ngram import Ngram
+from attar.runtime.speculate.lookahead import LookaheadProposer
+from attar.runtime.speculate.ngram import NgramProposer
 from tests import tiny_models
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Eager, Oracle, speculator
@@ -72,7 +72,7 @@ def test_families(family: str) -> None:
     want = answers(made(family), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model(family).config.vocab_size
-    for proposer in (Oracle(texts, vocabulary=vocabulary), Ngram(), Lookahead(2, 3, 2)):
+    for proposer in (Oracle(texts, vocabulary=vocabulary), NgramProposer(), LookaheadProposer(2, 3, 2)):
         llm = made(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
         assert answers(llm, asked) == want
         assert llm.engine.speculator.counts.drafts > 5

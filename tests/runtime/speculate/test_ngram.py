@@ -5,14 +5,14 @@ import random
 import pytest
 
 from attar.runtime.speculate.draft import kind_of
-from attar.runtime.speculate.grams import NEXT, Grams
-from attar.runtime.speculate.ngram import NEAR, OTHER, OWN, SHARED, Index, Ngram
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.trie import Trie
+from attar.runtime.speculate.grams import NEXT, SharedNgrams
+from attar.runtime.speculate.ngram import NEAR, OTHER, OWN, SHARED, NgramIndex, NgramProposer
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.trie import DraftBuilder
 
 
 def ask(proposer, tokens, most=8, sequence=0, salt=""):
-    (draft,) = proposer.propose([Wish(sequence, tokens, most, salt)])
+    (draft,) = proposer.propose([DraftRequest(sequence, tokens, most, salt)])
     if draft is not None:
         draft.check()
         assert len(draft) <= most and len(draft.kinds) == len(draft)
@@ -35,7 +35,7 @@ def searched(text, longest):
 def test_the_longest_and_latest_match_is_found(letters):
     rng = random.Random(letters)
     right = total = 0
-    index = Index()
+    index = NgramIndex()
     for _ in range(300):
         index.extend([rng.randrange(letters)])
         best, found = searched(index.tokens, 6), index.matches(6)
@@ -56,39 +56,39 @@ def searched_at(text, place, longest):
 
 
 def test_the_continuation_of_the_latest_match():
-    draft = ask(Ngram(branches=1, reach=3), [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 2, 3])
+    draft = ask(NgramProposer(branches=1, reach=3), [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 2, 3])
     assert draft.tokens == (5, 9, 8) and draft.is_chain and draft.rule == "fixed"
     assert draft.kinds == tuple(kind_of(OWN, level) for level in (2, 3, 4))
 
 
 def test_continuations_that_differ_are_branches():
-    draft = ask(Ngram(reach=2), [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 2, 3])
+    draft = ask(NgramProposer(reach=2), [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 2, 3])
     assert (draft.tokens, draft.parents) == ((5, 9, 4, 9), (0, 1, 0, 3)), "the latest first"
     assert draft.kinds == (kind_of(OWN, 2), kind_of(OWN, 3), kind_of(OTHER, 2), kind_of(OTHER, 3))
 
 
 def test_most_is_a_limit_on_all_branches():
     text = [1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 8, 2, 3]
-    assert [len(ask(Ngram(), text, most) or ()) for most in (0, 1, 3, 5)] == [0, 1, 3, 5]
+    assert [len(ask(NgramProposer(), text, most) or ()) for most in (0, 1, 3, 5)] == [0, 1, 3, 5]
 
 
 def test_a_repetition_goes_on_as_long_as_is_wished():
-    assert ask(Ngram(reach=8), [7, 1, 2, 1, 2, 1, 2]).tokens[:8] == (1, 2, 1, 2, 1, 2, 1, 2)
-    assert ask(Ngram(reach=4), [5, 5]).tokens == (5, 5, 5, 5)
+    assert ask(NgramProposer(reach=8), [7, 1, 2, 1, 2, 1, 2]).tokens[:8] == (1, 2, 1, 2, 1, 2, 1, 2)
+    assert ask(NgramProposer(reach=4), [5, 5]).tokens == (5, 5, 5, 5)
 
 
 def test_nothing_is_proposed_behind_an_end_and_nothing_out_of_the_blue():
-    assert ask(Ngram(ends=[9], branches=1), [2, 3, 9, 4, 2]).tokens == (3, 9)
-    assert ask(Ngram(), [1, 2, 3]) is None and ask(Ngram(), [1]) is None
-    assert ask(Ngram(shortest=2), [1, 2, 4, 3, 2]) is None
+    assert ask(NgramProposer(ends=[9], branches=1), [2, 3, 9, 4, 2]).tokens == (3, 9)
+    assert ask(NgramProposer(), [1, 2, 3]) is None and ask(NgramProposer(), [1]) is None
+    assert ask(NgramProposer(shortest=2), [1, 2, 4, 3, 2]) is None
 
 
 def test_growing_is_as_asking_anew_and_forks_part():
     rng = random.Random(1)
     text = [rng.randrange(5) for _ in range(120)]
-    kept = Ngram()
+    kept = NgramProposer()
     for end in range(10, 120, 7):
-        new, old = ask(Ngram(), text[:end]), ask(kept, text[:end])
+        new, old = ask(NgramProposer(), text[:end]), ask(kept, text[:end])
         assert (new.tokens, new.parents, new.kinds) == (old.tokens, old.parents, old.kinds)
     kept.fork(0, 1)
     one, two = ask(kept, [*text, 1, 7, 1], sequence=0), ask(kept, [*text, 2, 8, 2], sequence=1)
@@ -99,8 +99,8 @@ def test_growing_is_as_asking_anew_and_forks_part():
 
 
 def test_another_text_of_the_tenant_helps_and_of_no_other():
-    shared = Grams(context=2)
-    proposer = Ngram(shared=shared, reach=4)
+    shared = SharedNgrams(context=2)
+    proposer = NgramProposer(shared=shared, reach=4)
     ask(proposer, [1, 2, 3, 4, 5, 6], sequence=0, salt="a")
     proposer.forget(0)
     draft = ask(proposer, [9, 2, 3], sequence=1, salt="a")
@@ -109,17 +109,17 @@ def test_another_text_of_the_tenant_helps_and_of_no_other():
 
 
 def test_several_texts_that_differ_are_branches_the_latest_first():
-    shared = Grams(context=2)
+    shared = SharedNgrams(context=2)
     for token in (4, 5, 6, 7, 6):
         shared.add("", [1, 2, token, token + 10])
     assert shared.after("", [1, 2]) == (6, 7, 5)
     assert NEXT == 3
-    draft = ask(Ngram(shared=shared), [1, 2])
+    draft = ask(NgramProposer(shared=shared), [1, 2])
     assert draft.text(draft.children(0)) == (6, 7, 5) and draft.tokens[:2] == (6, 16)
 
 
 def test_the_shared_table_is_bounded_and_keeps_what_is_used():
-    shared = Grams(context=1, most=10)
+    shared = SharedNgrams(context=1, most=10)
     shared.add("", [100, 101])
     for token in range(50):
         shared.add("", [token, token + 1])
@@ -128,14 +128,14 @@ def test_the_shared_table_is_bounded_and_keeps_what_is_used():
 
 
 def test_only_new_tokens_are_learnt():
-    shared = Grams(context=1)
+    shared = SharedNgrams(context=1)
     shared.add("", [1, 2, 1, 3], start=0)
     shared.add("", [1, 2, 1, 3, 1, 4], start=4)
     assert shared.after("", [1]) == (4, 3, 2)
 
 
 def test_equal_beginnings_are_one_branch_of_a_trie():
-    trie = Trie(frozenset([9]), most=6)
+    trie = DraftBuilder(frozenset([9]), most=6)
     assert trie.add([1, 2, 3], [1, 1, 1]) == [1, 2, 3]
     assert trie.add([1, 2, 4], [2, 2, 2]) == [1, 2, 4]
     assert trie.add([5, 9, 6], [3, 3, 3]) == [5, 6]
@@ -143,15 +143,15 @@ def test_equal_beginnings_are_one_branch_of_a_trie():
     draft = trie.draft()
     assert (draft.tokens, draft.parents) == ((1, 2, 3, 4, 5, 9), (0, 1, 2, 2, 0, 5))
     assert draft.kinds == (1, 1, 1, 2, 3, 3) and trie.roots == 2 and 5 in trie and 2 not in trie
-    assert Trie().draft() is None
+    assert DraftBuilder().draft() is None
 
 
 def test_it_looks_as_far_ahead_as_has_paid():
-    proposer, text = Ngram(reach=11, branches=1), [1, 2, 3, 4] * 6
+    proposer, text = NgramProposer(reach=11, branches=1), [1, 2, 3, 4] * 6
     draft = ask(proposer, text, most=40)
     assert len(draft) == 11, "the first time as far as is allowed"
     for run, ahead in ((None, NEAR), (2, 2 * 2 + NEAR), (3, 2 * 3 + NEAR), (9, 11), (1, 2 + NEAR)):
-        proposer.observe([News(0, run and draft.cut(run), (), [1]), News(5, None, (), [1])])
+        proposer.observe([DraftFeedback(0, run and draft.cut(run), (), [1]), DraftFeedback(5, None, (), [1])])
         proposer.fork(0, 1)
         assert len(ask(proposer, text, most=40)) == len(ask(proposer, text, most=40, sequence=1)) == ahead
     proposer.forget(0)

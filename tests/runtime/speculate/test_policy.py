@@ -19,7 +19,7 @@ from attar.runtime.speculate.policy import (
     DraftPolicy,
     LossBudget,
 )
-from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.proposer import DraftFeedback
 
 MOST = 16
 
@@ -61,7 +61,7 @@ class World:
             self.places[place] += accepted + 1
             made += accepted + 1
             draft = Draft.chain([7] * count) if count else None
-            news.append(News(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
+            news.append(DraftFeedback(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
         target, draft = self.time(self.batch + sum(counts)), max(counts) * self.step
         self.spent += target + draft
         self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
@@ -151,11 +151,11 @@ def test_an_empty_budget_stops_everything_until_it_is_filled():
     assert not policy.open and drafted(policy, [0]) == [0]
     closed = 0
     while not policy.open:
-        policy.note([News(0, None, (), [1])], 1.0)
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0)
         closed += 1
     assert closed == math.ceil((1.0 + REOPENS * BUDGET) / LOSS), "not before it can pay for something"
     for _ in range(400):
-        policy.note([News(0, None, (), [1])], 1.0)
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0)
     assert policy.open and policy.budget.left == BUDGET
 
 
@@ -164,7 +164,7 @@ def test_nothing_is_drafted_before_plain_passes_have_set_the_times():
     policy = DraftPolicy(latency, MOST)
     for seconds in (1.4, 9.0, 1.5):
         assert not policy.open and drafted(policy, [0]) == [0]
-        policy.note([News(0, None, (), [1])], seconds)
+        policy.note([DraftFeedback(0, None, (), [1])], seconds)
     assert policy.open and drafted(policy, [0])[0] > 0
     assert [latency.target(*size) for size in ((1, 1), (1, 8), (8, 16))] == pytest.approx([1.4, 2.4, 3.4])
 
@@ -180,7 +180,7 @@ def test_a_plain_pass_is_measured_now_and_then_where_the_gain_is_sure_too():
 def test_time_spent_asking_is_charged():
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     for _ in range(100):
-        policy.note([News(0, None, (), [1])], 1.0, drafting=0.1)
+        policy.note([DraftFeedback(0, None, (), [1])], 1.0, drafting=0.1)
     assert not policy.open
 
 
@@ -201,14 +201,14 @@ def test_a_whole_tree_is_run_or_not():
     draft = Draft(tuple(range(24)), (0,) * 24)
     assert policy.select([0], [draft], whole=True) == [draft]
     for _ in range(300):
-        policy.note([News(0, draft, (), [1])], 1.5)
+        policy.note([DraftFeedback(0, draft, (), [1])], 1.5)
     assert sum(policy.select([0], [draft], whole=True) != [None] for _ in range(20)) <= 1
 
 
 def test_every_child_of_an_accepted_node_teaches_and_no_other():
     policy = DraftPolicy(Latency({1: 1.0}), MOST)
     draft = Draft((1, 2, 3, 4, 5), (0, 0, 1, 2, 3), kinds=(1, 2, 3, 4, 5))
-    policy.note([News(0, draft, (1,), [1, 9])], 1.0)
+    policy.note([DraftFeedback(0, draft, (1,), [1, 9])], 1.0)
     seen = [policy.acceptance.seen(kind) for kind in range(1, 6)]
     assert seen == [True, True, True, False, False]
     assert draft.pruned([]) is None and draft.pruned(range(1, 6)) is draft
@@ -285,7 +285,7 @@ def test_a_free_draft_is_tried_however_often_it_has_failed():
     def turn(right):
         (kept,) = policy.select([0], [draft])
         path = tuple(range(1, len(kept) + 1)) if kept and right else ()
-        policy.note([News(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
+        policy.note([DraftFeedback(0, kept, path, [7] * (len(path) + 1))], 1 + 0.1 * len(kept or ()))
         return len(kept or ())
 
     for _ in range(1500):

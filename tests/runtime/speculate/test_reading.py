@@ -5,7 +5,7 @@ import pytest
 from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import BUDGET, DraftPolicy
-from attar.runtime.speculate.reading import BEHIND, Reading
+from attar.runtime.speculate.reading import BEHIND, DraftPrefill
 
 
 def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
@@ -32,11 +32,11 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
     ],
 )
 def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, to_come, worth):
-    assert Reading().worth(drafting(a=a), 0, 4, tokens, to_come) is worth
+    assert DraftPrefill().worth(drafting(a=a), 0, 4, tokens, to_come) is worth
 
 
 def test_what_was_read_is_not_read_again():
-    reading, policy = Reading(), drafting(a=0.0)
+    reading, policy = DraftPrefill(), drafting(a=0.0)
     assert not reading.worth(policy, 0, 4, 600, 1000)
     assert reading.meet([0, 1], [4, 0], [600, 600]), "the second was not asked"
     assert reading.worth(policy, 0, 4, 600 + BEHIND, 1000) and not reading.worth(policy, 1, 4, 600, 1000)
@@ -48,20 +48,20 @@ def test_what_was_read_is_not_read_again():
 
 
 def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
-    assert Reading().worth(drafting(a=0.0), 0, 0, 10_000, 10)
-    assert Reading().worth(DraftPolicy(Latency()), 0, 4, 10_000, 10)
+    assert DraftPrefill().worth(drafting(a=0.0), 0, 0, 10_000, 10)
+    assert DraftPrefill().worth(DraftPolicy(Latency()), 0, 4, 10_000, 10)
 
 
 def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
     policy = drafting(a=1.0)
     policy.budget.left = BUDGET / 2 + 0.9
-    assert not Reading().worth(policy, 0, 4, 600, 1000)
+    assert not DraftPrefill().worth(policy, 0, 4, 600, 1000)
     policy.budget.left = BUDGET / 2 + 1.0
-    assert Reading().worth(policy, 0, 4, 600, 1000)
+    assert DraftPrefill().worth(policy, 0, 4, 600, 1000)
 
 
 def test_half_a_budget_at_most_is_charged():
-    reading, policy = Reading(), drafting()
+    reading, policy = DraftPrefill(), drafting()
     reading.charge(policy, 1, 0.5)
     assert policy.budget.left == BUDGET - 0.5
     reading.charge(policy, 1, 100.0)

@@ -19,9 +19,9 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.noise import Noise
-from attar.runtime.speculate.proposer import Wish
-from attar.runtime.speculate.self import draft_of, load_self, spread, vocabulary_of, without_layers
-from attar.runtime.speculate.target import Logits
+from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.self import draft_of, load_self_draft, spread, vocabulary_of, without_layers
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import verify
 from tests import tiny_models
 from tests.runtime.driving import greedy
@@ -39,12 +39,12 @@ def texts(model: Any, draft: DraftModel, prompt: list[int], count: int) -> tuple
     tokens, taken = list(prompt), 0
     while len(tokens) < len(prompt) + count:
         rules = Completion("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
-        (found,) = draft.propose([Wish(0, tokens, 3, rules=rules)])
+        (found,) = draft.propose([DraftRequest(0, tokens, 3, rules=rules)])
         draft.check()
         assert found is not None
         rows = torch.tensor([[*tokens, *found.tokens]])
         logits = tiny_models.logits(model, rows)[0, -len(found) - 1 :]
-        verdict = verify(found, Logits(logits, rules, found), Noise(1, 0, len(tokens)))
+        verdict = verify(found, TargetLogits(logits, rules, found), Noise(1, 0, len(tokens)))
         tokens += verdict.tokens(found)
         taken += len(verdict.path)
     draft.forget(0)
@@ -69,16 +69,16 @@ def test_a_copy_with_some_layers_is_the_model_without_the_others(family: str) ->
     model = tiny_models.build(family)
     draft = DraftModel(Modules(made, blocks=16, block_size=8))
     prompt = tiny_models.tokens(model, length=11)[0].tolist()
-    (found,) = draft.propose([Wish(0, prompt, 5)])
+    (found,) = draft.propose([DraftRequest(0, prompt, 5)])
     assert found is not None and list(found.tokens) == greedy(keep_layers(model, [0, 2]), prompt, 5)
     assert runner.model.config.num_hidden_layers == 3
-    (whole,) = DraftModel(runner).propose([Wish(0, prompt, 5)])
+    (whole,) = DraftModel(runner).propose([DraftRequest(0, prompt, 5)])
     assert whole is not None and list(whole.tokens) == greedy(model, prompt, 5), "the model is as before"
 
 
 def test_modules_draft_with_half_of_their_layers() -> None:
     target = Loaded(modules(num_hidden_layers=4))
-    draft = load_self("none", target, way="layers", doubt=0.1)
+    draft = load_self_draft("none", target, way="layers", doubt=0.1)
     runner = draft.runner
     assert isinstance(runner, Modules) and runner.pool.geometry.layers == 2 and draft.doubt == 0.1
     assert draft.nbytes == runner.pool.nbytes and runner.capacity == 16 and draft.name == "self"
@@ -92,7 +92,7 @@ def test_compiled_layers_are_the_target_s_own_memory() -> None:
     model = tiny_models.build("llama3", num_hidden_layers=4)
     settings: dict[str, Any] = {"blocks": 16, "kv_dtype": "float32", "bits": 16, "threads": 1}
     runner = compiled(model.config, model.state_dict(), weights="int8", **settings)
-    draft = load_self("none", Loaded(runner), way="layers")
+    draft = load_self_draft("none", Loaded(runner), way="layers")
     made = draft.runner
     assert isinstance(made, Compiled) and made.capacity == 16
     assert [id(each) for each in made.weights.layers] == [id(runner.weights.layers[each]) for each in (0, 3)]
@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_compiler
 def test_a_low_bit_copy(folder: Path) -> None:
     target = load(folder, kv_tokens=256)
-    draft = load_self(folder, target)
+    draft = load_self_draft(folder, target)
     runner = draft.runner
     assert isinstance(target.runner, Modules) and isinstance(runner, Compiled), "float32 runs in modules"
     assert runner.capacity * runner.block_size == 256 and draft.ends == frozenset(target.ends)
@@ -126,10 +126,10 @@ def test_a_low_bit_copy(folder: Path) -> None:
 @needs_compiler
 def test_weights_of_four_bits_already_draft_with_layers(folder: Path) -> None:
     target = load(folder, runner="compiled", weights="int4", kv_tokens=256)
-    draft = load_self(folder, target)
+    draft = load_self_draft(folder, target)
     assert isinstance(draft.runner, Compiled) and len(draft.runner.weights.layers) == 2
     with pytest.raises(ModelError, match="packed already"):
-        load_self(folder, target, way="int4")
+        load_self_draft(folder, target, way="int4")
 
 
 def test_a_draft_model_beside_the_target(folder: Path) -> None:
@@ -145,11 +145,11 @@ def test_a_draft_model_beside_the_target(folder: Path) -> None:
 def test_refusals(folder: Path) -> None:
     one = Loaded(modules(num_hidden_layers=1), name="thin")
     with pytest.raises(ModelError, match="thin has one layer"):
-        load_self("none", one, way="layers")
+        load_self_draft("none", one, way="layers")
     with pytest.raises(SettingsError, match="way is 'int3'"):
-        load_self("none", one, way="int3")
+        load_self_draft("none", one, way="int3")
     with pytest.raises(SettingsError, match="share"):
-        load_self("none", one, share=1.0)
+        load_self_draft("none", one, share=1.0)
     evicted = Loaded(one.runner, eviction=Streaming(window=8, sinks=2))
     with pytest.raises(SettingsError, match="eviction of the draft is 'Streaming'"):
         draft_of(evicted, one)

@@ -10,7 +10,7 @@ import pytest
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
-from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.proposer import DraftFeedback
 from attar.runtime.speculate.siblings import cut, learn
 from attar.runtime.speculate.speculator import WIDE_EVERY, Speculator
 
@@ -133,7 +133,7 @@ def test_the_rule_is_chosen_by_what_is_wanted_and_not_by_what_came() -> None:
 )
 def test_what_was_not_run_teaches(path: tuple[int, ...], tokens: tuple[int, ...], taught: Any) -> None:
     acceptance, whole = AcceptanceRates(), {3: tree(1, 2, 3, 4, 5, 6)}
-    learn(acceptance, [News(3, cut(whole[3], set()), path, tokens)], whole)
+    learn(acceptance, [DraftFeedback(3, cut(whole[3], set()), path, tokens)], whole)
     assert acceptance._all == {kind: (good, 1.0) for kind, good in taught.items()}
 
 
@@ -143,7 +143,7 @@ def test_what_was_run_is_the_policy_s_to_learn() -> None:
         policy, whole = DraftPolicy(Latency()), {3: tree(1, 2, 3, 4, 5, 6)}
         kept = cut(whole[3], {SECOND[0], THIRD[1]})
         assert kept.tokens == (1, 2, 3, 6)
-        news = [News(3, kept, path, tokens)]
+        news = [DraftFeedback(3, kept, path, tokens)]
         policy.note(news, 1.0)
         learn(policy.acceptance, news, whole)
         counts = {kind: count for kind, (_, count) in policy.acceptance._all.items()}
@@ -154,9 +154,9 @@ def test_what_was_run_is_the_policy_s_to_learn() -> None:
 
 def test_plain_passes_and_other_proposers_teach_nothing() -> None:
     acceptance = AcceptanceRates()
-    plain = [News(number, None, (), (5,)) for number in (3, 4, 5)]
+    plain = [DraftFeedback(number, None, (), (5,)) for number in (3, 4, 5)]
     learn(acceptance, plain, {3: tree(1, 2, 3, 4, 5, 6), 4: Draft.chain([1])})
-    learn(acceptance, [News(4, Draft.chain([1]), (), (5,))], {4: Draft.chain([1])})
+    learn(acceptance, [DraftFeedback(4, Draft.chain([1]), (), (5,))], {4: Draft.chain([1])})
     assert acceptance._all == {}
 
 

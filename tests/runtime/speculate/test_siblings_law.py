@@ -20,11 +20,11 @@ from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import growth
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Verdict, kind_of
-from attar.runtime.speculate.growth import Growing
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Wish
+from attar.runtime.speculate.growth import GrowingDraft
+from attar.runtime.speculate.noise import DraftRules, Noise
+from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.siblings import cut
-from attar.runtime.speculate.target import Logits
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
 from tests.runtime.speculate.laws import Shape, fits, plain_law, random_model, text_law, total_variation
@@ -152,7 +152,9 @@ def spoken(seed: int) -> tuple[int, ...]:
     while len(said) < LENGTH:
         rules = Completion("r", 0, [*PROMPT, *said], PARAMS, seed=seed, limit=99)
         noise = Noise(seed, 0, len(PROMPT) + len(said))
-        growing = Growing(Wish(0, [], 2, rules=Drafting(rules, noise)), [], 0, 2, frozenset(), 0.0, 3)
+        growing = GrowingDraft(
+            DraftRequest(0, [], 2, rules=DraftRules(rules, noise)), [], 0, 2, frozenset(), 0.0, 3
+        )
         for _ in range(2):
             growing.extend(after(2, [*PROMPT, *said, *growing.tokens])[None])
         whole = growing.draft()
@@ -160,7 +162,7 @@ def spoken(seed: int) -> tuple[int, ...]:
         draft = cut(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
         paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
         logits = torch.stack([after(1, [*PROMPT, *said, *path]) for path in paths])
-        said += verify(draft, Logits(logits, rules, draft), noise, "exact").tokens(draft)
+        said += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
     return tuple(said[:LENGTH])
 
 

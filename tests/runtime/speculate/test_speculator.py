@@ -10,12 +10,12 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
-from attar.runtime.speculate.profile.fixed import Fixed
-from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.profile.fixed import FixedPolicy
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator
@@ -23,9 +23,9 @@ from tests.runtime.speculate.test_engine import GREEDY, same, truths
 from tests.runtime.test_engine import engine, finish, results
 
 
-def watched(proposer: Oracle) -> list[Wish]:
+def watched(proposer: Oracle) -> list[DraftRequest]:
     """The wishes that a proposer gets from now on."""
-    seen: list[Wish] = []
+    seen: list[DraftRequest] = []
     propose = proposer.propose
     proposer.propose = lambda wishes: seen.extend(wishes) or propose(wishes)  # type: ignore[method-assign]
     return seen
@@ -100,7 +100,7 @@ class Told(Eager):
         self.gone: list[int] = []
 
     def note(
-        self, news: Sequence[News], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
         self.passes.append(([one.sequence for one in news], seconds, drafting, prompt_tokens))
 
@@ -142,17 +142,17 @@ def test_usage_of_a_request_is_what_was_counted(n: int) -> None:
 
 
 def test_counts_for_another_thread_stay_as_they_were() -> None:
-    counts = Counts()
+    counts = SpeculationCounts()
     counts.note(4, 2)
     kept = counts.copy()
     counts.note(3, 3)
-    assert kept == Counts(1, 4, 2, [1, 1]) and counts == Counts(2, 7, 5, [2, 2, 1])
+    assert kept == SpeculationCounts(1, 4, 2, [1, 1]) and counts == SpeculationCounts(2, 7, 5, [2, 2, 1])
 
 
 class Barren(Oracle):
     """Is asked, and has nothing to say."""
 
-    def propose(self, wishes: Sequence[Wish]) -> list[None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[None]:
         return [None] * len(wishes)
 
 
@@ -260,7 +260,7 @@ def test_one_stall_while_asking_does_not_end_speculation() -> None:
     oracle = Oracle(truths(requests), chains=True, size=4)
     wishes, propose, calls = watched(oracle), oracle.propose, []
 
-    def slow(given: Sequence[Wish]) -> Any:
+    def slow(given: Sequence[DraftRequest]) -> Any:
         calls.append(0)
         clock.now += 300.0 if len(calls) == 5 else 0.001
         return propose(given)
@@ -324,7 +324,7 @@ def test_fixed_numbers_are_drafted_whatever_reading_costs() -> None:
     requests = [(list(range(1, 30)), replace(GREEDY, max_tokens=20))]
     oracle = Oracle(truths(requests), right=0.0, chains=True)
     oracle.free = False
-    policy = Fixed(2, Latency({1: 1e-9, 8: 2e-9}, {1: 1.0}, reading=1.0))
+    policy = FixedPolicy(2, Latency({1: 1e-9, 8: 2e-9}, {1: 1.0}, reading=1.0))
     made = Speculator(oracle, policy, most=2)
     same(engine(FakeRunner(blocks=200), speculator=made), requests)
     assert made.counts.drafts >= 10

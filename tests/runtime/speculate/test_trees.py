@@ -20,9 +20,9 @@ from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.policy import DraftPolicy, LossBudget
-from attar.runtime.speculate.self import load_self
+from attar.runtime.speculate.self import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.verify import Mode
+from attar.runtime.speculate.verify import VerificationMode
 from tests import tiny_models
 from tests.runtime.driving import Driver
 from tests.runtime.speculate.proposing import Eager
@@ -41,7 +41,7 @@ class Every(Eager):
         return [set(kinds[:limit]) for limit in limits]
 
 
-def speculator(draft: DraftModel, mode: Mode | None = None) -> Speculator:
+def speculator(draft: DraftModel, mode: VerificationMode | None = None) -> Speculator:
     return Speculator(draft, Every(), most=12, verification=mode)
 
 
@@ -163,7 +163,7 @@ def test_a_small_draft_of_attar_tiny_brings_more_with_siblings(batch: int) -> No
         gains = []
         for branches in (1, 2, 4):
             target = load("attar:tiny", kv_tokens=4096)
-            draft = load_self("attar:tiny", target, way="layers", share=0.75, branches=branches)
+            draft = load_self_draft("attar:tiny", target, way="layers", share=0.75, branches=branches)
             drafter = speculator(draft)
             llm = LLM.of(target, speculator=drafter)
             assert [each.token_ids for each in llm.generate(asked, params)] == want
@@ -181,6 +181,8 @@ def test_five_hundred_tokens_in_float32(batch: int) -> None:
     shared: dict[str, Any] = {"kv_tokens": 16384, "dtype": "float32", "runner": "modules"}
     want = [each.token_ids for each in LLM("attar:tiny", **shared).generate(asked, params)]
     target = load("attar:tiny", **shared)
-    llm = LLM.of(target, speculator=speculator(load_self("attar:tiny", target, way="layers", share=0.75)))
+    llm = LLM.of(
+        target, speculator=speculator(load_self_draft("attar:tiny", target, way="layers", share=0.75))
+    )
     assert [each.token_ids for each in llm.generate(asked, params)] == want
     llm.engine.check()

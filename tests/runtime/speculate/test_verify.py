@@ -16,9 +16,9 @@ from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
-from attar.runtime.speculate.noise import Drafting, Noise
+from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
-from attar.runtime.speculate.target import Logits, Rows
+from attar.runtime.speculate.target import Rows, TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
 
@@ -92,7 +92,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
         draft = Draft.trie(guesses)
-        target = Logits(passed(draft, said), mine, draft)
+        target = TargetLogits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
         said += tuple(mine.append(found).token_ids)
         passes += 1
@@ -118,12 +118,12 @@ def test_logits_are_warped_as_the_path_to_them_asks() -> None:
     mine = text(temperature=0.9, top_k=5, frequency_penalty=1.5, repetition_penalty=1.3)
     mine.append([7])
     draft = Draft((7, 8, 7, 9), (0, 0, 1, 3))
-    target = Logits(passed(draft), mine, draft)
+    target = TargetLogits(passed(draft), mine, draft)
     for node, path in enumerate([(), (7,), (8,), (7, 7), (7, 7, 9)]):
         row = mine.row(path)
         assert np.array_equal(target.p(node), warp(language(path)[None], [row])[0].numpy())
         assert target.token(node) == sample(language(path)[None], [row], [mine.key(len(path))])[0]
-    assert not target.greedy and Logits(passed(draft), text(temperature=0.0), draft).greedy
+    assert not target.greedy and TargetLogits(passed(draft), text(temperature=0.0), draft).greedy
 
 
 @dataclass
@@ -292,7 +292,7 @@ def test_streams_are_apart() -> None:
     for depth in range(3):
         for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
             assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
-    drafting = Drafting(mine, rounds[0])
+    drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
     assert mine.key(1) == noise_key(5, 0, 3)
 
@@ -303,11 +303,11 @@ def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
     logits[0, [3, 5]] = 2.0  # equals: the lower id
     logits[1] = torch.nan  # behind a draft that is not taken
     logits[2, 4] = logits[3, 8] = 1.0
-    verdict = verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+    verdict = verify(draft, TargetLogits(logits, text(temperature=0.0), draft), noise())
     assert (verdict.path, verdict.tokens(draft)) == ((2, 3), (3, 4, 8))
     logits[3, 0] = torch.nan
     with pytest.raises(NumericsError):
-        verify(draft, Logits(logits, text(temperature=0.0), draft), noise())
+        verify(draft, TargetLogits(logits, text(temperature=0.0), draft), noise())
 
 
 def test_an_end_that_comes_too_early_is_not_the_likeliest() -> None:
@@ -316,5 +316,5 @@ def test_an_end_that_comes_too_early_is_not_the_likeliest() -> None:
     )
     logits, draft = torch.zeros(3, 9), Draft.chain((5, 5))
     logits[:, 3], logits[:, 5] = 2.0, 1.0
-    verdict = verify(draft, Logits(logits, early, draft), noise())
+    verdict = verify(draft, TargetLogits(logits, early, draft), noise())
     assert verdict.tokens(draft) == (5, 5, 3)

@@ -20,11 +20,11 @@ from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import likeliest
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Wish
-from attar.runtime.speculate.target import Logits
+from attar.runtime.speculate.noise import DraftRules, Noise
+from attar.runtime.speculate.proposer import DraftRequest
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import verify
-from attar.runtime.speculate.vocabulary import Same, Shared, between
+from attar.runtime.speculate.vocabulary import SameVocabulary, SharedVocabulary, map_vocabularies
 from tests import tiny_models
 
 SOURCE = Path(textwrap.__file__).read_text(encoding="utf-8")
@@ -77,9 +77,9 @@ TARGET = tiny_models.tokenizer()
 V = tiny_models.VOCABULARY
 
 
-def shared(draft: Any) -> Shared:
-    found = between(draft, TARGET, (len(draft), V))
-    assert isinstance(found, Shared)
+def shared(draft: Any) -> SharedVocabulary:
+    found = map_vocabularies(draft, TARGET, (len(draft), V))
+    assert isinstance(found, SharedVocabulary)
     return found
 
 
@@ -167,8 +167,8 @@ def test_one_tokenizer_needs_no_pairs() -> None:
     more = tiny_models.tokenizer()
     more.add_tokens(["<extra>", "<more>"])
     for draft, target in ((TARGET, TARGET), (more, TARGET), (TARGET, more), (None, TARGET), (TARGET, None)):
-        assert isinstance(between(draft, target, (V + 8, V)), Same)
-    fewer = Same(V, V + 2)
+        assert isinstance(map_vocabularies(draft, target, (V + 8, V)), SameVocabulary)
+    fewer = SameVocabulary(V, V + 2)
     assert fewer.reader().read([5, V + 1]) == [5, V - 1]
     assert fewer.logits(torch.zeros(1, V)).tolist() == [[0.0] * V + [-torch.inf] * 2]
 
@@ -176,11 +176,11 @@ def test_one_tokenizer_needs_no_pairs() -> None:
 def test_refusals_name_both_models() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     with pytest.raises(ModelError, match="tokenizer of small is neither"):
-        between(fast(words), TARGET, (2, V), ("small", "large"))
+        map_vocabularies(fast(words), TARGET, (2, V), ("small", "large"))
     strange = Tokenizer(models.BPE({f"{chr(0x4E00 + i)}": i for i in range(300)}, []))
     strange.decoder = decoders.ByteLevel()
     with pytest.raises(ModelError, match="of small and large have 0 tokens in common, of 300 and 320"):
-        between(fast(strange), TARGET, (300, V), ("small", "large"))
+        map_vocabularies(fast(strange), TARGET, (300, V), ("small", "large"))
 
 
 def small(vocabulary: int, seed: int) -> Any:
@@ -201,9 +201,9 @@ PROMPT = TARGET.encode("def wrap(text, width")
 
 def test_q_is_the_draft_on_what_both_have() -> None:
     params = SamplingParams(temperature=0.7, top_p=0.9)
-    rules = Drafting(Completion("r", 0, PROMPT, params, seed=3, limit=50), Noise(3, 0, len(PROMPT)))
+    rules = DraftRules(Completion("r", 0, PROMPT, params, seed=3, limit=50), Noise(3, 0, len(PROMPT)))
     model, plain = drafter(), small(OTHER, 0)
-    (draft,) = model.propose([Wish(0, PROMPT, 4, rules=rules)])
+    (draft,) = model.propose([DraftRequest(0, PROMPT, 4, rules=rules)])
     assert draft is not None and draft.q is not None
     draft.check()
     tokens = [*other().encode("def wrap(text, width")]
@@ -233,14 +233,14 @@ def test_greedy_texts_are_the_target_s() -> None:
     model, tokens, drafted = drafter(), list(PROMPT), 0
     while len(tokens) < len(wanted):
         rules = Completion("r", 0, tokens, SamplingParams(temperature=0.0), seed=1, limit=99)
-        (draft,) = model.propose([Wish(0, tokens, 3, rules=rules)])
+        (draft,) = model.propose([DraftRequest(0, tokens, 3, rules=rules)])
         model.check()
         if draft is None:
             tokens += likeliest(rows(tokens, 1))
             continue
         drafted += len(draft)
         logits = rows([*tokens, *draft.tokens], len(draft) + 1)
-        verdict = verify(draft, Logits(logits, rules, draft), Noise(1, 0, len(tokens)))
+        verdict = verify(draft, TargetLogits(logits, rules, draft), Noise(1, 0, len(tokens)))
         tokens += verdict.tokens(draft)
     assert tokens[: len(wanted)] == wanted and drafted > 40
     model.forget(0)
@@ -248,13 +248,13 @@ def test_greedy_texts_are_the_target_s() -> None:
 
 def test_forked_texts_are_read_apart() -> None:
     model = drafter()
-    model.propose([Wish(0, PROMPT, 2)])
+    model.propose([DraftRequest(0, PROMPT, 2)])
     model.fork(0, 1)
     for sequence, more in ((0, "s, x"), (1, "=")):
         tokens = [*PROMPT, *TARGET.encode(more)]
         (found,), (wanted,) = (
-            model.propose([Wish(sequence, tokens, 2)]),
-            drafter().propose([Wish(0, tokens, 2)]),
+            model.propose([DraftRequest(sequence, tokens, 2)]),
+            drafter().propose([DraftRequest(0, tokens, 2)]),
         )
         assert found is not None and wanted is not None and found.tokens == wanted.tokens
 
@@ -263,7 +263,7 @@ def test_a_text_is_read_once() -> None:
     reader = shared(other()).reader()
     tokens = TARGET.encode("xyz")
     assert reader.read(tokens) == reader.read(tokens)
-    between_them = Shared(pieced(), other(), (len(pieced()), OTHER))
+    between_them = SharedVocabulary(pieced(), other(), (len(pieced()), OTHER))
     found = between_them.reader().read([other().bos_token_id, *other().encode("class")])
     assert found is not None and found[0] == 0 and 0 not in found[1:]
 
@@ -273,9 +273,9 @@ def test_what_is_paired() -> None:
     for draft in (other(), pieced()):
         words = draft.convert_ids_to_tokens([one for one, _ in shared(draft).pairs])
         assert any(len(word) > 1 and word[0] in "▁Ġ" for word in words)
-    assert all(one < 200 for one, _ in Shared(other(), TARGET, (200, V)).pairs)
+    assert all(one < 200 for one, _ in SharedVocabulary(other(), TARGET, (200, V)).pairs)
     state = json.loads(tiny_models.tokenizer_json())
     vocabulary = state["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     swapped = fast(Tokenizer.from_str(json.dumps(state)))
-    assert isinstance(between(swapped, TARGET, (V, V)), Shared)
+    assert isinstance(map_vocabularies(swapped, TARGET, (V, V)), SharedVocabulary)

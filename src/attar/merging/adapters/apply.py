@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter added, as a view: every walk over dense tensors runs on it unchanged.
+"""A model with a LoRA adapter added, readable like a checkpoint.
 
 Hu et al. 2021, "LoRA", arXiv 2106.09685, equation 3; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732;
 Liu et al. 2024, "DoRA", arXiv 2402.09353, equation 5. Files as peft writes them.
@@ -7,14 +7,14 @@ Liu et al. 2024, "DoRA", arXiv 2402.09353, equation 5. Files as peft writes them
     W' = m (W + s B A) / |W + s B A|        DoRA; the norm over each output's inputs
 
     W (N, K) weight; A (r, K), B (N, r); m (N,) magnitudes. An embedding's A is (r, V), B (d, r), and
-    (s B A)^T is added; so it is with weights that are stored (K, N), as GPT-2's.
+    (s B A)^T is added; likewise for weights that are stored (K, N), such as GPT-2's.
 
-Everything is computed in float32 and rounded once, to the type in which the weight is stored. In float32 the
-bits are those of peft's ``merge_and_unload``.
+Computed in float32 and rounded once, to the stored type of the weight. In float32 the bits are those of
+peft's ``merge_and_unload``.
 
-Differs from peft: where head and embedding are one tied tensor and the adapter changes only one of them, or
-each in its own way, the result has a head of its own, so that it computes what model and adapter did; peft
-changes the shared tensor, and with it the other one.
+Differs from peft: where head and embedding are tied and the adapter updates only one of them, or each
+differently, the result has a separate head, and computes the same as model and adapter; peft changes the
+shared tensor for both.
 """
 
 from __future__ import annotations
@@ -25,108 +25,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attar.checkpoint import hashing
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.tensors import TORCH, read_tensor
 from attar.formats.decoded import DecodedInfo
 from attar.kernels.threads import one_thread
-from attar.merging.adapters.files import CONFIG, HEAD, WEIGHTS, Change, find_changes, read_adapter_config
+from attar.merging.adapters.files import HEAD, find_updates, read_adapter_config
 
 
-class Adapted:
-    """A view of a checkpoint with an adapter added to its weights as they are asked for.
+class AdaptedCheckpoint:
+    """A view of a checkpoint with an adapter added to each weight as it is loaded.
 
     Args:
         checkpoint: the model: a checkpoint, or a view of one with its weights decoded.
         folder: the adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Attributes:
-        decodes: True: tensors have no bytes of their own in a file.
         path: the model's folder.
         name: ``model+adapter``.
-        config: the model's; with ``tie_word_embeddings`` false where the adapter parts head and embedding.
-        tensors: what there is, by name.
+        config: the model's; with ``tie_word_embeddings`` false where the adapter unties head and embedding.
+        tensors: by name.
 
     Raises:
         CheckpointError: a file of the adapter is missing or damaged.
-        ModelError: the adapter is of another kind, or something in it has no place in the model; names it.
+        ModelError: the adapter is not LoRA, or something in it belongs to no tensor of the model; names it.
     """
-
-    decodes = True
 
     def __init__(self, checkpoint: Any, folder: Path) -> None:
         self.checkpoint, self.folder = checkpoint, folder
         self.path, self.name = checkpoint.path, f"{checkpoint.name}+{folder.name}"
         self.config: dict[str, Any] = dict(checkpoint.config)
-        self.adapter = read_adapter_config(folder)
-        self.changes = find_changes(checkpoint, folder, self.adapter)
-        if HEAD in self.changes and HEAD not in checkpoint.tensors:
+        self.updates = find_updates(checkpoint, folder, read_adapter_config(folder))
+        if HEAD in self.updates and HEAD not in checkpoint.tensors:
             self.config["tie_word_embeddings"] = False
         self.tensors: dict[str, Any] = dict(checkpoint.tensors)
-        for name, change in self.changes.items():
-            self.tensors[name] = self._info(name, change)
-        self._resize()
+        for name, update in self.updates.items():
+            info = checkpoint.tensors[update.source]
+            shape = tuple(update.replacement.shape if update.replacement else info.shape)
+            self.tensors[name] = DecodedInfo(name, info.dtype, shape, update.source)
+            if update.replacement is not None and part_of(name) == "embedding":
+                self._resize(info.shape[0], shape[0])
 
-    def _info(self, name: str, change: Change) -> DecodedInfo:
-        info = self.checkpoint.tensors[change.source]
-        shape = change.whole.shape if change.whole else info.shape
-        return DecodedInfo(name, info.dtype, tuple(shape), change.source)
-
-    def _resize(self) -> None:
-        """Let the config say the rows of an embedding that the adapter replaces by a larger one."""
-        for name, change in self.changes.items():
-            rows = self.tensors[name].shape[0]
-            if change.whole is not None and part_of(name) == "embedding":
-                old = self.checkpoint.tensors[change.source].shape[0]
-                if rows != old and self.config.get("vocab_size") == old:
-                    self.config["vocab_size"] = rows
-
-    @property
-    def card(self) -> Any:
-        """The model's card."""
-        return self.checkpoint.card
-
-    @property
-    def source(self) -> Path:
-        """What a person would give to open the model again."""
-        source: Path = self.checkpoint.source
-        return source
-
-    @property
-    def weight_files(self) -> list[Path]:
-        """The files that hold the tensors: the model's and the adapter's."""
-        return [*self.checkpoint.weight_files, self.folder / WEIGHTS]
-
-    def fingerprint(self) -> str:
-        """SHA-256 over the model's fingerprint and the adapter's files."""
-        files = [hashing.sha256_file(self.folder / name) for name in (CONFIG, WEIGHTS)]
-        return hashing.sha256_text(hashing.canonical_json([self.checkpoint.fingerprint(), *files]))
+    def _resize(self, old: int, rows: int) -> None:
+        """Set the vocabulary's size for an embedding that is replaced by one with more rows."""
+        if rows != old and self.config.get("vocab_size") == old:
+            self.config["vocab_size"] = rows
 
     def load(self, name: str) -> Tensor:
-        """One tensor, the adapter added, in the type in which the model stores it.
+        """One tensor, the adapter added, in the model's stored type.
 
         Raises:
             CheckpointError: there is no such tensor.
         """
-        change = self.changes.get(name)
-        if change is None:
-            untouched: Tensor = self.checkpoint.load(name)
-            return untouched
-        start: Tensor = (
-            read_tensor(change.whole) if change.whole is not None else self.checkpoint.load(change.source)
+        update = self.updates.get(name)
+        if update is None:
+            unchanged: Tensor = self.checkpoint.load(name)
+            return unchanged
+        replacement = update.replacement
+        weight: Tensor = read_tensor(replacement) if replacement else self.checkpoint.load(update.source)
+        dtype: torch.dtype = getattr(torch, TORCH[self.checkpoint.tensors[update.source].dtype])
+        if update.A is None and update.bias is None:
+            return weight.to(dtype)
+        A, B, magnitude, bias = (
+            None if info is None else read_tensor(info).float()
+            for info in (update.A, update.B, update.magnitude, update.bias)
         )
-        dtype: torch.dtype = getattr(torch, TORCH[self.checkpoint.tensors[change.source].dtype])
-        if change.A is None and change.bias is None:
-            return start.to(dtype)
         with one_thread():
             return adapted(
-                start.float(),
-                *(
-                    None if info is None else read_tensor(info).float()
-                    for info in (change.A, change.B, change.magnitude, change.bias)
-                ),
-                scale=change.scale,
-                transposed=change.transposed,
+                weight.float(), A, B, magnitude, bias, scale=update.scale, transposed=update.transposed
             ).to(dtype)
 
 
@@ -140,16 +105,14 @@ def adapted(
     scale: float,
     transposed: bool,
 ) -> Tensor:
-    """W' in float32, for a weight; or for a bias vector, b + s times the bias of B. Inputs are not changed.
+    """W' in float32, or for a bias vector b + s times the bias of B. Inputs are not changed.
 
     Args:
         weight: W (N, K), stored (K, N) where ``transposed``; or b (N,).
-        A: (r, K), or None for a bias vector.
-        B: (N, r), or None.
+        A, B: (r, K) and (N, r); None for a bias vector.
         magnitude: m (N,), or None without DoRA.
         bias: (N,), for a bias vector only.
         scale: s.
-        transposed: see ``weight``.
     """
     if A is None or B is None:
         return weight if bias is None else weight + bias * scale

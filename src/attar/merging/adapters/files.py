@@ -1,10 +1,10 @@
-"""An adapter's files as peft writes them, and which tensor of a model each of its factors belongs to."""
+"""An adapter's files as peft writes them, and the model's tensor that each factor updates."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ HEAD = "lm_head.weight"
 STORED_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Families whose Linear weights are stored (inputs, outputs)."""
 
-UNREAD = (
+UNSUPPORTED = (
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -32,10 +32,10 @@ UNREAD = (
     "use_qalora",
     "velora_config",
 )
-"""Keys of peft's config that change what an adapter computes and are not computed here."""
+"""Keys of peft's config that change what an adapter computes, and that attar does not support."""
 
-MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Ways to begin a LoRA that change the base weights as well; the adapter alone does not say by how much."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that change the base weights as well, by an amount that the adapter does not store."""
 
 _FACTOR = re.compile(
     r"^(?P<module>.+)\.(?P<factor>lora_embedding_[AB]|lora_[AB]|lora_magnitude_vector)"
@@ -46,22 +46,22 @@ _PREFIX = "base_model.model."
 
 
 @dataclass
-class Change:
-    """What an adapter does to one tensor.
+class TensorUpdate:
+    """An adapter's update of one tensor.
 
     Attributes:
-        source: the model's tensor that it starts from, or whose place and type it takes.
-        whole: a tensor of the adapter that takes the place of the model's.
+        source: the model's tensor that is updated, or replaced.
+        replacement: the adapter's tensor that replaces the model's.
         A: first factor, as stored in the adapter.
         B: second factor.
         magnitude: DoRA's m.
-        bias: what is added times ``scale`` (the bias of B).
+        bias: the bias of B, added times ``scale``.
         scale: s.
         transposed: (s B A)^T is added.
     """
 
     source: str
-    whole: TensorInfo | None = None
+    replacement: TensorInfo | None = None
     A: TensorInfo | None = None
     B: TensorInfo | None = None
     magnitude: TensorInfo | None = None
@@ -71,11 +71,11 @@ class Change:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The adapter's config, of a kind that is computed here.
+    """The adapter's config.
 
     Raises:
         CheckpointError: there is none, or it is not JSON.
-        ModelError: it is of another kind, or says something that is not computed here; names it.
+        ModelError: the adapter is not LoRA, or uses something that attar does not support; names it.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -83,15 +83,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{path}: peft_type is {kind!r}; only LORA can be added to a model here")
-    for key in UNREAD:
+        raise ModelError(f"{path}: peft_type is {kind!r}; only LORA can be added to a model")
+    for key in UNSUPPORTED:
         if config.get(key):
             raise ModelError(
-                f"{path}: {key} is set, which is not computed here",
+                f"{path}: {key} is set, which attar does not support",
                 hint="merge it with peft's merge_and_unload, and name the result",
             )
     start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(MOVED):
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise ModelError(
             f"{path}: init_lora_weights is {start!r}, which changes the base weights too",
             hint="save it with peft's path_initial_model_for_weight_conversion",
@@ -115,46 +115,46 @@ def _read_infos(folder: Path) -> dict[str, TensorInfo]:
     }
 
 
-def find_changes(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, Change]:
-    """What an adapter does, by the name of the tensor in the result. Reads headers, no weights.
+def find_updates(checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> dict[str, TensorUpdate]:
+    """An adapter's updates by the name of the tensor in the result. Reads headers, no weights.
 
     Raises:
         CheckpointError: the adapter's weights are missing or damaged.
-        ModelError: something in it has no place in the model, or does not fit; names it.
+        ModelError: something in it belongs to no tensor of the model, or does not fit; names it.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
-    wholes: dict[str, TensorInfo] = {}
+    replacements: dict[str, TensorInfo] = {}
     for key, info in _read_infos(folder).items():
         plain = key.removeprefix(_PREFIX)
-        found = _FACTOR.match(plain)
-        if found:
-            factor = found["factor"] + (".bias" if found["leaf"] == "bias" else "")
-            modules.setdefault(found["module"], {})[factor] = info
+        match = _FACTOR.match(plain)
+        if match:
+            factor = match["factor"] + (".bias" if match["leaf"] == "bias" else "")
+            modules.setdefault(match["module"], {})[factor] = info
         elif plain.endswith((".weight", ".bias")) and not plain.endswith("original_module.weight"):
-            wholes[_WRAPPED.sub("", plain)] = info
+            replacements[_WRAPPED.sub("", plain)] = info
         else:
-            raise ModelError(f"{folder}: {key!r} is nothing that an adapter of LoRA has")
-    known = _Known(checkpoint, folder, config)
-    changes: dict[str, Change] = {}
-    for name, info in wholes.items():
-        place, source = known.place(name, info.name)
-        changes[place] = Change(source, whole=info)
+            raise ModelError(f"{folder}: {key!r} is no tensor of a LoRA adapter")
+    target = _TargetModel(checkpoint, folder, config)
+    updates: dict[str, TensorUpdate] = {}
+    for name, info in replacements.items():
+        output, source = target.locate(name, info.name)
+        updates[output] = TensorUpdate(source, replacement=info)
     for module, factors in modules.items():
-        _enter(changes, known, module, factors)
-    known.part_tied(changes)
-    return changes
+        _add_factors(updates, target, module, factors)
+    target.untie(updates)
+    return updates
 
 
-class _Known:
-    """The model's tensors, as an adapter's names find them."""
+class _TargetModel:
+    """The model's tensors, looked up by an adapter's names."""
 
     def __init__(self, checkpoint: Any, folder: Path, config: Mapping[str, Any]) -> None:
         self.checkpoint, self.folder, self.config = checkpoint, folder, config
         self.tied = bool(checkpoint.config.get("tie_word_embeddings")) and HEAD not in checkpoint.tensors
         self.transposed = checkpoint.config.get("model_type") in STORED_TRANSPOSED
 
-    def place(self, name: str, key: str) -> tuple[str, str]:
-        """Name of a tensor in the result, and of the model's that it starts from."""
+    def locate(self, name: str, key: str) -> tuple[str, str]:
+        """Name of a tensor in the result, and of the model's tensor that it updates."""
         tensors = self.checkpoint.tensors
         if name in tensors:
             return name, name
@@ -169,12 +169,12 @@ class _Known:
         renamed = self.renamed.get(name)
         if renamed is not None:
             return renamed, renamed
-        raise ModelError(f"{self.folder}: {key!r} has no place in {self.checkpoint.name}: no tensor {name!r}")
+        raise ModelError(f"{self.folder}: {key!r} fits nothing in {self.checkpoint.name}: no tensor {name!r}")
 
     @cached_property
     def renamed(self) -> dict[str, str]:
-        """Stored names by those of transformers' model, for a family whose checkpoints have names of their
-        own; empty for one that transformers does not know."""
+        """Stored names by transformers' parameter names, for families whose checkpoints use other names;
+        empty for a family that transformers does not know."""
         from attar.models.load import empty_model
         from attar.models.stored import stored_names
 
@@ -191,53 +191,55 @@ class _Known:
                 return str(name)
         raise ModelError(f"{self.checkpoint.name}: no embedding that its head could be tied to")
 
-    def part_tied(self, changes: dict[str, Change]) -> None:
-        """Give a tied model a head of its own where the adapter changes only the embedding."""
+    def untie(self, updates: dict[str, TensorUpdate]) -> None:
+        """Give a tied model a head of its own where the adapter updates only the embedding."""
         if not self.tied:
             return
         embedding = self.embedding()
         if self.config.get("ensure_weight_tying"):
-            changes.pop(HEAD, None)
+            updates.pop(HEAD, None)
             return
-        if embedding in changes and HEAD not in changes:
+        if embedding in updates and HEAD not in updates:
             if not any("CausalLM" in name for name in self.checkpoint.config.get("architectures", ())):
                 raise ModelError(
                     f"{self.folder}: changes {embedding!r}, to which {self.checkpoint.name} ties its head"
                 )
-            changes[HEAD] = Change(embedding)
+            updates[HEAD] = TensorUpdate(embedding)
 
 
-def _enter(changes: dict[str, Change], known: _Known, module: str, factors: Mapping[str, TensorInfo]) -> None:
-    """Enter the factors of one module."""
+def _add_factors(
+    updates: dict[str, TensorUpdate], target: _TargetModel, module: str, factors: Mapping[str, TensorInfo]
+) -> None:
+    """Add the updates by the factors of one module."""
     embedding = "lora_embedding_A" in factors or "lora_embedding_B" in factors
     first, second = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
     A, B = factors.get(first), factors.get(second)
-    surplus = sorted(set(factors) - {first, second, "lora_magnitude_vector", "lora_B.bias"})
-    if A is None or B is None or surplus:
-        what = f"has {surplus[0]}" if surplus else f"has no {first if A is None else second}"
-        raise ModelError(f"{known.folder}: {module!r} {what}")
-    name, source = known.place(f"{module}.weight", A.name)
-    change = changes.setdefault(name, Change(source))
-    r, change.scale = _scale(known.config, module)
-    shape = tuple(change.whole.shape if change.whole else known.checkpoint.tensors[source].shape)
+    unknown = sorted(set(factors) - {first, second, "lora_magnitude_vector", "lora_B.bias"})
+    if A is None or B is None or unknown:
+        what = f"has {unknown[0]}" if unknown else f"has no {first if A is None else second}"
+        raise ModelError(f"{target.folder}: {module!r} {what}")
+    name, source = target.locate(f"{module}.weight", A.name)
+    update = updates.setdefault(name, TensorUpdate(source))
+    r, update.scale = _scale(target.config, module)
+    shape = tuple(update.replacement.shape if update.replacement else target.checkpoint.tensors[source].shape)
     straight = (*B.shape[:1], *A.shape[1:])
     if len(A.shape) != 2 or len(B.shape) != 2 or not A.shape[0] == B.shape[1] == r:
         raise ModelError(
-            f"{known.folder}: {module!r}: factors of shape {A.shape} and {B.shape}, but rank {r} by {CONFIG}"
+            f"{target.folder}: {module!r}: factors of shape {A.shape} and {B.shape}, but rank {r} by {CONFIG}"
         )
-    flipped = known.config.get("fan_in_fan_out") and shape == straight[::-1] != straight
-    change.transposed = embedding or known.transposed or bool(flipped)
-    if shape != (straight[::-1] if change.transposed else straight):
+    flipped = target.config.get("fan_in_fan_out") and shape == straight[::-1] != straight
+    update.transposed = embedding or target.transposed or bool(flipped)
+    if shape != (straight[::-1] if update.transposed else straight):
         raise ModelError(
-            f"{known.folder}: {module!r}: an update of shape {straight} for {source!r} of shape {shape}"
+            f"{target.folder}: {module!r}: an update of shape {straight} for {source!r} of shape {shape}"
         )
-    change.A, change.B, change.magnitude = A, B, factors.get("lora_magnitude_vector")
-    if (change.magnitude is not None) != bool(known.config.get("use_dora")):
-        raise ModelError(f"{known.folder}: {module!r}: use_dora and its lora_magnitude_vector disagree")
+    update.A, update.B, update.magnitude = A, B, factors.get("lora_magnitude_vector")
+    if (update.magnitude is not None) != bool(target.config.get("use_dora")):
+        raise ModelError(f"{target.folder}: {module!r}: use_dora and its lora_magnitude_vector disagree")
     if "lora_B.bias" in factors:
-        place, source = known.place(f"{module}.bias", factors["lora_B.bias"].name)
-        bias = changes.setdefault(place, Change(source))
-        bias.bias, bias.scale = factors["lora_B.bias"], change.scale
+        name, source = target.locate(f"{module}.bias", factors["lora_B.bias"].name)
+        bias = updates.setdefault(name, TensorUpdate(source))
+        bias.bias, bias.scale = factors["lora_B.bias"], update.scale
 
 
 def _scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
@@ -248,8 +250,6 @@ def _scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:
 
 
 def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that fits the end of a module's name, as peft reads them."""
-    fitting: Iterable[Any] = (
-        value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)
-    )
-    return next(iter(fitting), default)
+    """The value of the first pattern that matches the end of a module's name, as in peft."""
+    matches = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(matches, default)

@@ -1,4 +1,4 @@
-"""The best factors of low rank of a matrix: its truncated singular value decomposition.
+"""The best low-rank factors of a matrix: its truncated singular value decomposition.
 
 Eckart and Young 1936: of all matrices of rank r, the sum of the r leading terms s_i u_i v_i^T is nearest D.
 
@@ -7,17 +7,17 @@ Eckart and Young 1936: of all matrices of rank r, the sum of the r leading terms
     D (N, K) matrix; s_1 >= s_2 >= ... singular values; A (r, K), B (N, r)
     energy of r: sum_{i<=r} s_i^2 / |D|^2
 
-Two ways to the leading singular vectors:
+Two algorithms for the leading singular vectors:
 
     exact      eigenvectors of D D^T or D^T D, the smaller one, in float64: right to 1e-8 of s_1, which is
                below what float32 holds of D
     Krylov     for large matrices: D [P, (D^T D) P, ..., (D^T D)^q P] with a random P of r + 8 columns spans a
                space that contains nearly all of the leading vectors; Musco and Musco 2015, "Randomized Block
-               Krylov Methods", arXiv 1504.05477, algorithm 2, with q = 4. Of white noise (2048 x 2048,
-               rank 32) it misses 2.3 % of the energy that the best factors hold; where each singular value is
-               1 % below the one before, less than 0.1 %
+               Krylov Methods", arXiv 1504.05477, algorithm 2, with q = 4. Of white noise (2048 x 2048, rank
+               32) it misses 2.3 % of the best factors' energy; where each singular value is 1 % below the
+               previous one, less than 0.1 %
 
-Differs from the paper: every block is made orthonormal before the next, so that float32 does.
+Differs from the paper: every block is made orthonormal before the next, so that float32 suffices.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 EXACT_UP_TO = 1024
-"""Smaller side of a matrix up to which the exact way is taken unasked."""
+"""Smaller side of a matrix up to which the exact algorithm is the default."""
 
 _POWERS, _OVER = 4, 8
-_PIECE = 512
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def low_rank(D: Tensor, rank: int, energy: float, generator: torch.Generator, ex
         rank: r at most.
         energy: in (0, 1]: the smallest r that holds this share of |D|^2, as far as ``rank`` allows; 0:
             ``rank``. Singular values below float32's resolution of the largest are left out either way.
-        generator: of P; not used by the exact way.
-        exact: take the exact way however large the matrix is.
+        generator: of P; not used by the exact algorithm.
+        exact: use the exact algorithm for any size.
     """
-    total = float(sum(piece.double().square().sum() for piece in D.split(_PIECE)))
+    total = float(sum(chunk.double().square().sum() for chunk in D.split(_CHUNK)))
     N, K = D.shape
     if total == 0:
         return LowRank(D.new_zeros(0, K), D.new_zeros(N, 0), 0, 1.0, 0.0)
@@ -77,8 +77,8 @@ def low_rank(D: Tensor, rank: int, energy: float, generator: torch.Generator, ex
     root = S[:r].sqrt().float()
     A, B = root[:, None] * Vt, U * root
     held = min(float(S[:r].square().sum()) / total, 1.0)
-    pairs = zip(D.split(_PIECE), B.split(_PIECE), strict=True)
-    missed = float(sum((piece - rows @ A).double().square().sum() for piece, rows in pairs))
+    pairs = zip(D.split(_CHUNK), B.split(_CHUNK), strict=True)
+    missed = float(sum((chunk - rows @ A).double().square().sum() for chunk, rows in pairs))
     return LowRank(A, B, r, held, (missed / total) ** 0.5)
 
 
@@ -98,8 +98,8 @@ def _exact(D: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = D.shape[0] <= D.shape[1]
     side = min(D.shape)
     gram = torch.zeros(side, side, dtype=torch.float64)
-    for piece in D.split(_PIECE, dim=1 if wide else 0):
-        part = (piece if wide else piece.T).double()
+    for chunk in D.split(_CHUNK, dim=1 if wide else 0):
+        part = (chunk if wide else chunk.T).double()
         gram += part @ part.T
     _, vectors = torch.linalg.eigh(gram)
     del gram
@@ -126,8 +126,8 @@ def _from_space(D: Tensor, Q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (Q.double() @ W).float(), S, Vt.float()
 
 
-def _transposed(found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    U, S, Vt = found
+def _transposed(svd: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    U, S, Vt = svd
     return Vt.T, S, U.T
 
 

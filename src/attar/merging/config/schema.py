@@ -1,17 +1,17 @@
-"""What a merge's YAML says, as frozen dataclasses. :mod:`attar.merging.config.parse` makes them.
+"""The content of a merge's YAML as frozen dataclasses; :mod:`attar.merging.config.parse` makes them.
 
     merge_method: ties                       MergeConfig.method
     base_model: org/base                     MergeConfig.base
     parameters: {normalize: true}            MergeConfig.parameters
     dtype: bfloat16                          MergeConfig.dtype
-    models:                                  one Module with one Slice whose sources have no layers
-      - model: org/one                       Source.model
-        parameters: {weight: 0.5}            Source.parameters
-    slices:                                  one Module with a Slice each
+    models:                                  one MergeModule with one LayerSlice, whose sources have no layers
+      - model: org/one                       MergeSource.model
+        parameters: {weight: 0.5}            MergeSource.parameters
+    slices:                                  one MergeModule with one LayerSlice for each entry
       - sources:
-          - {model: org/one, layer_range: [0, 16]}          Source.layers
+          - {model: org/one, layer_range: [0, 16]}          MergeSource.layers
 
-Every part knows its ``file:line``, so that an error found later, when the checkpoints are open, can name it.
+``where`` is ``file:line``, for errors that are only detected when the checkpoints are open.
 """
 
 from __future__ import annotations
@@ -19,121 +19,123 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from attar.merging.reference import ModelReference
-
-__all__ = [
-    "SEARCHED",
-    "Filtered",
-    "MergeConfig",
-    "ModelReference",
-    "ModelToken",
-    "Module",
-    "Parameters",
-    "Scalar",
-    "Setting",
-    "Slice",
-    "Source",
-    "TokenChoice",
-    "TokenizerChoice",
-]
-
 SEARCHED = ("greedy_soup",)
-"""Methods of attar's own that try several merges against held-out text; configured like ``linear``, without
+"""attar's own methods that compare several merges on held-out text; configured like ``linear``, without
 ``normalize``."""
 
 Scalar = float | int | bool | str
 
 
 @dataclass(frozen=True)
-class Filtered:
-    """One entry of a filtered setting.
+class ModelReference:
+    """One model of a merge. References to the same model are equal, wherever they are written.
 
     Attributes:
-        filter: part of a tensor's name; None and ``"*"`` fit every tensor.
+        model: folder, hub id (with ``@revision``), or name of an earlier document.
+        lora: folder or hub id of an adapter that is added to the model, or None.
+    """
+
+    model: str
+    lora: str | None = None
+    where: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.model}+{self.lora}" if self.lora else self.model
+
+
+@dataclass(frozen=True)
+class FilteredValue:
+    """One entry of a filtered parameter.
+
+    Attributes:
+        filter: part of a tensor's name; None and ``"*"`` match every tensor.
         value: a scalar, or the points of a gradient.
-        where: ``file:line``.
     """
 
     filter: str | None
     value: Scalar | tuple[Scalar, ...]
     where: str = field(default="", compare=False)
 
+    def matches(self, tensor: str) -> bool:
+        """Whether the entry applies to a tensor."""
+        return self.filter is None or self.filter == "*" or self.filter in tensor
+
 
 @dataclass(frozen=True)
-class Setting:
-    """A parameter's value as written.
+class ParameterSetting:
+    """A parameter as it is written in YAML.
 
     Attributes:
-        value: a scalar; a tuple of scalars (a gradient over depth); or a tuple of :class:`Filtered`, of which
-            the first that fits a tensor's name counts.
-        where: ``file:line``.
+        value: a scalar; a tuple of scalars, a gradient over depth; or a tuple of :class:`FilteredValue`, of
+            which the first that matches a tensor's name applies.
     """
 
-    value: Scalar | tuple[Scalar, ...] | tuple[Filtered, ...]
+    value: Scalar | tuple[Scalar, ...] | tuple[FilteredValue, ...]
     where: str = field(default="", compare=False)
 
+    def filters(self) -> tuple[FilteredValue, ...]:
+        """The entries of a filtered parameter; else empty."""
+        entries = self.value if isinstance(self.value, tuple) else ()
+        return tuple(entry for entry in entries if isinstance(entry, FilteredValue))
 
-Parameters = Mapping[str, Setting]
-"""Settings by their YAML name."""
+    def points(self) -> tuple[Scalar, ...]:
+        """The points of a gradient, or the one scalar; empty for a filtered parameter."""
+        entries = self.value if isinstance(self.value, tuple) else (self.value,)
+        return tuple(entry for entry in entries if not isinstance(entry, FilteredValue))
+
+
+ParameterSettings = Mapping[str, ParameterSetting]
+"""Settings by the parameter's name in YAML."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model, or some layers of it, that goes into a slice.
+class MergeSource:
+    """A model, or some of its layers, that goes into a slice.
 
     Attributes:
-        model: which model.
         layers: first layer and the one after the last; None: all.
-        parameters: settings of this model here.
+        parameters: settings for this model in this slice.
     """
 
     model: ModelReference
     layers: tuple[int, int] | None
-    parameters: Parameters
+    parameters: ParameterSettings
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
-class Slice:
+class LayerSlice:
     """Consecutive layers of the output.
 
     Attributes:
         sources: what is merged, in the order of the file; each model once.
         base: base model of this slice, where it is not the merge's.
-        parameters: settings of this slice.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[MergeSource, ...]
     base: ModelReference | None
-    parameters: Parameters
+    parameters: ParameterSettings
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
-class Module:
-    """A part of the model that is merged by itself; usually there is one, without a name.
+class MergeModule:
+    """A part of the model that is merged separately; usually there is one, without a name.
 
     Attributes:
         name: key under ``modules``; None: the whole model.
         slices: in the order of the output's layers.
-        parameters: settings of this module.
     """
 
     name: str | None
-    slices: tuple[Slice, ...]
-    parameters: Parameters
+    slices: tuple[LayerSlice, ...]
+    parameters: ParameterSettings
     where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class ModelToken:
-    """Another model's token whose embedding a token takes.
-
-    Attributes:
-        model: which model.
-        token: its text there; None where ``token_id`` is given.
-        token_id: its number there.
-    """
+    """A model's token whose embedding another token gets: by its text, or by its id."""
 
     model: ModelReference
     token: str | None = None
@@ -142,12 +144,12 @@ class ModelToken:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Where the embedding of one token comes from.
+    """The source of one token's embedding.
 
     Attributes:
         source: a model (its own embedding of that token), a token of a model, ``"zero"``, or None: by the
             rules for all tokens.
-        force: take it for every model, also for those that have the token.
+        force: use it for every model, also for those that have the token.
     """
 
     source: ModelReference | ModelToken | str | None
@@ -162,13 +164,23 @@ class TokenizerChoice:
     Attributes:
         source: ``"union"``, ``"base"``, or a model.
         tokens: choices by the token's text.
-        pad_to_multiple_of: rows of the embedding are padded up to a multiple of this.
+        pad_to_multiple_of: the embedding's rows are padded to a multiple of this.
     """
 
     source: str | ModelReference
     tokens: Mapping[str, TokenChoice]
     pad_to_multiple_of: int | None
     where: str = field(default="", compare=False)
+
+    def models(self) -> Iterator[ModelReference]:
+        """The models it names."""
+        if isinstance(self.source, ModelReference):
+            yield self.source
+        for token in self.tokens.values():
+            if isinstance(token.source, ModelReference):
+                yield token.source
+            elif isinstance(token.source, ModelToken):
+                yield token.source.model
 
 
 @dataclass(frozen=True)
@@ -179,47 +191,44 @@ class MergeConfig:
         name: what later documents call the result; None: it is the final one.
         method: a key of :data:`attar.merging.methods.METHODS`, or one of :data:`SEARCHED`.
         base: ``base_model``.
-        modules: what is merged; one module without a name for ``models`` and ``slices``.
-        parameters: settings for everything.
+        modules: one module without a name for ``models`` and ``slices``.
         dtype: torch's name of the type that the merge computes in; None: the base's own.
         out_dtype: torch's name of the type that is written; None: ``dtype``.
-        tokenizer: None: the tokenizer of the base model (else of the first), as it is.
+        tokenizer: None: the base model's tokenizer (else the first's), unchanged.
         chat_template: ``"auto"``, a built-in name, a Jinja text, or None.
     """
 
     name: str | None
     method: str
     base: ModelReference | None
-    modules: tuple[Module, ...]
-    parameters: Parameters
+    modules: tuple[MergeModule, ...]
+    parameters: ParameterSettings
     dtype: str | None
     out_dtype: str | None
     tokenizer: TokenizerChoice | None
     chat_template: str | None
     where: str = field(default="", compare=False)
 
+    def slices(self) -> list[LayerSlice]:
+        """The slices of all modules."""
+        return [part for module in self.modules for part in module.slices]
+
     def models(self) -> tuple[ModelReference, ...]:
-        """Every model that is named, each once: sources in the order of the file, then base models, then
-        models that only tokens name."""
-        return tuple(dict.fromkeys(self._named()))
+        """Every model, once: sources in the order of the file, then base models, then models that only the
+        tokenizer names."""
+        slices = self.slices()
+        names = [source.model for part in slices for source in part.sources]
+        names += [part.base for part in slices if part.base]
+        names += [self.base] if self.base else []
+        names += self.tokenizer.models() if self.tokenizer else []
+        return tuple(dict.fromkeys(names))
 
-    def _named(self) -> Iterator[ModelReference]:
-        slices = [each for module in self.modules for each in module.slices]
-        for each in slices:
-            yield from (source.model for source in each.sources)
-        yield from (each.base for each in slices if each.base)
-        if self.base:
-            yield self.base
-        if self.tokenizer:
-            yield from _tokenizer_models(self.tokenizer)
-
-
-def _tokenizer_models(choice: TokenizerChoice) -> Iterator[ModelReference]:
-    """The models that a tokenizer's settings name."""
-    if isinstance(choice.source, ModelReference):
-        yield choice.source
-    for token in choice.tokens.values():
-        if isinstance(token.source, ModelReference):
-            yield token.source
-        elif isinstance(token.source, ModelToken):
-            yield token.source.model
+    def levels(self) -> list[ParameterSettings]:
+        """The parameters of all levels: of the merge, of modules, of slices, of sources."""
+        slices = self.slices()
+        return [
+            self.parameters,
+            *(module.parameters for module in self.modules),
+            *(part.parameters for part in slices),
+            *(source.parameters for part in slices for source in part.sources),
+        ]

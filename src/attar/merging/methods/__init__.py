@@ -1,7 +1,7 @@
 """The merge methods, one file each, and the table that names them.
 
-A method is added by its file and a row here. Every parameter that YAML may hold is declared in the row; the
-function has a keyword of the same name.
+To add a method, add its file and a row here. The row declares every parameter of its YAML; the function has a
+keyword of the same name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attar.merging.methods.dare import dare_linear, dare_ties
 from attar.merging.methods.della import della, della_linear
 from attar.merging.methods.karcher import karcher
 from attar.merging.methods.linear import linear
-from attar.merging.methods.method import COMPATS, Method, Parameter
+from attar.merging.methods.method import Method, Parameter
 from attar.merging.methods.model_stock import model_stock
 from attar.merging.methods.multislerp import multislerp
 from attar.merging.methods.nearswap import nearswap
@@ -28,41 +28,38 @@ from attar.merging.methods.slerp import slerp
 from attar.merging.methods.task_arithmetic import task_arithmetic
 from attar.merging.methods.ties import GlobalTrim, ties
 
-__all__ = ["COMPATS", "METHODS", "Method", "Parameter"]
+__all__ = ["METHODS", "Method", "Parameter"]
 
-TINY = 1e-12  # a sum of weights below this is 0
-
-
-def _weights_have_a_sum(shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> None:
-    """Weights are divided by their sum: it must not be 0."""
-    if shared.get("normalize", shared.get("normalize_weights")) and abs(sum(each["weight"])) < TINY:
-        raise SettingsError("weight", list(each["weight"]), "weights whose sum is not 0, or normalize: false")
+ZERO = 1e-12  # a sum of weights below this is 0
 
 
-def _task_weights_have_a_sum(shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> None:
-    """As above; all weights 0 are allowed, and give the base."""
-    if any(each["weight"]):
-        _weights_have_a_sum(shared, each)
+def _check_weights(shared: Mapping[str, Any], per_model: Mapping[str, Sequence[Any]]) -> None:
+    """Weights that are divided by their sum must not sum to 0."""
+    weights = per_model["weight"]
+    if shared.get("normalize", shared.get("normalize_weights")) and abs(sum(weights)) < ZERO:
+        raise SettingsError("weight", list(weights), "weights whose sum is not 0, or normalize: false")
 
 
-def _inside_zero_and_one(shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> None:
+def _check_task_weights(shared: Mapping[str, Any], per_model: Mapping[str, Sequence[Any]]) -> None:
+    """As above; but all weights may be 0, which gives the base."""
+    if any(per_model["weight"]):
+        _check_weights(shared, per_model)
+
+
+def _check_epsilon(shared: Mapping[str, Any], per_model: Mapping[str, Sequence[Any]]) -> None:
     """DELLA's probabilities density - epsilon ... density + epsilon lie between 0 and 1."""
-    for density, epsilon in zip(each["density"], each["epsilon"], strict=True):
+    for density, epsilon in zip(per_model["density"], per_model["epsilon"], strict=True):
         if density < 1 and not 0 < density - epsilon <= density + epsilon < 1:
             allowed = f"at least 0 and below {min(density, 1 - density):g}, as density is {density:g}"
             raise SettingsError("epsilon", epsilon, allowed)
 
 
-WEIGHT = Parameter("weight", required=True, span=(-0.5, 1.5))
-DENSITY = Parameter(
-    "density", 1.0, allowed="above 0 and at most 1", check=lambda v: 0 < v <= 1, span=(0.05, 1.0)
-)
-GAMMA = Parameter(
-    "gamma", 0.01, allowed="at least 0 and below 1", check=lambda v: 0 <= v < 1, span=(0.0, 0.1)
-)
-EPSILON = Parameter("epsilon", 0.15, allowed="at least 0 and below 0.5", check=lambda v: 0 <= v < 0.5)
-LAMBDA = Parameter("lambda", 1.0, span=(0.0, 2.0))
-INT8_MASK = Parameter("int8_mask", False, kind=bool)  # without effect, as in mergekit
+def _flag(name: str, default: bool) -> Parameter:
+    return Parameter(name, default, kind=bool)
+
+
+def _share(name: str) -> Parameter:
+    return Parameter(name, 1.0, allowed="above 0 and at most 1", check=lambda v: 0 < v <= 1, span=(0.05, 1.0))
 
 
 def _positive(name: str, default: float, kind: type = float) -> Parameter:
@@ -75,241 +72,100 @@ def _not_negative(name: str, default: float | None, span: tuple[float, float] | 
     )
 
 
+WEIGHT, DENSITY = Parameter("weight", required=True, span=(-0.5, 1.5)), _share("density")
+GAMMA = Parameter(
+    "gamma", 0.01, allowed="at least 0 and below 1", check=lambda v: 0 <= v < 1, span=(0.0, 0.1)
+)
+EPSILON = Parameter("epsilon", 0.15, allowed="at least 0 and below 0.5", check=lambda v: 0 <= v < 0.5)
+INT8_MASK = _flag("int8_mask", False)  # without effect, as in mergekit
+
+
 def _task(*, normalize: bool, rescale: bool) -> tuple[Parameter, ...]:
     """The shared parameters of the methods over task vectors."""
-    return (
-        Parameter("normalize", normalize, kind=bool),
-        Parameter("rescale", rescale, kind=bool),
-        INT8_MASK,
-        LAMBDA,
-    )
+    lambda_ = Parameter("lambda", 1.0, span=(0.0, 2.0))
+    return (_flag("normalize", normalize), _flag("rescale", rescale), INT8_MASK, lambda_)
 
 
+# fmt: off
 _ALL = (
-    Method(
-        "linear",
-        linear,
-        "unused",
-        (1, None),
-        shared=(Parameter("normalize", True, kind=bool),),
-        each=(WEIGHT,),
-        joint=_weights_have_a_sum,
-        summary="weighted average",
-        source="Wortsman et al. 2022, arXiv 2203.05482",
-    ),
-    Method(
-        "slerp",
-        slerp,
-        "required",
-        (1, 1),
-        shared=(Parameter("t", required=True, span=(0.0, 1.0)),),
-        paper=True,
-        summary="along the arc between the base and another model",
-        source="Shoemake 1985",
-    ),
-    Method(
-        "nuslerp",
-        nuslerp,
-        "optional",
-        (2, 2),
-        shared=(
-            Parameter("nuslerp_row_wise", False, kind=bool),
-            Parameter("nuslerp_flatten", True, kind=bool),
-        ),
-        each=(WEIGHT,),
-        summary="along the arc between two models, or between their task vectors",
-        source="Shoemake 1985; mergekit",
-    ),
-    Method(
-        "multislerp",
-        multislerp,
-        "optional",
-        (1, None),
-        shared=(Parameter("normalize_weights", True, kind=bool), _positive("eps", 1e-8)),
-        each=(WEIGHT,),
-        joint=_weights_have_a_sum,
-        summary="weighted mean of directions, in the plane that touches the sphere at their average",
-        source="mergekit",
-    ),
-    Method(
-        "karcher",
-        karcher,
-        "member",
-        (1, None),
-        shared=(_positive("max_iter", 10, int), _positive("tol", 1e-5)),
-        summary="mean of directions on the sphere",
-        source="Karcher 1977",
-    ),
-    Method(
-        "task_arithmetic",
-        task_arithmetic,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=False),
-        each=(WEIGHT, DENSITY),
-        joint=_task_weights_have_a_sum,
-        summary="sum of task vectors",
-        source="Ilharco et al. 2022, arXiv 2212.04089",
-    ),
-    Method(
-        "ties",
-        ties,
-        "required",
-        (1, None),
-        shared=_task(normalize=True, rescale=False),
-        each=(WEIGHT, DENSITY),
-        paper=True,
-        scan=GlobalTrim.of,
-        summary="task vectors trimmed to their largest entries, mean of those that agree in sign",
-        source="Yadav et al. 2023, arXiv 2306.01708",
-    ),
-    Method(
-        "dare_linear",
-        dare_linear,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=True),
-        each=(WEIGHT, DENSITY),
-        random=True,
-        paper=True,
-        joint=_task_weights_have_a_sum,
-        summary="sum of task vectors with entries dropped at random",
-        source="Yu et al. 2023, arXiv 2311.03099",
-    ),
-    Method(
-        "dare_ties",
-        dare_ties,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=True),
-        each=(WEIGHT, DENSITY),
-        random=True,
-        paper=True,
-        summary="task vectors with entries dropped at random, mean of those that agree in sign",
-        source="Yu et al. 2023, arXiv 2311.03099",
-    ),
-    Method(
-        "della",
-        della,
-        "required",
-        (1, None),
-        shared=_task(normalize=True, rescale=True),
-        each=(WEIGHT, DENSITY, EPSILON),
-        random=True,
-        paper=True,
-        joint=_inside_zero_and_one,
-        summary="entries dropped at random, small ones more often; mean of those that agree in sign",
-        source="Deep et al. 2024, arXiv 2406.11617",
-    ),
-    Method(
-        "della_linear",
-        della_linear,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=True),
-        each=(WEIGHT, DENSITY, EPSILON),
-        random=True,
-        paper=True,
-        joint=_inside_zero_and_one,
-        summary="entries dropped at random, small ones more often; sum",
-        source="Deep et al. 2024, arXiv 2406.11617",
-    ),
-    Method(
-        "breadcrumbs",
-        breadcrumbs,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=False),
-        each=(WEIGHT, DENSITY, GAMMA),
-        joint=_task_weights_have_a_sum,
-        summary="task vectors without their largest and smallest entries, summed",
-        source="Davari, Belilovsky 2023, arXiv 2312.06795",
-    ),
-    Method(
-        "breadcrumbs_ties",
-        breadcrumbs_ties,
-        "required",
-        (1, None),
-        shared=_task(normalize=False, rescale=False),
-        each=(WEIGHT, DENSITY, GAMMA),
-        summary="task vectors without their largest and smallest entries, mean of those that agree in sign",
-        source="Davari, Belilovsky 2023, arXiv 2312.06795",
-    ),
-    Method(
-        "model_stock",
-        model_stock,
-        "required",
-        (2, None),
-        shared=(Parameter("filter_wise", False, kind=bool),),
-        summary="between the base and the average, as far as the task vectors agree",
-        source="Jang, Yun, Han 2024, arXiv 2403.19522",
-    ),
-    Method(
-        "sce",
-        sce,
-        "required",
-        (1, None),
-        shared=(
-            INT8_MASK,
-            Parameter(
-                "select_topk",
-                1.0,
-                allowed="above 0 and at most 1",
-                check=lambda v: 0 < v <= 1,
-                span=(0.05, 1.0),
-            ),
-        ),
-        summary="entries where the models differ most, weighted by each task vector's size",
-        source="Wan et al. 2024, arXiv 2408.07990",
-    ),
-    Method(
-        "nearswap",
-        nearswap,
-        "required",
-        (1, 1),
-        shared=(_not_negative("t", None),),
-        summary="towards another model where both are close",
-        source="alchemonaut 2024, QuartetAnemoi-70B",
-    ),
-    Method(
-        "arcee_fusion",
-        arcee_fusion,
-        "required",
-        (1, 1),
-        summary="another model's entries where the change is large and the row's distribution moves",
-        source="Arcee 2025, mergekit 0.1",
-    ),
-    Method(
-        "ram",
-        ram,
-        "required",
-        (1, None),
-        shared=(_not_negative("epsilon", 1e-5),),
-        summary="mean over the models that changed an entry",
-        source="Yuan et al. 2026, arXiv 2601.13572",
-    ),
-    Method(
-        "ramplus_tl",
-        ramplus_tl,
-        "required",
-        (1, None),
-        shared=(
-            _not_negative("r", 0.1, (0.0, 1.0)),
-            _not_negative("alpha", 0.2, (0.0, 1.0)),
-            _not_negative("epsilon", 1e-5),
-        ),
-        summary="as ram, with entries that only one model changed made larger",
-        source="Yuan et al. 2026, arXiv 2601.13572",
-    ),
-    Method(
-        "passthrough",
-        passthrough,
-        "unused",
-        (1, 1),
-        each=(Parameter("scale", None, span=None),),
-        summary="one model's tensor, scaled or as it is",
-        source="",
-    ),
+    Method("linear", linear, "unused", (1, None),
+           "weighted average", "Wortsman et al. 2022, arXiv 2203.05482",
+           shared=(_flag("normalize", True),), per_model=(WEIGHT,), joint=_check_weights),
+    Method("slerp", slerp, "required", (1, 1),
+           "along the arc between the base and another model", "Shoemake 1985",
+           shared=(Parameter("t", required=True, span=(0.0, 1.0)),), paper=True),
+    Method("nuslerp", nuslerp, "optional", (2, 2),
+           "along the arc between two models, or between their task vectors", "Shoemake 1985; mergekit",
+           shared=(_flag("nuslerp_row_wise", False), _flag("nuslerp_flatten", True)), per_model=(WEIGHT,)),
+    Method("multislerp", multislerp, "optional", (1, None),
+           "weighted mean of directions, in the plane that touches the sphere at their average", "mergekit",
+           shared=(_flag("normalize_weights", True), _positive("eps", 1e-8)), per_model=(WEIGHT,),
+           joint=_check_weights),
+    Method("karcher", karcher, "member", (1, None),
+           "mean of directions on the sphere", "Karcher 1977",
+           shared=(_positive("max_iter", 10, int), _positive("tol", 1e-5))),
+    Method("task_arithmetic", task_arithmetic, "required", (1, None),
+           "sum of task vectors", "Ilharco et al. 2022, arXiv 2212.04089",
+           shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY),
+           joint=_check_task_weights),
+    Method("ties", ties, "required", (1, None),
+           "task vectors trimmed to their largest entries, mean of those that agree in sign",
+           "Yadav et al. 2023, arXiv 2306.01708",
+           shared=_task(normalize=True, rescale=False), per_model=(WEIGHT, DENSITY),
+           paper=True, scan=GlobalTrim.of),
+    Method("dare_linear", dare_linear, "required", (1, None),
+           "sum of task vectors with entries dropped at random", "Yu et al. 2023, arXiv 2311.03099",
+           shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY),
+           random=True, paper=True, joint=_check_task_weights),
+    Method("dare_ties", dare_ties, "required", (1, None),
+           "task vectors with entries dropped at random, mean of those that agree in sign",
+           "Yu et al. 2023, arXiv 2311.03099",
+           shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY),
+           random=True, paper=True),
+    Method("della", della, "required", (1, None),
+           "entries dropped at random, small ones more often; mean of those that agree in sign",
+           "Deep et al. 2024, arXiv 2406.11617",
+           shared=_task(normalize=True, rescale=True), per_model=(WEIGHT, DENSITY, EPSILON),
+           random=True, paper=True, joint=_check_epsilon),
+    Method("della_linear", della_linear, "required", (1, None),
+           "entries dropped at random, small ones more often; sum", "Deep et al. 2024, arXiv 2406.11617",
+           shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY, EPSILON),
+           random=True, paper=True, joint=_check_epsilon),
+    Method("breadcrumbs", breadcrumbs, "required", (1, None),
+           "task vectors without their largest and smallest entries, summed",
+           "Davari, Belilovsky 2023, arXiv 2312.06795",
+           shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY, GAMMA),
+           joint=_check_task_weights),
+    Method("breadcrumbs_ties", breadcrumbs_ties, "required", (1, None),
+           "task vectors without their largest and smallest entries, mean of those that agree in sign",
+           "Davari, Belilovsky 2023, arXiv 2312.06795",
+           shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY, GAMMA)),
+    Method("model_stock", model_stock, "required", (2, None),
+           "between the base and the average, as far as the task vectors agree",
+           "Jang, Yun, Han 2024, arXiv 2403.19522",
+           shared=(_flag("filter_wise", False),)),
+    Method("sce", sce, "required", (1, None),
+           "entries where the models differ most, weighted by each task vector's size",
+           "Wan et al. 2024, arXiv 2408.07990",
+           shared=(INT8_MASK, _share("select_topk"))),
+    Method("nearswap", nearswap, "required", (1, 1),
+           "towards another model where both are close", "alchemonaut 2024, QuartetAnemoi-70B",
+           shared=(_not_negative("t", None),)),
+    Method("arcee_fusion", arcee_fusion, "required", (1, 1),
+           "another model's entries where the change is large and the row's distribution moves",
+           "Arcee 2025, mergekit 0.1"),
+    Method("ram", ram, "required", (1, None),
+           "mean over the models that changed an entry", "Yuan et al. 2026, arXiv 2601.13572",
+           shared=(_not_negative("epsilon", 1e-5),)),
+    Method("ramplus_tl", ramplus_tl, "required", (1, None),
+           "as ram, with entries that only one model changed made larger",
+           "Yuan et al. 2026, arXiv 2601.13572",
+           shared=(_not_negative("r", 0.1, (0.0, 1.0)), _not_negative("alpha", 0.2, (0.0, 1.0)),
+                   _not_negative("epsilon", 1e-5))),
+    Method("passthrough", passthrough, "unused", (1, 1),
+           "one model's tensor, scaled or as it is",
+           per_model=(Parameter("scale", None),)),
 )
+# fmt: on
 
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

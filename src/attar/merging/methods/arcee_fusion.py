@@ -6,11 +6,11 @@ distribution moves.
     score = |x - base| KL_row ,  threshold = median + 1.5 (Q3 - Q1) of the scores
     y = x where score >= threshold, else base
 
-Letters: Q1, Q3 the lower and upper quartile; the quantile q of n sorted scores is the one at place int(q (n
-- 1)).
+Letters: Q1, Q3 the lower and upper quartile; the quantile q of n sorted scores is the one at index int(q (n -
+1)).
 
-Differs from mergekit: the quantiles are of all scores, by selection; there, above a million, of a random
-sample of a million.
+Differs from mergekit: the quantiles are of all scores, by selection; mergekit takes a random sample of a
+million where there are more.
 """
 
 from __future__ import annotations
@@ -27,15 +27,7 @@ EPSILON = 1e-8
 
 
 def arcee_fusion(tensors: Sequence[Tensor], base: Tensor) -> Tensor:
-    """The base, with the other model's entries whose score is high. Does not modify its inputs.
-
-    Args:
-        tensors: one, of base's shape.
-        base: the model that is kept elsewhere.
-
-    Returns:
-        Of base's dtype.
-    """
+    """The base, with the other model's entries whose score is high."""
     x = tensors[0].to(base.dtype)
     score = scores(x, base)
     bound = threshold(score.view(-1))
@@ -66,9 +58,9 @@ def threshold(score: Tensor) -> Tensor:
     return median + 1.5 * (upper - lower)
 
 
-def quantile(score: Tensor, place: int) -> Tensor:
-    """The score at a place (from 0) of the ascending order; a scalar. Rounding makes some scores negative."""
+def quantile(score: Tensor, index: int) -> Tensor:
+    """The score at an index of the ascending order, a scalar. Rounding makes some scores negative."""
     negative = int((score < 0).sum())
-    sign, rank = (1.0, score.numel() - place) if place >= negative else (-1.0, place + 1)
+    sign, rank = (1.0, score.numel() - index) if index >= negative else (-1.0, index + 1)
     magnitude = kth_largest((score * sign).clamp_(min=0), rank)
     return torch.tensor(sign * magnitude, dtype=score.dtype)

@@ -1,12 +1,12 @@
 """Model breadcrumbs: Davari, Belilovsky 2023, "Model Breadcrumbs: Scaling multi-task model merging with
 sparse masks", arXiv 2312.06795, section 3.
 
-    d_i = x_i - base without its int(gamma n) largest and its smallest entries, int(density n) stay
+    d_i = x_i - base without its int(gamma n) largest and its smallest entries, int(density n) are kept
     y = base + lambda sum_i w_i d_i ,  or TIES' elect and merge of the d_i (``breadcrumbs_ties``)
 
 Letters: x_i the models' tensors, n numbers of the tensor, gamma the paper's 1 - beta. Equal magnitudes are
-ordered by their place. Where int(gamma n) is 0, mergekit drops the whole tensor's change; here no outlier
-is dropped.
+kept in their order. Where int(gamma n) is 0, mergekit drops the whole tensor's change; here no outlier is
+dropped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.merging.consensus import combine, task_vectors
-from attar.merging.methods.common.task_vectors import outliers
+from attar.merging.methods.common.task_vectors import combine, outliers, task_vectors
 
 
 def breadcrumbs(
@@ -31,30 +30,19 @@ def breadcrumbs(
     rescale: bool = False,
     int8_mask: bool = False,
     lambda_: float = 1.0,
-    vote: bool = False,
+    elect: bool = False,
 ) -> Tensor:
-    """The sum of the task vectors without outliers and small entries. Does not modify its inputs.
+    """The sum of the task vectors without outliers and small entries.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        weight: of each model.
-        density: share of the entries that stays, of each model.
         gamma: share of the largest entries that is dropped, of each model.
-        normalize: divide by the weights that took part.
-        rescale: bring each sparse task vector to its former L1 norm.
-        int8_mask: no effect.
-        lambda_: scale of the merged task vector.
-        vote: elect signs.
-
-    Returns:
-        Of base's dtype.
+        elect: elect signs, as in TIES.
     """
     vectors = task_vectors(tensors, base)
     sparsifiers = [outliers(d, p, g, rescale) for d, p, g in zip(vectors, density, gamma, strict=True)]
-    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, vote=vote)
+    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, elect=elect)
 
 
 def breadcrumbs_ties(tensors: Sequence[Tensor], base: Tensor, **settings: Any) -> Tensor:
-    """:func:`breadcrumbs` with the vote on signs."""
-    return breadcrumbs(tensors, base, **settings, vote=True)
+    """:func:`breadcrumbs` with elected signs."""
+    return breadcrumbs(tensors, base, **settings, elect=True)

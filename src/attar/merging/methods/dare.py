@@ -7,8 +7,8 @@ models as a free lunch", arXiv 2311.03099, equations 1 and 2.
 Letters: x_i the models' tensors, m_i masks (the paper's drop rate is p = 1 - density), w_i weights.
 
 mergekit's form rescales by R = sum |d| / sum |m d| of each tensor instead of 1 / density: the same on
-average. The masks are not mergekit's, whose draws depend on the order of the tensors and the machine: see
-draws.py.
+average. The masks are not mergekit's, which depend on the order of the tensors and the machine: see
+common/random_masks.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.merging.consensus import combine, task_vectors
-from attar.merging.methods.common.random_masks import Source
-from attar.merging.methods.common.task_vectors import random, rescaling
+from attar.merging.methods.common.random_masks import MaskSource
+from attar.merging.methods.common.task_vectors import combine, random, rescaling, task_vectors
 
 
 def dare_linear(
@@ -29,38 +28,26 @@ def dare_linear(
     *,
     weight: Sequence[float],
     density: Sequence[float],
-    draws: Sequence[Source],
+    masks: Sequence[MaskSource],
     normalize: bool = False,
     rescale: bool = True,
     int8_mask: bool = False,
     lambda_: float = 1.0,
     compat: str = "mergekit",
-    vote: bool = False,
+    elect: bool = False,
 ) -> Tensor:
-    """The sum of the task vectors, entries dropped at random. Does not modify its inputs.
+    """The sum of the task vectors, entries dropped at random.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        weight: of each model.
-        density: probability that an entry stays, of each model.
-        draws: of each model.
-        normalize: divide by the weights that took part.
-        rescale: make up for what was dropped.
-        int8_mask: no effect.
-        lambda_: scale of the merged task vector.
-        compat: "mergekit" or "paper".
-        vote: elect signs.
-
-    Returns:
-        Of base's dtype.
+        density: probability that an entry is kept, of each model.
+        elect: elect signs, as in TIES.
     """
     vectors = task_vectors(tensors, base)
     scale = rescaling(rescale, compat)
-    sparsifiers = [random(d, p, u, scale) for d, p, u in zip(vectors, density, draws, strict=True)]
-    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, vote=vote)
+    sparsifiers = [random(d, p, u, scale) for d, p, u in zip(vectors, density, masks, strict=True)]
+    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, elect=elect)
 
 
 def dare_ties(tensors: Sequence[Tensor], base: Tensor, **settings: Any) -> Tensor:
-    """:func:`dare_linear` with the vote on signs."""
-    return dare_linear(tensors, base, **settings, vote=True)
+    """:func:`dare_linear` with elected signs."""
+    return dare_linear(tensors, base, **settings, elect=True)

@@ -6,11 +6,11 @@ magnitude-based sampling", arXiv 2406.11617, section 3.
     y = base + lambda (TIES' elect and merge of the d_i) ,  or their sum (``della_linear``)
 
 Letters: x_i the models' tensors, r_j = 1 ... m the rank of |x_i - base| in its row of m numbers, p_j the
-probability that an entry stays.
+probability that an entry is kept.
 
 mergekit's form rescales by R = sum |d| / sum |M d| of each tensor instead of 1 / p of each entry. A row is
 of the last dimension (mergekit: of the second, which differs for tensors of three dimensions). The masks
-are not mergekit's: see draws.py.
+are not mergekit's: see common/random_masks.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attar.merging.consensus import combine, task_vectors
-from attar.merging.methods.common.random_masks import Source
-from attar.merging.methods.common.task_vectors import by_rank, rescaling
+from attar.merging.methods.common.random_masks import MaskSource
+from attar.merging.methods.common.task_vectors import by_rank, combine, rescaling, task_vectors
 
 
 def della(
@@ -32,42 +31,29 @@ def della(
     weight: Sequence[float],
     density: Sequence[float],
     epsilon: Sequence[float],
-    draws: Sequence[Source],
+    masks: Sequence[MaskSource],
     normalize: bool = True,
     rescale: bool = True,
     int8_mask: bool = False,
     lambda_: float = 1.0,
     compat: str = "mergekit",
-    vote: bool = True,
+    elect: bool = True,
 ) -> Tensor:
-    """Entries dropped at random, small ones more often; the mean of those that agree in sign. Does not modify
-    its inputs.
+    """Entries dropped at random, small ones more often; the mean of those that agree in sign.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        weight: of each model.
-        density: mean probability that an entry stays, of each model; 1: all stay.
+        density: mean probability that an entry is kept, of each model; 1: all are kept.
         epsilon: half the width of the probabilities, of each model.
-        draws: of each model.
-        normalize: divide by the weights that took part.
-        rescale: make up for what was dropped.
-        int8_mask: no effect.
-        lambda_: scale of the merged task vector.
-        compat: "mergekit" or "paper".
-        vote: elect signs.
-
-    Returns:
-        Of base's dtype.
+        elect: elect signs, as in TIES.
     """
     vectors = task_vectors(tensors, base)
     scale = rescaling(rescale, compat)
     sparsifiers = [
-        by_rank(d, p, e, u, scale) for d, p, e, u in zip(vectors, density, epsilon, draws, strict=True)
+        by_rank(d, p, e, u, scale) for d, p, e, u in zip(vectors, density, epsilon, masks, strict=True)
     ]
-    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, vote=vote)
+    return combine(vectors, sparsifiers, weight=weight, normalize=normalize, lambda_=lambda_, elect=elect)
 
 
 def della_linear(tensors: Sequence[Tensor], base: Tensor, **settings: Any) -> Tensor:
-    """:func:`della` without the vote: the sum."""
-    return della(tensors, base, **settings, vote=False)
+    """:func:`della` without election: the sum."""
+    return della(tensors, base, **settings, elect=False)

@@ -6,7 +6,7 @@ smoothing"; the iteration x <- exp_x(mean of log_x(u_i)).
     y = u sum_i a_i |x_i| ,  a_i = 1 / n
 
 Letters: x_i the models' tensors, each as one vector, u_i their directions, n their number, u the mean
-direction, T the mean in the tangent plane at u. Tensors of norm up to tol have no direction, but count in
+direction, T the mean in the tangent plane at u. Tensors of norm up to tol have no direction, but count for
 the length. The base model, listed or not, is one of the models, as in mergekit.
 """
 
@@ -22,12 +22,11 @@ from attar.merging.methods.common.chunked import norm
 
 
 def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10, tol: float = 1e-5) -> Tensor:
-    """The mean direction, with the mean length. Does not modify its inputs.
+    """The mean direction, with the mean length.
 
     Args:
-        tensors: x_i, of one shape and dtype; a single one is returned itself.
-        base: there is none.
-        max_iter: most steps.
+        tensors: a single one is returned itself.
+        max_iter: maximum number of steps.
         tol: ends the iteration; th_i and |x_i| up to it count as 0.
     """
     if len(tensors) == 1:

@@ -20,21 +20,14 @@ from attar.merging.methods.common.chunked import elementwise
 def linear(
     tensors: Sequence[Tensor], base: None = None, *, weight: Sequence[float], normalize: bool = True
 ) -> Tensor:
-    """The weighted average. Does not modify its inputs.
-
-    Args:
-        tensors: of one shape and dtype.
-        base: there is none.
-        weight: one for each tensor; their sum is not 0.
-        normalize: divide by the sum of the weights.
-    """
+    """The weighted average."""
     w = torch.tensor(weight, dtype=torch.float32)
     divisor = w.sum()
 
-    def average(*pieces: Tensor) -> Tensor:
-        mean = pieces[0].float() * w[0]
-        for factor, piece in zip(w[1:].tolist(), pieces[1:], strict=True):
-            mean.add_(piece.float(), alpha=factor)
+    def average(*chunks: Tensor) -> Tensor:
+        mean = chunks[0].float() * w[0]
+        for factor, chunk in zip(w[1:].tolist(), chunks[1:], strict=True):
+            mean.add_(chunk.float(), alpha=factor)
         return mean.div_(divisor) if normalize else mean
 
     return elementwise(average, tensors)

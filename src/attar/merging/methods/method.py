@@ -1,24 +1,31 @@
 """What a merge method declares: its function, the models it takes, and the parameters of its YAML.
 
-A method is a pure function over the tensors of one name:
+A method is a pure function over the tensors of one name; it does not modify its inputs:
 
     f(tensors, base, *, <parameters>) -> Tensor
 
-``tensors``: the models' tensors of one name, of one shape and one dtype; ``base``: the base model's, or None.
-A shared parameter is one value; a parameter of each model is a list with one value for each of ``tensors``.
-The result has the same shape, and the dtype of the base, or else of the tensors. No function modifies its
-inputs.
+    tensors    the models' tensors x_i, of one shape and dtype
+    base       the base model's tensor, of the same shape, or None
+    result     of the same shape, in base's dtype, or else the tensors'
 
-``base`` of a method says what becomes of ``base_model``:
+A shared parameter is one value; a parameter per model is a list with one value for each of ``tensors``.
+Parameters that several functions have:
+
+    weight     w_i, of each model
+    density    share of the entries that are kept, of each model
+    normalize  divide by the sum of the weights (with a vote: of the agreeing models' weights)
+    rescale    scale each sparse task vector to make up for the dropped entries
+    lambda_    scale of the merged task vector
+    int8_mask  without effect, as in mergekit
+    compat     ``"mergekit"``, the reference's arithmetic, or ``"paper"``, the paper's
+    masks      random masks, one source for each of ``tensors``
+
+``Method.base`` says how the method uses ``base_model``:
 
     required   there must be one; it is not among the tensors
     optional   likewise, but it may be absent
     unused     the base model gives the configuration and the tokenizer; listed, it is a model like any other
     member     listed or not, it is one of the tensors
-
-``compat`` is ``"mergekit"``, the reference's arithmetic, or ``"paper"``, the paper's; only functions whose
-method says ``paper=True`` have the argument, the others know one form. ``draws``
-(:mod:`attar.merging.methods.common.random_masks`) goes to methods with ``random=True``.
 """
 
 from __future__ import annotations
@@ -26,16 +33,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.merging.methods.common.random_masks import Source
-from attar.merging.methods.common.selection import Scan
+from attar.merging.methods.common.random_masks import MaskSource
 
 BASES = ("required", "optional", "unused", "member")
-COMPATS = ("mergekit", "paper")
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,11 @@ class Parameter:
 
     Args:
         name: as in YAML.
-        default: value where none is given.
-        required: one must be given, there is no default.
-        kind: what YAML must hold: float (an int will do), int or bool.
+        default: None for a required parameter.
+        kind: float (an int will do), int or bool.
         allowed: the allowed values in words, for errors.
         check: whether a value of the right kind is allowed; numbers must be finite in any case.
-        span: the interval in which a search looks for a good value; None: not searched.
+        span: the interval in which a search varies the value; None: not searched.
     """
 
     name: str
@@ -62,7 +66,7 @@ class Parameter:
 
     @property
     def python_name(self) -> str:
-        """The function's keyword: ``lambda`` is a word of Python and gets an underscore."""
+        """The function's keyword: ``lambda`` is reserved in Python and gets an underscore."""
         return "lambda_" if self.name == "lambda" else self.name
 
     def accepts(self, value: object) -> bool:
@@ -81,42 +85,55 @@ class Parameter:
             raise SettingsError(self.name, value, "true or false" if self.kind is bool else self.allowed)
 
 
-Joint = Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], None]
+class ModelScan(Protocol):
+    """Passes over the whole model before its first tensor is merged.
+
+    ``for _ in range(scan.passes)``: ``add`` every output tensor's inputs, in any order, then ``end_pass``; at
+    last ``finish`` gives keywords for the method's function.
+    """
+
+    passes: int
+
+    def add(self, tensors: Sequence[Tensor], base: Tensor) -> None: ...
+
+    def end_pass(self) -> None: ...
+
+    def finish(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Method:
-    """A merge method. What the fields mean in full is in the module's docstring.
+    """A merge method.
 
     Args:
         name: as in YAML's ``merge_method``.
         function: the arithmetic for one output tensor.
-        base: one of ``BASES``.
-        models: least and most tensors beside the base; None: no upper bound.
-        shared: parameters with one value for an output tensor, looked up by its name.
-        each: parameters of each model, looked up by the name of its input tensor.
-        random: the function takes ``draws``, one source a tensor.
-        paper: the function takes ``compat``.
-        scan: for ``compat="paper"``: what must be known of the whole model before the first tensor is merged.
-        joint: check over several parameters; raises SettingsError.
+        base: one of :data:`BASES`.
+        models: minimum and maximum number of tensors besides the base; None: no maximum.
         summary: one line.
         source: the paper.
+        shared: parameters with one value for an output tensor, looked up by its name.
+        per_model: parameters of each model, looked up by the name of its input tensor.
+        random: the function takes ``masks``.
+        paper: the function takes ``compat``; other functions have one form.
+        scan: for ``compat="paper"``: makes the scan over the whole model from the parameters per model.
+        joint: checks several parameters together; raises SettingsError.
     """
 
     name: str
     function: Callable[..., Tensor]
     base: str
     models: tuple[int, int | None]
-    shared: tuple[Parameter, ...] = ()
-    each: tuple[Parameter, ...] = ()
-    random: bool = False
-    paper: bool = False
-    scan: Callable[[Mapping[str, Sequence[Any]]], Scan] | None = None
-    joint: Joint | None = None
     summary: str = ""
     source: str = ""
+    shared: tuple[Parameter, ...] = ()
+    per_model: tuple[Parameter, ...] = ()
+    random: bool = False
+    paper: bool = False
+    scan: Callable[[Mapping[str, Sequence[Any]]], ModelScan] | None = None
+    joint: Callable[[Mapping[str, Any], Mapping[str, Sequence[Any]]], None] | None = None
 
-    def check(self, shared: Mapping[str, Any], each: Mapping[str, Sequence[Any]]) -> None:
+    def check(self, shared: Mapping[str, Any], per_model: Mapping[str, Sequence[Any]]) -> None:
         """Check complete values, keyed by the names in YAML.
 
         Raises:
@@ -124,11 +141,11 @@ class Method:
         """
         for parameter in self.shared:
             parameter.verify(shared[parameter.name])
-        for parameter in self.each:
-            for value in each[parameter.name]:
+        for parameter in self.per_model:
+            for value in per_model[parameter.name]:
                 parameter.verify(value)
         if self.joint is not None:
-            self.joint(shared, each)
+            self.joint(shared, per_model)
 
     def merge(
         self,
@@ -136,10 +153,10 @@ class Method:
         base: Tensor | None,
         *,
         shared: Mapping[str, Any],
-        each: Mapping[str, Sequence[Any]],
+        per_model: Mapping[str, Sequence[Any]],
         compat: str = "mergekit",
-        draws: Sequence[Source] = (),
-        known: Mapping[str, Any] | None = None,
+        masks: Sequence[MaskSource] = (),
+        scan_result: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """One output tensor. Does not modify its inputs.
 
@@ -147,15 +164,15 @@ class Method:
             tensors: of the models, in the order of the configuration.
             base: of the base model, or None.
             shared: values by the names in YAML.
-            each: values by the names in YAML, one for each of ``tensors``.
-            compat: one of ``COMPATS``.
-            draws: for random methods, one for each of ``tensors``.
-            known: what the scan over the whole model found (:meth:`Scan.finish`).
+            per_model: values by the names in YAML, one for each of ``tensors``.
+            compat: ``"mergekit"`` or ``"paper"``.
+            masks: for random methods, one for each of ``tensors``.
+            scan_result: of :meth:`ModelScan.finish`.
         """
         keywords: dict[str, Any] = {p.python_name: shared[p.name] for p in self.shared}
-        keywords |= {p.python_name: list(each[p.name]) for p in self.each}
+        keywords |= {p.python_name: list(per_model[p.name]) for p in self.per_model}
         if self.paper:
             keywords["compat"] = compat
         if self.random:
-            keywords["draws"] = draws
-        return self.function(tensors, base, **keywords, **(known or {}))
+            keywords["masks"] = masks
+        return self.function(tensors, base, **keywords, **(scan_result or {}))

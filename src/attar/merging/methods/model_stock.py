@@ -25,27 +25,23 @@ TINY = 1e-6
 
 
 def model_stock(tensors: Sequence[Tensor], base: Tensor, *, filter_wise: bool = False) -> Tensor:
-    """Between the base and the average, as far as the task vectors agree. Does not modify its inputs.
+    """Between the base and the average, as far as the task vectors agree.
 
     Args:
-        tensors: x_i, at least two, of base's shape.
-        base: the common ancestor's tensor.
+        tensors: at least two.
         filter_wise: a ratio for each row.
 
-    Returns:
-        Of base's dtype.
-
     Raises:
-        NumericsError: the models point apart so far that t has no value, c = -1 / (N - 1).
+        NumericsError: t is undefined, because c = -1 / (N - 1).
     """
     shape = (-1, base.shape[-1]) if filter_wise and base.dim() > 1 else (1, -1)
     w0, rows = base.reshape(shape), [x.to(base.dtype).reshape(shape) for x in tensors]
     t = ratio(mean_cosine(rows, w0), len(rows))
     out = torch.empty_like(w0)
-    for place in _blocks(*w0.shape):
-        share = t[place[0]]
-        mean = sum((x[place] for x in rows[1:]), rows[0][place]) / len(rows)
-        out[place] = share * mean + (1 - share) * w0[place]
+    for block in _blocks(*w0.shape):
+        share = t[block[0]]
+        mean = sum((x[block] for x in rows[1:]), rows[0][block]) / len(rows)
+        out[block] = share * mean + (1 - share) * w0[block]
     return out.view(base.shape)
 
 
@@ -64,12 +60,12 @@ def ratio(c: Tensor, N: int) -> Tensor:
     """t = N c / (1 + (N - 1) c)."""
     divisor = 1 + (N - 1) * c
     if (divisor == 0).any():
-        raise NumericsError(f"model_stock: the mean cosine of {N} task vectors is -1/{N - 1}, t has no value")
+        raise NumericsError(f"model_stock: the mean cosine of {N} task vectors is -1/{N - 1}, t is undefined")
     return N * c / divisor
 
 
 def _blocks(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of whole rows, or pieces of one row where rows are long."""
+    """Blocks of whole rows, or chunks of one row where rows are long."""
     if columns >= SIZE:
         return ((slice(i, i + 1), span) for i in range(rows) for span in spans(columns))
     return (

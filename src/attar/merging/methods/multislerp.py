@@ -7,8 +7,8 @@ average; mergekit's own.
     with a base: the same of x_i - base, plus base
 
 Letters: x_i the models' tensors, each as one vector; m the mean direction; v the mean in the tangent plane
-at m. In the tensors' dtype, as in mergekit. Two opposite directions, whose mean is no direction, are
-averaged linearly.
+at m. In the tensors' dtype, as in mergekit. Two opposite directions, whose mean is 0, are averaged
+linearly.
 """
 
 from __future__ import annotations
@@ -31,17 +31,12 @@ def multislerp(
     normalize_weights: bool = True,
     eps: float = 1e-8,
 ) -> Tensor:
-    """The weighted mean on the sphere. Does not modify its inputs.
+    """The weighted mean on the sphere.
 
     Args:
-        tensors: x_i, of one shape; a single one is returned itself.
-        base: common ancestor's tensor, or None.
-        weight: of each model.
+        tensors: a single one is returned itself.
         normalize_weights: divide the weights by their sum.
-        eps: added to what is divided by.
-
-    Returns:
-        Of base's dtype, else the tensors'.
+        eps: added to divisors.
 
     Raises:
         NumericsError: three or more directions whose mean is 0.

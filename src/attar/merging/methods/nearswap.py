@@ -18,12 +18,12 @@ CLOSE = 1e-6
 
 
 def nearswap(tensors: Sequence[Tensor], base: Tensor, *, t: float) -> Tensor:
-    """The base, moved to the other model where the distance is up to t. Does not modify its inputs.
+    """The base, moved to the other model where the distance is up to t.
 
     Args:
-        tensors: one, of base's shape.
-        base: the model that is kept where the distance is large.
-        t: the distance up to which the other model's number is taken as it is.
+        tensors: one.
+        base: kept where the distance is large.
+        t: the distance up to which the other model's number is used unchanged.
     """
 
     def towards(a: Tensor, b: Tensor) -> Tensor:

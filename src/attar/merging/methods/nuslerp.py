@@ -29,17 +29,13 @@ def nuslerp(
     nuslerp_row_wise: bool = False,
     nuslerp_flatten: bool = True,
 ) -> Tensor:
-    """The point on the arc that the weights say. Does not modify its inputs.
+    """The point on the arc at t.
 
     Args:
-        tensors: x_0 and x_1, of one shape.
-        base: common ancestor's tensor, or None.
+        tensors: x_0 and x_1.
         weight: two; a sum of 0 counts as equal weights.
         nuslerp_row_wise: not flattened: vectors along the first dimension.
         nuslerp_flatten: the whole tensor is one vector.
-
-    Returns:
-        Of base's dtype, else the tensors'.
     """
     total = weight[0] + weight[1]
     t = weight[1] / total if abs(total) >= WEIGHTLESS else 0.5

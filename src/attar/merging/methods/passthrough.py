@@ -13,12 +13,6 @@ from attar.merging.methods.common.chunked import elementwise
 
 
 def passthrough(tensors: Sequence[Tensor], base: None = None, *, scale: Sequence[float | None]) -> Tensor:
-    """The tensor itself, not a copy, where there is no scale.
-
-    Args:
-        tensors: one.
-        base: there is none.
-        scale: one; None: 1.
-    """
+    """The tensor times the scale; without a scale the tensor itself, not a copy."""
     (x,), (factor,) = tensors, scale
-    return x if factor is None else elementwise(lambda piece: piece * factor, [x])
+    return x if factor is None else elementwise(lambda chunk: chunk * factor, [x])

@@ -21,15 +21,10 @@ from attar.merging.methods.common.chunked import elementwise, keep_, spans
 
 
 def ram(tensors: Sequence[Tensor], base: Tensor, *, epsilon: float = 1e-5) -> Tensor:
-    """The mean over the models that changed an entry. Does not modify its inputs.
+    """The mean over the models that changed an entry.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        epsilon: a change of up to this is none.
-
-    Returns:
-        Of base's dtype.
+        epsilon: a change of up to this counts as none.
     """
     return _merge(tensors, base, epsilon, None)
 
@@ -40,11 +35,8 @@ def ramplus_tl(
     """:func:`ram`, with the entries that one model alone changed made larger.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        r: how much larger.
+        r: factor of shared_i / unique_i.
         alpha: bound of shared_i / unique_i.
-        epsilon: a change of up to this is none.
     """
     return _merge(tensors, base, epsilon, unique_scales(tensors, base, r, alpha, epsilon))
 

@@ -28,16 +28,10 @@ SMALL = 1e-6
 def sce(
     tensors: Sequence[Tensor], base: Tensor, *, int8_mask: bool = False, select_topk: float = 1.0
 ) -> Tensor:
-    """Select, calculate, erase. Does not modify its inputs.
+    """Select, calculate, erase.
 
     Args:
-        tensors: x_i, of base's shape.
-        base: the common ancestor's tensor.
-        int8_mask: no effect.
         select_topk: share of the entries that is merged; the others are the base's.
-
-    Returns:
-        Of base's dtype.
     """
     mask = torch.ones(base.shape, dtype=torch.bool)
     if select_topk < 1:
@@ -57,8 +51,8 @@ def sce(
 def shares(squares: Sequence[Tensor]) -> Tensor:
     """v (N, 1): each model's part in the sum of the mean squares."""
     v = torch.stack(list(squares)).view(-1, 1)
-    whole = v.sum()
-    return torch.full_like(v, 1 / len(v)) if whole.abs() < SMALL else v / whole
+    total = v.sum()
+    return torch.full_like(v, 1 / len(v)) if total.abs() < SMALL else v / total
 
 
 def _mean_square(x: Tensor, base: Tensor, mask: Tensor) -> Tensor:

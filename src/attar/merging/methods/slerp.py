@@ -28,16 +28,11 @@ TINY = 1e-8
 
 
 def slerp(tensors: Sequence[Tensor], base: Tensor, *, t: float, compat: str = "mergekit") -> Tensor:
-    """The point at t on the arc from ``base`` to the tensor. Does not modify its inputs.
+    """The point at t on the arc from ``base`` to the tensor.
 
     Args:
-        tensors: one, of base's shape.
-        base: x_0.
+        tensors: x_1 alone.
         t: 0 is the base, 1 the other model.
-        compat: "mergekit" or "paper".
-
-    Returns:
-        Of base's dtype.
 
     Raises:
         NumericsError: compat "paper" and opposite directions.

@@ -1,9 +1,9 @@
-"""Stacks of layers, found in the names of a checkpoint's tensors.
+"""What a tensor's name tells: its stack of layers, its layer, its kind.
 
 ``model.layers.3.mlp.up_proj.weight`` belongs to layer 3 of the stack ``model.layers``: the outermost number
-of a dotted name is the layer (numbers further in are experts, or the parts of a T5 block). A stack's numbers
-run from 0 without a gap, and its last word is one that stacks are called by, or its size is a number of
-layers that the config names. What the config says of layers must be there.
+of a dotted name is the layer (inner numbers are experts, or the parts of a T5 block). The numbers of a stack
+run from 0 without a gap; its last word is a usual name of a stack, or its size is a number of layers in the
+config.
 """
 
 from __future__ import annotations
@@ -16,33 +16,25 @@ from typing import Any
 from attar.checkpoint.parts import part_of
 from attar.errors import ModelError
 
-_WORDS = re.compile(r"(layers?|h|blocks?|resblocks)$")
-"""The last word of a stack's prefix."""
-
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""The number of layers in a config, by family."""
+"""Keys of a config for the number of layers, by family."""
 
-_FURTHER_KEYS = ("encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
-_INNER = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
-_FIRST = re.compile(r"embed|^wte$|^wpe$|^shared$|^project_in$|^ln_pre$")
-"""A word in the names of what stands before the layers."""
+_OTHER_LAYER_KEYS = ("encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
+_INNER_CONFIGS = ("text_config", "vision_config", "audio_config", "encoder", "decoder")
 
-_NOT_ROWS = re.compile(r"position|^wpe$|pos_|token_type|segment|patch|rotary|type_embed")
-"""A word in the names of embeddings that are not of the vocabulary."""
-
-_BUFFERS = re.compile(
-    r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|position_ids|attention\.(masked_)?bias)$"
-)
-"""Tensors that old checkpoints store although they follow from the config."""
+_STACK_WORD = re.compile(r"(layers?|h|blocks?|resblocks)$")
+_BEFORE_LAYERS = re.compile(r"embed|^wte$|^wpe$|^shared$|^project_in$|^ln_pre$")
+_NOT_OF_TOKENS = re.compile(r"position|^wpe$|pos_|token_type|segment|patch|rotary|type_embed")
+_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|position_ids|attention\.(masked_)?bias)$")
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Layers that stand one above the other.
+class LayerStack:
+    """Consecutive layers.
 
     Attributes:
-        prefix: what stands before the number, without the dot; empty where the number comes first.
-        count: how many.
+        prefix: the name before the layer's number, without the dot; may be empty.
+        count: number of layers.
     """
 
     prefix: str
@@ -50,49 +42,43 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor stands in its model.
+class TensorPosition:
+    """A tensor inside a stack: ``rest`` is its name inside the layer."""
 
-    Attributes:
-        stack: the stack it is in, or None.
-        layer: number of its layer there.
-        rest: its name inside the layer; outside of stacks its whole name.
-    """
-
-    stack: Stack | None
+    stack: LayerStack
     layer: int
     rest: str
 
 
-def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[Stack, ...]:
-    """The stacks of a model, by prefix; those of the size that the config gives to the language model first.
+def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[LayerStack, ...]:
+    """The stacks of a model: those as large as the config's language model first, then by prefix.
 
     Args:
         names: of all tensors.
         config: content of ``config.json``.
-        model: what to call it in errors.
+        model: its name in errors.
 
     Raises:
-        ModelError: there is no stack, or none of the size that the config says.
+        ModelError: there is no stack, or none of the size that the config gives.
     """
     numbers: dict[str, set[int]] = {}
     for name in names:
         prefix, number, _ = _split(name)
         if number is not None:
             numbers.setdefault(prefix, set()).add(number)
-    sizes = {prefix: len(found) for prefix, found in numbers.items() if max(found) == len(found) - 1}
-    named = _all_sizes(config)
+    sizes = {prefix: len(layers) for prefix, layers in numbers.items() if max(layers) == len(layers) - 1}
+    known_sizes = _layer_counts(config)
     stacks = [
-        Stack(prefix, size)
+        LayerStack(prefix, size)
         for prefix, size in sorted(sizes.items())
-        if _WORDS.search(prefix.rpartition(".")[2]) or (size in named and size > 1)
+        if _STACK_WORD.search(prefix.rpartition(".")[2]) or (size in known_sizes and size > 1)
     ]
     expected = layer_count(config)
     allowed = (expected, (expected or 0) + (config.get("num_nextn_predict_layers") or 0))
     if expected is not None and not any(stack.count in allowed for stack in stacks):
-        found = ", ".join(f"{s.count} in {s.prefix}" for s in stacks) or _gaps(numbers)
+        actual = ", ".join(f"{s.count} in {s.prefix}" for s in stacks) or _incomplete(numbers)
         raise ModelError(
-            f"{model}: config.json says {expected} layers, but the tensors' names have {found}",
+            f"{model}: config.json says {expected} layers, but the tensors' names have {actual}",
             hint="the checkpoint is incomplete, or its config is of another model",
         )
     if not stacks:
@@ -100,32 +86,32 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
     return tuple(sorted(stacks, key=lambda stack: (stack.count not in allowed, stack.prefix)))
 
 
-def place_of(name: str, stacks: Iterable[Stack]) -> Place:
-    """Where a tensor stands."""
+def position_of(name: str, stacks: Iterable[LayerStack]) -> TensorPosition | None:
+    """A tensor's stack and layer; None outside the stacks."""
     prefix, number, rest = _split(name)
     for stack in stacks:
         if number is not None and stack.prefix == prefix:
-            return Place(stack, number, rest)
-    return Place(None, 0, name)
+            return TensorPosition(stack, number, rest)
+    return None
 
 
 def layer_name(prefix: str, layer: int, rest: str) -> str:
-    """A tensor's name from its place."""
+    """The name of a layer's tensor."""
     return f"{prefix}.{layer}.{rest}" if prefix else f"{layer}.{rest}"
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """The number of layers of a config's language model, or None where it says none."""
-    for inner in (text_part(config), config):
+    """The number of layers of a config's language model, or None."""
+    for part in (text_config(config), config):
         for key in LAYER_KEYS:
-            value = inner.get(key)
+            value = part.get(key)
             if isinstance(value, int) and not isinstance(value, bool):
                 return value
     return None
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of its language model."""
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
@@ -141,13 +127,14 @@ def kind_of(name: str, in_stack: bool) -> str:
 
 
 def comes_first(name: str) -> bool:
-    """Whether a tensor outside the layers stands before them (it is merged as the first slice says)."""
-    return kind_of(name, False) != "head" and any(_FIRST.search(word) for word in name.lower().split("."))
+    """Whether a tensor outside the stacks is used before the layers; it is merged like the first slice."""
+    words = name.lower().split(".")
+    return kind_of(name, False) != "head" and any(_BEFORE_LAYERS.search(word) for word in words)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor follows from the config, so that nothing is lost with it."""
-    return bool(_BUFFERS.search(name))
+    """Whether a tensor follows from the config; old checkpoints store such tensors."""
+    return bool(_BUFFER.search(name))
 
 
 def token_embedding(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
@@ -158,35 +145,34 @@ def token_embedding(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> st
         config: content of ``config.json``.
 
     Returns:
-        The first by name of those with as many rows as the config's vocabulary; where none has, of those with
-        the most rows.
+        The first by name with as many rows as the config's vocabulary; where none has, with the most rows.
     """
     rows = {
         name: info.shape[0]
         for name, info in sorted(tensors.items())
-        if len(info.shape) == 2 and kind_of(name, False) == "embedding" and _may_be_rows(name)
+        if len(info.shape) == 2 and kind_of(name, False) == "embedding" and _may_be_of_tokens(name)
     }
     if not rows:
         return None
-    vocabulary = text_part(config).get("vocab_size")
-    most = vocabulary if vocabulary in rows.values() else max(rows.values())
-    return next(name for name, size in rows.items() if size == most)
+    vocabulary = text_config(config).get("vocab_size")
+    count = vocabulary if vocabulary in rows.values() else max(rows.values())
+    return next(name for name, size in rows.items() if size == count)
 
 
 def has_token_rows(name: str, shape: tuple[int, ...], rows: int | None) -> bool:
-    """Whether a tensor has one row (or, a bias, one number) a token."""
-    if rows is None or not shape or shape[0] != rows or not _may_be_rows(name):
+    """Whether a tensor has one row (a bias: one number) a token, of ``rows`` tokens."""
+    if rows is None or not shape or shape[0] != rows or not _may_be_of_tokens(name):
         return False
     words = name.split(".")
     return kind_of(name, False) in ("embedding", "head") and "dense" not in words and "transform" not in words
 
 
-def _may_be_rows(name: str) -> bool:
-    return not any(_NOT_ROWS.search(word) for word in name.lower().split("."))
+def _may_be_of_tokens(name: str) -> bool:
+    return not any(_NOT_OF_TOKENS.search(word) for word in name.lower().split("."))
 
 
 def _split(name: str) -> tuple[str, int | None, str]:
-    """A name around its outermost number."""
+    """The name before its outermost number, the number, and the name after it."""
     words = name.split(".")
     for index, word in enumerate(words):
         if word.isdecimal():
@@ -194,14 +180,14 @@ def _split(name: str) -> tuple[str, int | None, str]:
     return name, None, ""
 
 
-def _all_sizes(config: Mapping[str, Any]) -> list[int]:
-    """Every number of layers that a config names, for all of its parts."""
-    parts = [config, *(config[key] for key in _INNER if isinstance(config.get(key), dict))]
-    keys = (*LAYER_KEYS, *_FURTHER_KEYS)
+def _layer_counts(config: Mapping[str, Any]) -> list[int]:
+    """All numbers of layers in a config and its inner configs."""
+    parts = [config, *(config[key] for key in _INNER_CONFIGS if isinstance(config.get(key), dict))]
+    keys = (*LAYER_KEYS, *_OTHER_LAYER_KEYS)
     return [part[key] for part in parts for key in keys if isinstance(part.get(key), int)]
 
 
-def _gaps(numbers: Mapping[str, set[int]]) -> str:
-    """What numbers there are, where they make no stack."""
-    found = [f"{sorted(each)[:4]} in {prefix}" for prefix, each in sorted(numbers.items())]
-    return ", ".join(found[:3]) or "none"
+def _incomplete(numbers: Mapping[str, set[int]]) -> str:
+    """The numbers in names that are no stack."""
+    parts = [f"{sorted(layers)[:4]} in {prefix}" for prefix, layers in sorted(numbers.items())]
+    return ", ".join(parts[:3]) or "none"

@@ -1,87 +1,126 @@
-"""The result's ``config.json``: the donor's, with what the merge changed."""
+"""The result's ``config.json``: that of one parent, the donor, with what the merge changed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attar.merging.planning.naming import LAYER_KEYS, Stack, layer_count, text_part
-from attar.merging.rows import Piece
+from attar.errors import ModelError
+from attar.merging.planning.model import MergeModel
+from attar.merging.planning.naming import LAYER_KEYS, layer_count, text_config
+from attar.merging.planning.slices import SliceLayers
+from attar.merging.planning.tensor_map import TensorMap
 
-_TYPES = ("torch_dtype", "dtype")
+_DTYPE_KEYS = ("torch_dtype", "dtype")
 _NOT_BY_LAYER = ("architectures", "mrope_section")
 _NOT_BY_LAYER_ENDINGS = ("_id", "_ids", "_token", "_tokens", "_languages", "_labels")
 
+_FUNCTION_KEYS = (
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "n_head",
+        "head_dim",
+        "hidden_act",
+        "activation_function",
+    ),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "layer_norm_eps"),
+    *("layer_norm_epsilon", "sliding_window", "layer_types"),
+)
+"""Keys of a config that change what the same weights compute."""
+
+
+def check_donor(donor: MergeModel, shapes: Mapping[str, tuple[int, ...]], tensor_map: TensorMap) -> None:
+    """Refuse a base model that only gives its config and whose tensors have other shapes than the result's.
+
+    Args:
+        shapes: of the result's tensors by name, without those that have one row a token.
+
+    Raises:
+        ModelError: names the tensor, both models and both shapes.
+    """
+    if donor in tensor_map.models():
+        return
+    lead = tensor_map.lead
+    if layer_count(donor.view.config) is not None:
+        donor.stack_like(lead.stacks[0], lead)
+    for name, shape in shapes.items():
+        if name in donor.view.tensors and donor.shape(name) != shape:
+            raise ModelError(
+                f"{name}: {lead.label} has {shape_text(shape)}, and the base model {donor.label},"
+                f" whose config the result gets, has {shape_text(donor.shape(name))}",
+                hint="leave base_model out, or name one of the same shapes",
+            )
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape for errors: ``320 x 64``."""
+    return " x ".join(str(size) for size in shape) or "one number"
+
 
 def output_config(
-    donor: Mapping[str, Any],
-    dtype: str | None,
-    pieces: Mapping[str, Sequence[Piece]],
-    *,
-    rows: int | None = None,
-    untied: bool = False,
+    donor: Mapping[str, Any], dtype: str | None, tensor_map: TensorMap, *, rows: int | None = None
 ) -> dict[str, Any]:
-    """A new config; the donor's is not changed.
+    """The new config; the donor's is not changed.
 
     Args:
         donor: config of the base model, else of the first.
-        dtype: torch's name of the type that is written; None: of several, and the config says none.
-        pieces: slices by stack, as the tensor map found them.
+        dtype: torch's name of the type that is written; None: no floats are written.
         rows: of the embedding, where a vocabulary was built.
-        untied: the result has a head of its own although the donor had none.
     """
     config: dict[str, Any] = copy.deepcopy(dict(donor))
-    config.pop("quantization_config", None)
-    for key in _TYPES:
+    for key in ("quantization_config", *_DTYPE_KEYS):
         config.pop(key, None)
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     if dtype is not None:
+        text |= {key: dtype for key in _DTYPE_KEYS if text is not config and key in text}
         config["dtype"] = dtype
-    text = _text(config)
-    for key in _TYPES:
-        if text is not config and key in text and dtype is not None:
-            text[key] = dtype
-    for parts in pieces.values():
-        if any(start.source.layers is not None for piece in parts for start in piece.starts):
-            _set_layers(config, donor, parts)
+    for prefix, slices in tensor_map.slices.items():
+        if any(layers.source.layers is not None for part in slices for layers in part.sources):
+            _set_layers((config, text), donor, prefix, slices)
     for part in (config, text):
         if rows is not None and "vocab_size" in part:
             part["vocab_size"] = rows
-    if untied:
+    if _untied(tensor_map):
         config["tie_word_embeddings"] = False
         if "tie_word_embeddings" in text:
             text["tie_word_embeddings"] = False
     return config
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of its language model, to be changed."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
+def _untied(tensor_map: TensorMap) -> bool:
+    """Whether the result stores a head while the head of some parent is its embedding."""
+    heads = [tensor for tensor in tensor_map.tensors if tensor.kind == "head"]
+    sources = [source for head in heads if head.name.endswith(".weight") for source in head.all()]
+    ties = [source.model.view.config.get("tie_word_embeddings") for source in sources]
+    return any(source.name == source.model.embedding for source in sources) or (
+        False in ties and True in ties
+    )
 
 
-def _set_layers(config: dict[str, Any], donor: Mapping[str, Any], parts: Sequence[Piece]) -> None:
-    """The number of layers, and every list with an entry a layer."""
-    stack = parts[0].stack
-    keys = _count_keys(stack, config)
-    own = layer_count(donor)
-    count = sum(piece.length for piece in parts)
-    for part in (config, _text(config)):
-        for key, value in list(part.items()):
+def _set_layers(
+    parts: Sequence[dict[str, Any]], donor: Mapping[str, Any], prefix: str, slices: Sequence[SliceLayers]
+) -> None:
+    """Set a stack's number of layers, and every list with one entry a layer, in the parts of a config."""
+    keys = _count_keys(prefix, parts[0])
+    donor_count, count = layer_count(donor), sum(part.count for part in slices)
+    for config in parts:
+        for key, value in list(config.items()):
             if key in keys and isinstance(value, int):
-                part[key] = count
-            elif isinstance(value, list) and own is not None and len(value) == own and _by_layer(key):
-                part[key] = _entries(key, donor, parts, value)
+                config[key] = count
+            elif isinstance(value, list) and donor_count == len(value) and _by_layer(key):
+                config[key] = _entries(key, donor, slices, value)
 
 
-def _count_keys(stack: Stack, config: Mapping[str, Any]) -> tuple[str, ...]:
+def _count_keys(prefix: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys that hold a stack's number of layers."""
-    text = text_part(config)
+    text = text_config(config)
     for word, keys in (
         ("decoder", ("num_decoder_layers", "decoder_layers")),
         ("encoder", ("encoder_layers",)),
     ):
-        if word in stack.prefix.split(".") and any(key in text for key in keys):
+        if word in prefix.split(".") and any(key in text for key in keys):
             return keys
     return LAYER_KEYS
 
@@ -90,13 +129,36 @@ def _by_layer(key: str) -> bool:
     return key not in _NOT_BY_LAYER and not key.endswith(_NOT_BY_LAYER_ENDINGS)
 
 
-def _entries(key: str, donor: Mapping[str, Any], parts: Sequence[Piece], own: list[Any]) -> list[Any]:
-    """A per-layer list for the slices: of each the donor's entries where the donor is in it, else those of
-    its first source."""
+def _entries(
+    key: str, donor: Mapping[str, Any], slices: Sequence[SliceLayers], default: list[Any]
+) -> list[Any]:
+    """A per-layer list of the result: of each slice the donor's entries if it is a source, else those of the
+    first source."""
     entries: list[Any] = []
-    for piece in parts:
-        start = next((each for each in piece.all() if each.member.view.config is donor), piece.all()[0])
-        listed = text_part(start.member.view.config).get(key)
-        source = listed if isinstance(listed, list) and len(listed) >= start.first + piece.length else own
-        entries += [source[(start.first + index) % len(source)] for index in range(piece.length)]
+    for part in slices:
+        sources = part.all()
+        layers = next((source for source in sources if source.model.view.config is donor), sources[0])
+        listed = text_config(layers.model.view.config).get(key)
+        long_enough = isinstance(listed, list) and len(listed) >= layers.first + part.count
+        values = listed if isinstance(listed, list) and long_enough else default
+        entries += [values[(layers.first + index) % len(values)] for index in range(part.count)]
     return entries
+
+
+def config_differences(donor: MergeModel, model: MergeModel) -> Iterator[str]:
+    """Notes on the keys in which a parent's config differs from the result's."""
+    own, other = donor.view.config, model.view.config
+    if own.get("model_type") != other.get("model_type"):
+        yield (
+            f"{model.label} is a {other.get('model_type')}, {donor.label} is a {own.get('model_type')}:"
+            " the shapes fit, and the result gets the latter's type"
+        )
+    for key in _FUNCTION_KEYS:
+        kept, value = text_config(own).get(key), text_config(other).get(key)
+        if kept != value and not (key == "layer_types" and (kept is None or value is None)):
+            yield f"{key} differs: {_short(kept)} in {donor.label} (taken), {_short(value)} in {model.label}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,220 +1,201 @@
-"""Which stored tensors go into which tensor of the result: slices, stacks, tied heads, names that differ.
+"""Which stored tensors are merged into which tensor of the result: renumbered layers, tied heads, other
+names.
 
-Layers are renumbered in the order of the slices. What stands before the layers is merged as the first slice
-says, what stands after them as the last one does, both at depth 0.
+Layers are renumbered in the order of the slices. Tensors before the layers are merged as in the first slice,
+tensors after them as in the last one, both at depth 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from attar.errors import ModelError, RecipeError
-from attar.merging.config.schema import MergeConfig, Module, Slice, Source
-from attar.merging.member import Member
+from attar.errors import ModelError
+from attar.merging.config.schema import LayerSlice, MergeConfig, MergeModule, MergeSource, ModelReference
 from attar.merging.methods.method import Method
-from attar.merging.modules import Assignment, assign
-from attar.merging.planning.naming import Stack, comes_first, is_buffer, kind_of, layer_name
+from attar.merging.planning.model import MergeModel
+from attar.merging.planning.naming import LayerStack, comes_first, is_buffer, kind_of, layer_name
 from attar.merging.planning.parameters import layer_depth
-from attar.merging.reference import ModelReference
-from attar.merging.rows import Piece, Row, Start, Tap
+from attar.merging.planning.slices import SliceLayers, SliceResolver, has_words, stacks_by_module
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A stored tensor of one model, and the source whose settings apply to it."""
+
+    model: MergeModel
+    name: str
+    source: MergeSource
+
+
+@dataclass(frozen=True)
+class MappedTensor:
+    """One tensor of the result.
+
+    Attributes:
+        kind: as in :class:`attar.merging.planning.plan.OutputTensor`.
+        stack: prefix of its stack; empty outside the stacks.
+        layer: its layer's number in the result, or None.
+        depth: where gradients are evaluated, from 0 to 1.
+        module, slice: their settings apply.
+        sources: what is merged.
+        base: the base model's tensor, or None.
+        base_only: the one source is copied, and no method runs.
+    """
+
+    name: str
+    kind: str
+    stack: str
+    layer: int | None
+    depth: float
+    module: MergeModule
+    slice: LayerSlice
+    sources: tuple[SourceTensor, ...]
+    base: SourceTensor | None
+    base_only: bool = False
+
+    def all(self) -> tuple[SourceTensor, ...]:
+        """The sources, and after them the base if there is one."""
+        return (*self.sources, self.base) if self.base else self.sources
 
 
 class TensorMap:
-    """The rows of a merge.
+    """The tensors of a merge.
 
     Args:
-        config: the document.
-        method: its method.
-        members: the opened models by reference.
+        models: the opened models by reference.
 
     Attributes:
-        rows: every tensor of the result, in its order.
-        pieces: by prefix of a stack, its slices.
-        notes: tensors that were left out.
+        lead: the first model; the result has its names.
+        tensors: every tensor of the result: embeddings, layers in order, the rest; by name inside each.
+        slices: the resolved slices by their stack's prefix.
+        notes: tensors that are left out, and layers that the configuration does not name.
     """
 
-    def __init__(self, config: MergeConfig, method: Method, members: dict[ModelReference, Member]) -> None:
-        self._config, self._method, self._members = config, method, members
-        self.notes: list[str] = []
-        self.pieces: dict[str, list[Piece]] = {}
-        first = config.modules[0].slices[0].sources[0]
-        self.lead = members[first.model]
-        assignment = assign(config.modules, self.lead)
-        rows: dict[str, Row] = {}
-        for module, stack in assignment.stacks:
-            pieces = [self._piece(each, stack) for each in module.slices]
-            self.pieces[stack.prefix] = pieces
-            for row in self._layers(module, stack, pieces):
-                rows[row.name] = row
-        for row in self._outside(assignment):
-            rows[row.name] = row
-        self.rows = sorted(rows.values(), key=_order)
+    def __init__(
+        self, config: MergeConfig, method: Method, models: Mapping[ModelReference, MergeModel]
+    ) -> None:
+        self.lead = models[config.modules[0].slices[0].sources[0].model]
+        resolver = SliceResolver(config, method, models, self.lead)
+        self.notes = resolver.notes
+        self.slices: dict[str, list[SliceLayers]] = {}
+        self._stacks = stacks_by_module(config.modules, self.lead)
+        tensors: dict[str, MappedTensor] = {}
+        for module, stack in self._stacks:
+            self.slices[stack.prefix] = [resolver.resolve(part, stack) for part in module.slices]
+            tensors |= {tensor.name: tensor for tensor in self._layers(module, stack)}
+        tensors |= {tensor.name: tensor for tensor in self._outside()}
+        self.tensors = sorted(tensors.values(), key=_order)
 
-    def _piece(self, part: Slice, stack: Stack) -> Piece:
-        """Resolve a slice against the opened models."""
-        starts = [self._start(source, stack) for source in part.sources]
-        for start in starts:
-            if start.count != starts[0].count:
-                raise ModelError(
-                    f"{start.member.label} has {start.count} layers and {starts[0].member.label} has"
-                    f" {starts[0].count}",
-                    hint="choose layers of each with 'slices'",
-                )
-        base = self._base(part, starts, stack)
-        if self._method.base == "member":
-            starts += [base] if base is not None and base not in starts else []
-            base = None
-        others = [start for start in starts if start is not base]
-        passed = part.sources[0].layers is not None and not others  # the base alone
-        taken = starts if passed else others
-        self._check_twice(taken if passed or base is None else [base, *taken])
-        if not passed:
-            self._check_count(part, len(taken))
-        return Piece(part, self.lead, stack, starts[0].count, tuple(taken), None if passed else base, passed)
+    def models(self) -> list[MergeModel]:
+        """The models whose layers are merged, by index; a base that only gives its config is not one."""
+        models = {
+            layers.model.index: layers.model
+            for slices in self.slices.values()
+            for part in slices
+            for layers in part.all()
+        }
+        return [models[index] for index in sorted(models)]
 
-    def _base(self, part: Slice, starts: Sequence[Start], stack: Stack) -> Start | None:
-        """The base model's layers: those it is given as a source, else those that all sources have."""
-        base = part.base or self._config.base
-        if base is None or self._method.base == "unused":
-            return None
-        for start in starts:
-            if start.source.model == base:
-                return start
-        layers = self._common_range(part.sources, base)
-        if layers is not None:
-            self.notes.append(
-                f"{part.where}: the base model {base} is no source of this slice; its layers {layers[0]} to"
-                f" {layers[1] - 1} are taken"
-            )
-        return self._start(Source(base, layers, {}, part.where), stack)
-
-    def _start(self, source: Source, stack: Stack) -> Start:
-        """Where a source's layers begin."""
-        member = self._members[source.model]
-        own = member.stack_like(stack, self.lead)
-        first, end = source.layers or (0, own.count)
-        if end > own.count:
-            raise RecipeError(
-                f"{source.where}: layer_range is [{first}, {end}], but {member.label} has {own.count} layers"
-                f" (0 to {own.count - 1})"
-            )
-        return Start(source, member, own, first, end - first)
-
-    def _common_range(self, sources: Sequence[Source], base: ModelReference) -> tuple[int, int] | None:
-        """The layers of a base model that is not among a slice's sources: those of all of them."""
-        first = sources[0].layers
-        for source in sources:
-            if source.layers != first:
-                raise RecipeError(
-                    f"{source.where}: the sources have different layers, so the base model {base} must be a"
-                    " source too",
-                    hint=f"add - model: {base} with the layer_range that belongs to these",
-                )
-        return first
-
-    def _check_twice(self, starts: Sequence[Start]) -> None:
-        """No folder under two names."""
-        seen: dict[tuple[str, str | None], str] = {}
-        for start in starts:
-            key = (str(start.member.view.path), start.member.reference.lora)
-            if key in seen:
-                raise RecipeError(
-                    f"{start.source.where}: {start.member.label} and {seen[key]} are one model"
-                    " under two names"
-                )
-            seen[key] = start.member.label
-
-    def _check_count(self, part: Slice, count: int) -> None:
-        """As many models as the method takes."""
-        least, most = self._method.models
-        if least <= count and (most is None or count <= most):
-            return
-        wanted = f"exactly {least}" if least == most else f"at least {least}" if most is None else None
-        beside = " beside the base" if self._method.base in ("required", "optional") else ""
-        number = least if wanted else most
-        raise RecipeError(
-            f"{part.where}: {self._method.name} takes {wanted or f'{least} to {most}'}"
-            f" {'model' if number == 1 else 'models'}{beside}, not {count}"
-        )
-
-    def _layers(self, module: Module, stack: Stack, pieces: Sequence[Piece]) -> Iterator[Row]:
-        """The rows of a stack, renumbered."""
+    def _layers(self, module: MergeModule, stack: LayerStack) -> Iterator[MappedTensor]:
+        """The tensors of a stack."""
         offset = 0
-        for piece in pieces:
-            for index in range(piece.length):
-                yield from self._layer(module, stack, piece, index, offset + index)
-            offset += piece.length
+        for part in self.slices[stack.prefix]:
+            for index in range(part.count):
+                yield from self._layer(module, stack, part, index, offset + index)
+            offset += part.count
 
-    def _layer(self, module: Module, stack: Stack, piece: Piece, index: int, layer: int) -> Iterator[Row]:
-        """The rows of one layer."""
-        starts = piece.all()
-        parts = [start.member.layer_parts(start.stack, start.first + index) for start in starts]
-        depth = layer_depth(index, piece.length)
-        for part in sorted({name: None for each in parts for name in each}):
-            taps = [
-                Tap(start.member, layer_name(start.stack.prefix, start.first + index, part), start.source)
-                for start in starts
+    def _layer(
+        self, module: MergeModule, stack: LayerStack, part: SliceLayers, index: int, layer: int
+    ) -> Iterator[MappedTensor]:
+        """The tensors of layer ``index`` of a slice, ``layer`` of the result."""
+        sources, depth = part.all(), layer_depth(index, part.count)
+        names = {
+            name
+            for layers in sources
+            for name in layers.model.names_in_layer(layers.stack, layers.first + index)
+        }
+        for rest in sorted(names):
+            tensors = [
+                SourceTensor(s.model, layer_name(s.stack.prefix, s.first + index, rest), s.source)
+                for s in sources
             ]
-            if self._complete(taps):
-                base = taps.pop() if piece.base is not None else None
-                name, merged = layer_name(stack.prefix, layer, part), tuple(taps)
-                yield Row(
-                    name, "layer", stack.prefix, layer, depth, module, piece.slice, merged, base, piece.passed
-                )
+            if self._complete(tensors):
+                name = layer_name(stack.prefix, layer, rest)
+                yield _mapped(name, "layer", module, part, tensors, stack.prefix, layer, depth)
 
-    def _complete(self, taps: Sequence[Tap]) -> bool:
-        """Whether every tap's tensor is there; False for a buffer that some models store."""
-        lacking = [tap for tap in taps if tap.name not in tap.member.view.tensors]
-        if not lacking:
-            return True
-        has = next(tap for tap in taps if tap not in lacking)
-        self._lacks(lacking[0].member, lacking[0].name, has.member, has.name)
-        return False
+    def _complete(self, tensors: Sequence[SourceTensor]) -> bool:
+        """Whether every model stores its tensor; False for a buffer that only some models store."""
+        missing = [tensor for tensor in tensors if tensor.name not in tensor.model.view.tensors]
+        if missing:
+            owner = next(tensor for tensor in tensors if tensor not in missing)
+            self._note_missing(missing[0].model, missing[0].name, owner.model, owner.name)
+        return not missing
 
-    def _lacks(self, member: Member, name: str, owner: Member, owned: str) -> None:
-        """Note a buffer that is left out; refuse any other tensor that a model lacks."""
+    def _note_missing(self, model: MergeModel, name: str, owner: MergeModel, owned: str) -> None:
+        """Note a buffer that is left out; refuse any other tensor that a model does not have."""
         if is_buffer(owned):
             self.notes.append(
-                f"{owned} is in {owner.label} and not in {member.label};"
+                f"{owned} is in {owner.label} and not in {model.label};"
                 " it follows from the config and is left out"
             )
             return
         raise ModelError(
-            f"{member.label}: no tensor {name!r}, which {owner.label} has"
+            f"{model.label}: no tensor {name!r}, which {owner.label} has"
             + (f" as {owned!r}" if owned != name else ""),
             hint="only models of the same layers and parts can be merged",
         )
 
-    def _outside(self, assignment: Assignment) -> Iterator[Row]:
-        """The rows outside the stacks."""
-        owners: dict[str, tuple[Member, str]] = {}
-        for pieces in self.pieces.values():
-            for member in (start.member for piece in pieces for start in piece.all()):
-                for name in member.names_outside():
-                    owners.setdefault(member.called(name, self.lead), (member, name))
+    def _outside(self) -> Iterator[MappedTensor]:
+        """The tensors outside the stacks."""
+        owners: dict[str, tuple[MergeModel, str]] = {}
+        for slices in self.slices.values():
+            for model in (layers.model for part in slices for layers in part.all()):
+                for name in model.names_outside():
+                    owners.setdefault(model.name_in(self.lead, name), (model, name))
         for name in sorted(owners):
-            module, stack = assignment.of(name)
-            piece = self.pieces[stack.prefix][0 if comes_first(name) else -1]
-            row = self._outer_row(name, module, piece, owners[name])
-            if row is not None:
-                yield row
+            module, stack = self._module_of(name)
+            part = self.slices[stack.prefix][0 if comes_first(name) else -1]
+            tensors = []
+            for layers in part.all():
+                stored = layers.model.stored_name(name, self.lead)
+                if stored is None:
+                    self._note_missing(layers.model, name, *owners[name])
+                    break
+                tensors.append(SourceTensor(layers.model, stored, layers.source))
+            else:
+                yield _mapped(name, kind_of(name, False), module, part, tensors)
 
-    def _outer_row(self, name: str, module: Module, piece: Piece, owner: tuple[Member, str]) -> Row | None:
-        """One row outside the stacks; None for a buffer that is left out."""
-        taps = []
-        for start in piece.all():
-            stored = start.member.stored(name, self.lead)
-            if stored is None:
-                self._lacks(start.member, name, *owner)
-                return None
-            taps.append(Tap(start.member, stored, start.source))
-        base = taps.pop() if piece.base is not None else None
-        kind = kind_of(name, False)
-        return Row(name, kind, "", None, 0.0, module, piece.slice, tuple(taps), base, piece.passed)
+    def _module_of(self, name: str) -> tuple[MergeModule, LayerStack]:
+        """The module of a tensor outside the stacks, and the stack whose slices it follows.
+
+        A tensor without the word of a module follows the first stack if it is used before the layers, else
+        the last one.
+        """
+        for module, stack in self._stacks:
+            if module.name is not None and has_words(name, module.name):
+                return module, stack
+        stacks = self._stacks if self._stacks[0][0].name is not None else self._stacks[:1]
+        return stacks[0 if comes_first(name) else -1]
 
 
-def _order(row: Row) -> tuple[int, str, int, str]:
-    """Embeddings, layers in their order, the rest; by name inside each."""
-    if row.layer is not None:
-        return 1, row.stack, row.layer, row.name
-    return (0 if comes_first(row.name) else 2), "", 0, row.name
+def _mapped(
+    name: str,
+    kind: str,
+    module: MergeModule,
+    part: SliceLayers,
+    tensors: Sequence[SourceTensor],
+    stack: str = "",
+    layer: int | None = None,
+    depth: float = 0.0,
+) -> MappedTensor:
+    """A tensor of the result from those of :meth:`SliceLayers.all`, in that order."""
+    count = len(part.sources)
+    sources, base = tuple(tensors[:count]), tensors[count] if part.base else None
+    return MappedTensor(name, kind, stack, layer, depth, module, part.slice, sources, base, part.base_only)
+
+
+def _order(tensor: MappedTensor) -> tuple[int, str, int, str]:
+    if tensor.layer is not None:
+        return 1, tensor.stack, tensor.layer, tensor.name
+    return (0 if comes_first(tensor.name) else 2), "", 0, tensor.name

@@ -1,7 +1,7 @@
-"""Losses that were measured already, a JSON line each, so that a killed search or soup goes on where it was.
+"""Measured losses, one JSON line each, so that a resumed search or soup does not measure them again.
 
-What was tried is a list of numbers (coefficients of a search, ingredients of a soup); its loss is a fact that
-does not depend on when it was asked for, so lines are looked up by it and their order means nothing.
+A line is found by the numbers that were tried (a search's coefficients, a soup's ingredients); the order of
+the lines has no meaning.
 """
 
 from __future__ import annotations
@@ -15,59 +15,52 @@ from pathlib import Path
 
 from attar.checkpoint.atomic import explain_os_errors, write_bytes
 
-Key = tuple[float, ...]
-
 
 @dataclass
-class Journal:
-    """Losses by what was tried.
+class LossCache:
+    """Losses by the numbers that were tried.
 
     Attributes:
-        path: the file; None: nothing is written. It belongs to one text and one set of models: the caller
-            keeps it where that is so, such as the work folder of a stage.
+        path: the file, valid for one text and one set of models; None: nothing is written.
     """
 
     path: Path | None = None
-    _known: dict[Key, float] = field(default_factory=dict)
+    _losses: dict[tuple[float, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is None or not self.path.is_file():
             return
         lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-        whole = [line for line in lines if self._read(line)]
-        if len(whole) < len(lines):  # a kill cut a line short, and the next one must not be joined to it
-            write_bytes(self.path, "".join(f"{line}\n" for line in whole).encode())
+        complete = [line for line in lines if self._read(line)]
+        if len(complete) < len(lines):  # cut short by a kill; drop it before the next line is appended
+            write_bytes(self.path, "".join(f"{line}\n" for line in complete).encode())
 
-    def recall(self, tried: Sequence[float], measure: Callable[[], float]) -> float:
-        """The loss of what is tried: known, or measured now and written down.
-
-        Args:
-            tried: numbers; equal ones have one loss.
-            measure: gives the loss; one that is no number is kept as infinite.
+    def loss(self, values: Sequence[float], measure: Callable[[], float]) -> float:
+        """The loss of ``values``: cached, or measured now and written; one that is not finite is infinite.
 
         Raises:
             OutputError: the file cannot be written.
         """
-        key = tuple(tried)
-        if key not in self._known:
+        key = tuple(values)
+        if key not in self._losses:
             loss = measure()
-            self._known[key] = loss if math.isfinite(loss) else math.inf
+            self._losses[key] = loss if math.isfinite(loss) else math.inf
             self._write(key)
-        return self._known[key]
+        return self._losses[key]
 
     def _read(self, line: str) -> bool:
         try:
             row = json.loads(line)
             loss = row["loss"]
-            self._known[tuple(row["tried"])] = math.inf if loss is None else float(loss)
+            self._losses[tuple(row["tried"])] = math.inf if loss is None else float(loss)
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
         return True
 
-    def _write(self, key: Key) -> None:
+    def _write(self, key: tuple[float, ...]) -> None:
         if self.path is None:
             return
-        line = json.dumps({"tried": list(key), "loss": finite(self._known[key])}) + "\n"
+        line = json.dumps({"tried": list(key), "loss": finite(self._losses[key])}) + "\n"
         with explain_os_errors(self.path, len(line)), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
@@ -75,5 +68,5 @@ class Journal:
 
 
 def finite(loss: float) -> float | None:
-    """A loss as JSON has it: None where it is infinite."""
+    """A loss for JSON: None where it is infinite."""
     return loss if math.isfinite(loss) else None

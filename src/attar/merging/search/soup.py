@@ -1,14 +1,14 @@
-"""Greedy soup: the mean of those models that, one after the other, do not make it worse on held-out text.
+"""Greedy soup: the mean of the models that, added one after the other, do not raise the held-out loss.
 
     sort the ingredients by their held-out loss, best first
     soup = {best};  for each other i:  keep i if  loss(mean(soup + i)) <= loss(mean(soup))
 
 Wortsman et al. 2022 (arXiv 2203.05482, Recipe 1), which compares accuracies (>=) where this compares losses.
 The authors' code keeps an ingredient only where accuracy strictly rises: ``strict``. It also updates a
-running mean; here every mean is taken anew over the ingredients in their given order, so that a soup's bits
-do not depend on the order in which they were tried.
+running mean; here every mean is computed from the ingredients in their given order, so that a soup's bits do
+not depend on the order of the trials.
 
-Equal ingredients: the second one changes nothing, so the paper's rule keeps it and the strict one does not.
+Of two equal ingredients the second changes nothing: the paper's rule keeps it, the strict one does not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from attar.merging.search.loss_cache import finite
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One ingredient's turn.
+class SoupTrial:
+    """The trial of one ingredient.
 
     Attributes:
-        ingredient: its number.
+        ingredient: its index.
         alone: its own loss.
         loss: of the mean with it.
-        kept: whether it stayed in.
+        kept: whether it is in the soup.
     """
 
     ingredient: int
@@ -40,21 +40,15 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Soup:
-    """What was chosen.
-
-    Attributes:
-        kept: ingredients, in their given order.
-        loss: of their mean.
-        trials: in the order in which they were tried.
-    """
+class GreedySoup:
+    """The chosen ingredients, in their given order; the loss of their mean; the trials, in order."""
 
     kept: tuple[int, ...]
     loss: float
-    trials: tuple[Trial, ...]
+    trials: tuple[SoupTrial, ...]
 
     def report(self, labels: Sequence[str]) -> list[dict[str, Any]]:
-        """Rows for the card: every ingredient, its own loss, the soup's loss with it, the verdict."""
+        """Rows for the card: every ingredient, its own loss, the soup's loss with it, whether it is kept."""
         return [
             {
                 "model": labels[trial.ingredient],
@@ -66,20 +60,23 @@ class Soup:
         ]
 
 
-def greedy(losses: Sequence[float], attempt: Callable[[tuple[int, ...]], float], *, strict: bool) -> Soup:
+def greedy_soup(
+    losses: Sequence[float], loss_of_mean: Callable[[tuple[int, ...]], float], *, strict: bool
+) -> GreedySoup:
     """Choose the ingredients of a soup.
 
     Args:
         losses: held-out loss of every ingredient, nats a token; equal ones keep their order.
-        attempt: held-out loss of the mean of some ingredients, given in their order; asked once for each
-            ingredient but the best.
-        strict: keep only what lowers the loss (the authors' code); else also what leaves it equal (paper).
+        loss_of_mean: held-out loss of the mean of some ingredients, given in their order; called once for
+            each ingredient but the best.
+        strict: keep only ingredients that lower the loss (the authors' code); else also those that leave it
+            equal (paper).
 
     Raises:
         NumericsError: no ingredient has a finite loss.
     """
     known = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    first, *others = sorted(range(len(known)), key=lambda number: (known[number], number))
+    first, *others = sorted(range(len(known)), key=lambda index: (known[index], index))
     best = known[first]
     if not math.isfinite(best):
         raise NumericsError(
@@ -87,12 +84,12 @@ def greedy(losses: Sequence[float], attempt: Callable[[tuple[int, ...]], float],
             hint="check the models and the text",
         )
     kept: tuple[int, ...] = (first,)
-    trials = [Trial(first, best, best, True)]
-    for number in others:
-        tried = tuple(sorted((*kept, number)))
-        loss = attempt(tried)
+    trials = [SoupTrial(first, best, best, True)]
+    for index in others:
+        candidate = tuple(sorted((*kept, index)))
+        loss = loss_of_mean(candidate)
         good = loss < best or (not strict and loss == best)
         if good:
-            kept, best = tried, loss
-        trials.append(Trial(number, known[number], loss, good))
-    return Soup(kept, best, tuple(trials))
+            kept, best = candidate, loss
+        trials.append(SoupTrial(index, known[index], loss, good))
+    return GreedySoup(kept, best, tuple(trials))

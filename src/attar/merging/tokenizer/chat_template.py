@@ -1,7 +1,7 @@
-"""The chat template of a merge: the inputs' most common one, one of five known by name, or the reader's own.
+"""The chat template of a merge: the parents' most common one, a built-in one, or one given as Jinja text.
 
-A template is a Jinja text that turns messages into the prompt that a model was tuned on. It stands in
-``chat_template.jinja``; older checkpoints keep it in ``chat_template.json`` or ``tokenizer_config.json``.
+Checkpoints store it in ``chat_template.jinja``, older ones in ``chat_template.json`` or
+``tokenizer_config.json``.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def choose_chat_template(setting: str | None, folders: Sequence[Path], base: int
         base: index of the base model, or None.
 
     Returns:
-        the template. With ``auto`` that of most inputs, among equals the base's, then the first one's; None
-        where no input has any. None without a setting: what stands among the copied files then stays.
+        the template. With ``auto`` that of most models, of equally common ones the base's, else the first;
+        None if no model has any. None without a setting: the copied files keep theirs.
 
     Raises:
         SettingsError: no such name, or not a Jinja text.
@@ -134,19 +134,19 @@ def choose_chat_template(setting: str | None, folders: Sequence[Path], base: int
     return setting
 
 
-def _most_common(found: Sequence[str | None], base: int | None) -> str | None:
-    there = [template for template in found if template]
-    if not there:
+def _most_common(templates: Sequence[str | None], base: int | None) -> str | None:
+    present = [template for template in templates if template]
+    if not present:
         return None
-    most = max(there.count(template) for template in there)
-    favourite = found[base] if base is not None else None
-    if favourite and there.count(favourite) == most:
-        return favourite
-    return next(template for template in there if there.count(template) == most)
+    most = max(present.count(template) for template in present)
+    of_base = templates[base] if base is not None else None
+    if of_base and present.count(of_base) == most:
+        return of_base
+    return next(template for template in present if present.count(template) == most)
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """The template of a model, wherever it keeps it; of several the one called ``default``; None: none.
+    """The template in a model's folder, of several the one called ``default``; None: there is none.
 
     Raises:
         CheckpointError: a file that should hold it is not JSON.
@@ -155,17 +155,17 @@ def read_chat_template(folder: Path) -> str | None:
         return (folder / FILE).read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
         path = folder / name
-        stated: Any = read_json(path).get("chat_template") if path.is_file() else None
-        if isinstance(stated, list):
-            named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
-            stated = named.get("default")
-        if isinstance(stated, str) and stated:
-            return stated
+        content: Any = read_json(path).get("chat_template") if path.is_file() else None
+        if isinstance(content, list):
+            named = {entry.get("name"): entry.get("template") for entry in content if isinstance(entry, dict)}
+            content = named.get("default")
+        if isinstance(content, str) and content:
+            return content
     return None
 
 
 def write_chat_template(folder: Path, template: str) -> None:
-    """Make ``template`` the only default one of a folder; the tokenizer's other settings stay.
+    """Make ``template`` the default one of a folder; the tokenizer's other settings stay.
 
     Raises:
         OutputError: no space, or no permission.

@@ -4,17 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attar.errors import RecipeError, nearest
 from attar.merging.config.schema import ModelReference, ModelToken, TokenChoice
-from attar.merging.vocabulary_report import RULES
+
+RULES = ("set", "only", "base", "mean", "zero")
+"""Where the default row of a token comes from."""
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The sources of every output row.
+
+    Attributes:
+        own: int64 (models, size); the row of a model that it keeps for an output row, or -1.
+        donors: int64 (models, size); the rows whose mean is an output row's default; -1: none of this model.
+        rules: int64 (size,); index into :data:`RULES`; -1 for padding.
+    """
+
+    own: Tensor
+    donors: Tensor
+    rules: Tensor
 
 
 def index_of(wanted: ModelReference, references: Sequence[ModelReference], where: str) -> int:
-    """Place of a model among those of the merge.
+    """Index of a model among those of the merge.
 
     Raises:
         RecipeError: it is not one of them.
@@ -28,86 +46,85 @@ def index_of(wanted: ModelReference, references: Sequence[ModelReference], where
     )
 
 
-def rows_of_tokens(
+def rows_by_rules(
     tokens: Mapping[str, int],
     size: int,
     ids: Sequence[Mapping[str, int]],
     rows: Sequence[int],
     base: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Own rows, donors and rules by the rules for all tokens.
+) -> TokenRows:
+    """The sources of every row by the rules for all tokens.
 
     Args:
-        tokens: number of every token of the output by its text.
+        tokens: ids of the output's tokens by their text.
         size: rows of the output.
-        ids: numbers of each model's tokens, those without a row left out.
+        ids: ids of each model's tokens, those without a row left out.
         rows: rows of each model.
         base: index of the base model, or None.
-
-    Returns:
-        ``own``, ``donors`` and ``rules`` as :class:`attar.merging.tokenizer.vocabulary.Vocabulary` has them.
     """
     own = torch.full((len(ids), size), -1, dtype=torch.int64)
-    names, places = list(tokens), torch.tensor(list(tokens.values()), dtype=torch.int64)
+    texts, output_ids = list(tokens), torch.tensor(list(tokens.values()), dtype=torch.int64)
     for index, known in enumerate(ids):
-        own[index, places] = torch.tensor([known.get(text, -1) for text in names], dtype=torch.int64)
+        own[index, output_ids] = torch.tensor([known.get(text, -1) for text in texts], dtype=torch.int64)
     donors = own.clone()
     rules = torch.full((size,), -1, dtype=torch.int64)
     count = (own >= 0).sum(dim=0)
-    rules[places] = RULES.index("mean")
+    rules[output_ids] = RULES.index("mean")
     if base is not None:
-        given = own[base] >= 0
-        rules[given] = RULES.index("base")
-        elsewhere = torch.arange(len(ids)) != base
-        donors[elsewhere[:, None] & given] = -1
-    rules[places[count[places] == 0]] = RULES.index("zero")
-    rules[places[count[places] == 1]] = RULES.index("only")
+        in_base = own[base] >= 0
+        rules[in_base] = RULES.index("base")
+        others = torch.arange(len(ids)) != base
+        donors[others[:, None] & in_base] = -1
+    rules[output_ids[count[output_ids] == 0]] = RULES.index("zero")
+    rules[output_ids[count[output_ids] == 1]] = RULES.index("only")
     padding = (rules < 0).nonzero().reshape(-1)
     for index, known in enumerate(ids):
-        taken = torch.zeros(max(size, rows[index]), dtype=torch.bool)
-        taken[torch.tensor(list(known.values()), dtype=torch.int64)] = True
-        free = padding[(padding < rows[index]) & ~taken[padding]]
-        own[index, free] = free
-    return own, donors, rules
+        used = torch.zeros(max(size, rows[index]), dtype=torch.bool)
+        used[torch.tensor(list(known.values()), dtype=torch.int64)] = True
+        unused = padding[(padding < rows[index]) & ~used[padding]]
+        own[index, unused] = unused
+    return TokenRows(own, donors, rules)
 
 
-def choose(
+def apply_choice(
+    token_rows: TokenRows,
     text: str,
-    wish: TokenChoice,
-    place: int,
+    choice: TokenChoice,
+    token_id: int,
     ids: Sequence[Mapping[str, int]],
     rows: Sequence[int],
     references: Sequence[ModelReference],
-    made: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Enter what the configuration says of one token into own rows, donors and rules, in place.
+    """Enter the configuration's choice for one token into ``token_rows``, in place.
 
     Raises:
         RecipeError: a model that the merge does not have, or a token that the model does not have.
     """
-    own, donors, rules = made
-    if wish.source is not None:
-        donors[:, place] = -1
-        rules[place] = RULES.index("set")
-    if isinstance(wish.source, ModelReference | ModelToken):
-        named = wish.source
-        model = named.model if isinstance(named, ModelToken) else named
-        index = index_of(model, references, wish.where)
-        donors[index, place] = _donor(text, named, ids[index], rows[index], wish.where)
-    if wish.force:
-        own[:, place] = -1
+    source = choice.source
+    if source is not None:
+        token_rows.donors[:, token_id] = -1
+        token_rows.rules[token_id] = RULES.index("set")
+    if isinstance(source, ModelReference | ModelToken):
+        model = source.model if isinstance(source, ModelToken) else source
+        index = index_of(model, references, choice.where)
+        row = _donor_row(text, source, ids[index], rows[index], choice.where)
+        token_rows.donors[index, token_id] = row
+    if choice.force:
+        token_rows.own[:, token_id] = -1
 
 
-def _donor(
-    text: str, named: ModelReference | ModelToken, known: Mapping[str, int], rows: int, where: str
+def _donor_row(
+    text: str, source: ModelReference | ModelToken, known: Mapping[str, int], rows: int, where: str
 ) -> int:
     """The row of a model that a choice names."""
-    if isinstance(named, ModelToken) and named.token_id is not None:
-        if 0 <= named.token_id < rows:
-            return named.token_id
-        problem = f"{named.model} has rows 0 to {rows - 1}, and no token_id {named.token_id}"
+    if isinstance(source, ModelToken) and source.token_id is not None:
+        if 0 <= source.token_id < rows:
+            return source.token_id
+        problem = f"{source.model} has rows 0 to {rows - 1}, and no token_id {source.token_id}"
     else:
-        wanted, model = (named.token or text, named.model) if isinstance(named, ModelToken) else (text, named)
+        wanted, model = text, source
+        if isinstance(source, ModelToken):
+            wanted, model = source.token or text, source.model
         if wanted in known:
             return known[wanted]
         problem = f"{model} has no token {wanted!r}"

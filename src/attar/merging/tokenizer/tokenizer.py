@@ -1,16 +1,16 @@
-"""Tokenizers as files: what tokens one has, one extended by tokens of others, and its files written.
+"""Tokenizer files: read, extended by the tokens of other tokenizers, and written.
 
-A tokenizer is extended inside ``tokenizer.json``: a new token gets the next free number, and
+A tokenizer is extended in ``tokenizer.json``: a new token gets the next free id, and
 
-    a plain token       enters the model's vocabulary; with BPE the merges that build it follow behind the
-                        tokenizer's own, so that text is cut as before first; with Unigram it keeps its score
-    an added token      (``<|im_start|>``) is found in the text before anything else, with the flags that
-                        its own tokenizer has for it
+    a plain token       enters the model's vocabulary; BPE merges that build it are appended after the
+                        tokenizer's own, which keep their priority; with Unigram it keeps its score
+    an added token      (``<|im_start|>``) is matched in the text before tokenization, with the flags of its
+                        own tokenizer
 
-A tokenizer extended by one that continues its training therefore cuts text exactly as that one does.
+A tokenizer extended by one that continues its training therefore tokenizes exactly like that one.
 
-Differs from mergekit: it adds every new token as an added token, taken literally. Pieces of a byte-level BPE
-(``Ġword``) are then never found, and pieces without a mark are found inside any word.
+Differs from mergekit, which adds every new token as an added token, matched literally: pieces of a byte-level
+BPE (``Ġword``) then never match, and pieces without a mark match inside any word.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ FALLBACK = "PreTrainedTokenizerFast"
 """The class of transformers that takes ``tokenizer.json`` as it is."""
 
 _RARE = 10.0
-"""How far below the least score an added token's stands in a Unigram model, where it must have one."""
+"""In a Unigram model an added token needs a score: the lowest score minus this."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizerTokens:
     """A tokenizer's tokens.
 
     Attributes:
-        folder: where its files are.
-        ids: number of every token by its text, in the order of the numbers.
-        added: flags of the tokens that are found literally, by their text.
+        folder: of its files.
+        ids: token ids by the token's text, in ascending order.
+        added: flags of the added tokens, which are matched literally, by their text.
         backend: content of ``tokenizer.json``; None for a tokenizer that is Python code.
-        changed: its files are not those in ``folder`` any more.
+        changed: it differs from the files in ``folder``.
     """
 
     folder: Path
@@ -59,8 +59,8 @@ class Tokens:
     changed: bool = False
 
 
-def read_tokens(folder: Path) -> Tokens:
-    """The tokenizer beside a model, one with more tokens than the model has rows too.
+def read_tokenizer(folder: Path) -> TokenizerTokens:
+    """The tokenizer in a model's folder; it may have more tokens than the model has rows.
 
     Raises:
         CheckpointError: there is none, or it cannot be loaded.
@@ -82,16 +82,16 @@ def read_tokens(folder: Path) -> Tokens:
         for _, token in sorted(loaded.added_tokens_decoder.items())
     }
     backend = json.loads(loaded.backend_tokenizer.to_str()) if loaded.is_fast else None
-    return Tokens(folder, ids, added, backend)
+    return TokenizerTokens(folder, ids, added, backend)
 
 
-def only(tokens: Tokens, stored: Collection[str]) -> Tokens:
+def with_stored_tokens(tokens: TokenizerTokens, stored: Collection[str]) -> TokenizerTokens:
     """A tokenizer without the tokens that no model has a row for, such as a ``<pad>`` whose embedding was
     never resized.
 
     Args:
-        tokens: not changed; returned itself where nothing is dropped, and where it is Python code.
-        stored: the texts that stay.
+        tokens: not changed; returned itself if nothing is dropped, or if it is Python code.
+        stored: the texts that are kept.
     """
     ids = {text: number for text, number in tokens.ids.items() if text in stored}
     if len(ids) == len(tokens.ids) or tokens.backend is None:
@@ -100,29 +100,31 @@ def only(tokens: Tokens, stored: Collection[str]) -> Tokens:
     backend["added_tokens"] = [entry for entry in backend["added_tokens"] if entry["content"] in ids]
     model = backend["model"]
     if model["type"] == "Unigram":
-        model["vocab"] = model["vocab"][: max(ids.values(), default=-1) + 1]  # a piece's number is its place
+        model["vocab"] = model["vocab"][: max(ids.values(), default=-1) + 1]  # a piece's id is its index
     else:
         model["vocab"] = {text: number for text, number in model["vocab"].items() if text in ids}
     if model["type"] == "BPE":
         model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= ids.keys()]
     added = {text: flags for text, flags in tokens.added.items() if text in ids}
-    return Tokens(tokens.folder, ids, added, backend, changed=True)
+    return TokenizerTokens(tokens.folder, ids, added, backend, changed=True)
 
 
-def extend(tokens: Tokens, others: Sequence[Tokens], extra: Iterable[str] = ()) -> Tokens:
+def extend_tokenizer(
+    tokens: TokenizerTokens, others: Sequence[TokenizerTokens], extra: Iterable[str] = ()
+) -> TokenizerTokens:
     """A tokenizer with the tokens of others added: all their plain tokens, then their added ones, then
     ``extra``.
 
     Args:
-        tokens: what is extended; not changed, and returned itself where nothing is new.
-        others: in this order; the first definition of a token counts.
-        extra: further texts, to be found literally.
+        tokens: not changed; returned itself if nothing is new.
+        others: in this order; the first definition of a token wins.
+        extra: further added tokens.
 
     Raises:
         ModelError: something is new, and the tokenizer cannot be extended.
     """
     ids, added = dict(tokens.ids), dict(tokens.added)
-    following = max(ids.values(), default=-1) + 1
+    next_id = max(ids.values(), default=-1) + 1
     plain = [text for other in others for text in other.ids if text not in other.added]
     literal = {text: flags for other in reversed(others) for text, flags in other.added.items()}
     in_order = [text for other in others for text in other.ids if text in other.added]
@@ -130,7 +132,7 @@ def extend(tokens: Tokens, others: Sequence[Tokens], extra: Iterable[str] = ()) 
     for text, is_plain in [(text, True) for text in plain] + [(text, False) for text in (*in_order, *extra)]:
         if text in ids:
             continue
-        ids[text], following = following, following + 1
+        ids[text], next_id = next_id, next_id + 1
         if is_plain:
             new_plain.append(text)
         else:
@@ -144,22 +146,22 @@ def extend(tokens: Tokens, others: Sequence[Tokens], extra: Iterable[str] = ()) 
             hint="tokenizer source: a model whose tokenizer has a tokenizer.json",
         )
     backend = copy.deepcopy(dict(tokens.backend))
-    _enter(backend, ids, added, new_plain, others, tokens.folder)
-    return Tokens(tokens.folder, ids, added, backend, changed=True)
+    _add_tokens(backend, ids, added, new_plain, others, tokens.folder)
+    return TokenizerTokens(tokens.folder, ids, added, backend, changed=True)
 
 
-def _enter(
+def _add_tokens(
     backend: dict[str, Any],
     ids: Mapping[str, int],
     added: Mapping[str, Mapping[str, bool]],
     new_plain: Sequence[str],
-    others: Sequence[Tokens],
+    others: Sequence[TokenizerTokens],
     folder: Path,
 ) -> None:
-    """Bring the content of a ``tokenizer.json`` up to the new tokens.
+    """Add the new tokens to the content of a ``tokenizer.json``, in place.
 
-    Every token, an added one too, has its number in the model's own vocabulary: added tokens that are not
-    there get numbers behind the vocabulary's end when the file is loaded, and that end has moved.
+    Added tokens enter the model's own vocabulary too; otherwise loading the file would give them ids after
+    the vocabulary's new end.
     """
     model = backend["model"]
     known = {entry["content"] for entry in backend["added_tokens"]}
@@ -168,54 +170,54 @@ def _enter(
     ]
     backend["added_tokens"].sort(key=lambda entry: int(entry["id"]))
     if model["type"] == "Unigram":
-        _enter_unigram(model["vocab"], ids, others, folder)
+        _add_unigram_pieces(model["vocab"], ids, others, folder)
         return
     model["vocab"] = dict(sorted(({**model["vocab"], **ids}).items(), key=lambda item: item[1]))
     if model["type"] == "BPE":
-        model["merges"] += _merges(model["merges"], ids, set(new_plain), others)
+        model["merges"] += _new_merges(model["merges"], ids, set(new_plain), others)
 
 
-def _enter_unigram(
-    pieces: list[list[Any]], ids: Mapping[str, int], others: Sequence[Tokens], folder: Path
+def _add_unigram_pieces(
+    pieces: list[list[Any]], ids: Mapping[str, int], others: Sequence[TokenizerTokens], folder: Path
 ) -> None:
-    """Append new pieces with their scores; a piece's number is its place in the list."""
+    """Append new pieces with their scores; a piece's id is its index in the list."""
     scores: dict[str, float] = {}
     for other in reversed(others):
         model = (other.backend or {}).get("model", {})
         if model.get("type") == "Unigram":
             scores |= {text: score for text, score in model["vocab"] if text not in other.added}
-    least = min((score for _, score in pieces), default=0.0) - _RARE
+    lowest = min((score for _, score in pieces), default=0.0) - _RARE
     by_id = {number: text for text, number in ids.items()}
-    for place in range(len(pieces), max(by_id) + 1):
-        if place not in by_id:
+    for token_id in range(len(pieces), max(by_id) + 1):
+        if token_id not in by_id:
             raise ModelError(
-                f"{folder}: this Unigram tokenizer has no token {place}, so that no tokens can follow it"
+                f"{folder}: this Unigram tokenizer has no token {token_id}, so that no tokens can follow it"
             )
-        pieces.append([by_id[place], scores.get(by_id[place], least)])
+        pieces.append([by_id[token_id], scores.get(by_id[token_id], lowest)])
 
 
-def _merges(
-    own: Sequence[Any], ids: Mapping[str, int], new: set[str], others: Sequence[Tokens]
+def _new_merges(
+    own: Sequence[Any], ids: Mapping[str, int], new: set[str], others: Sequence[TokenizerTokens]
 ) -> list[list[str]]:
-    """Merges of other BPE tokenizers that end in a new token and start from known ones, in their order."""
-    taken = {tuple(pair) for pair in own}
-    found: list[list[str]] = []
+    """Merges of other BPE tokenizers that build a new token from known ones, in their order."""
+    known = {tuple(pair) for pair in own}
+    merges: list[list[str]] = []
     for other in others:
         model = (other.backend or {}).get("model", {})
         for left, right in model.get("merges", ()) if model.get("type") == "BPE" else ():
             pair = (left, right)
-            if left + right in new and left in ids and right in ids and pair not in taken:
-                taken.add(pair)
-                found.append([left, right])
-    return found
+            if left + right in new and left in ids and right in ids and pair not in known:
+                known.add(pair)
+                merges.append([left, right])
+    return merges
 
 
-def write_tokens(tokens: Tokens, folder: Path) -> list[str]:
-    """Write a tokenizer's files; tokenizer files that stand there already are removed first.
+def write_tokenizer(tokens: TokenizerTokens, folder: Path) -> list[str]:
+    """Write a tokenizer's files in place of those in the folder.
 
     An unchanged tokenizer is copied byte for byte. A changed one is ``tokenizer.json`` and
-    ``tokenizer_config.json``, loaded once again to see that transformers gives every token its number; where
-    the class that the config names does not, :data:`FALLBACK` is named instead.
+    ``tokenizer_config.json``, loaded again to check that transformers gives every token its id; if the class
+    in the config does not, :data:`FALLBACK` is named instead.
 
     Returns:
         the names written, sorted.
@@ -237,7 +239,7 @@ def write_tokens(tokens: Tokens, folder: Path) -> list[str]:
     return sorted(contents)
 
 
-def _changed_files(tokens: Tokens) -> dict[str, bytes]:
+def _changed_files(tokens: TokenizerTokens) -> dict[str, bytes]:
     config_path = tokens.folder / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     files = {"tokenizer.json": _json(tokens.backend or {})}
@@ -256,8 +258,8 @@ def _changed_files(tokens: Tokens) -> dict[str, bytes]:
         files[special.name] = _json(_of_known_tokens(read_json(special), tokens.ids))
     problem = ""
     for name in (config.get("tokenizer_class"), FALLBACK):
-        stated = {"tokenizer_class": name} if name else {}
-        files["tokenizer_config.json"] = _json({**config, **stated})
+        cls = {"tokenizer_class": name} if name else {}
+        files["tokenizer_config.json"] = _json({**config, **cls})
         problem = _read_back(tokens, files)
         if not problem:
             return files
@@ -267,8 +269,8 @@ def _changed_files(tokens: Tokens) -> dict[str, bytes]:
     )
 
 
-def _read_back(tokens: Tokens, files: Mapping[str, bytes]) -> str:
-    """What is wrong with these files, or nothing."""
+def _read_back(tokens: TokenizerTokens, files: Mapping[str, bytes]) -> str:
+    """The problem with these files; empty if there is none."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file, content in files.items():
@@ -277,18 +279,18 @@ def _read_back(tokens: Tokens, files: Mapping[str, bytes]) -> str:
         if config.is_file():
             (folder / config.name).write_bytes(config.read_bytes())
         try:
-            found = read_tokens(folder)
+            loaded = read_tokenizer(folder)
         except CheckpointError as error:
             return error.message.replace(str(folder), tokens.folder.name)
-    wrong = next((text for text, number in tokens.ids.items() if found.ids.get(text) != number), None)
+    wrong = next((text for text, number in tokens.ids.items() if loaded.ids.get(text) != number), None)
     if wrong is not None:
-        return f"token {wrong!r} has number {found.ids.get(wrong)} instead of {tokens.ids[wrong]}"
-    surplus = next((text for text in found.ids if text not in tokens.ids), None)
-    return "" if surplus is None else f"there is a token {surplus!r} more"
+        return f"token {wrong!r} has id {loaded.ids.get(wrong)} instead of {tokens.ids[wrong]}"
+    extra = next((text for text in loaded.ids if text not in tokens.ids), None)
+    return "" if extra is None else f"there is another token {extra!r}"
 
 
 def _of_known_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
-    """A tokenizer's settings without the special tokens that it does not have any more."""
+    """A tokenizer's settings without the special tokens that were dropped."""
     kept: dict[str, Any] = {}
     for name, value in config.items():
         if name.endswith("_special_tokens") and isinstance(value, list):
@@ -299,7 +301,7 @@ def _of_known_tokens(config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[
 
 
 def _text(token: Any) -> str | None:
-    """A token's text, written as a text or with its flags; None for anything else."""
+    """The text of a token given as a text or with its flags; None for anything else."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

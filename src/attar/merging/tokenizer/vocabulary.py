@@ -1,28 +1,28 @@
-"""One vocabulary for a merge: which tokens it has, and every model's embedding brought into its order.
+"""One vocabulary for a merge: its tokens, and every model's embedding brought into its order.
 
 Models with different tokenizers have different tokens in row i of their embedding (V_i, d). Before the method
 runs, each matrix is re-indexed to the output's vocabulary (V, d): row t of model i is
 
-    its own row of token t          where it has the token, and no choice is forced on it
+    its own row of token t          if it has the token, and no choice is forced on it
     the token's default row         otherwise
 
 and the default row of a token comes, by the first rule that applies, from
 
-    set        what the configuration names: a model's row of this or of another token, or zeros
+    set        the configuration's choice: a model's row of this or of another token, or zeros
     only       the only model that has it
-    base       the base model, where that has it
+    base       the base model, if that has it
     mean       the mean over the models that have it, in float32
-    zero       zeros, where no model has it (a token that the configuration adds)
+    zero       zeros, if no model has it (a token that the configuration adds)
 
-Rows behind the last token are padding, rows that exist for their number alone: a model's own unused row of
-the same number where it has one, else the mean of its rows of tokens.
+Rows after the last token are padding: a model's own unused row of the same index if it has one, else the mean
+of its rows of tokens.
 
 Source: mergekit's tokenizer merging, as documented. Differs from it:
 - a vocabulary that its own model pads stays as large as that model's embedding (Qwen's 152,064 rows);
-- a token whose number lies beyond the rows of its model counts as one that this model lacks; one that no
-  model has a row for is dropped (mergekit strips it from the base, and passes it over in a union);
+- a token whose id lies beyond the rows of its model counts as missing there; one that no model has a row for
+  is dropped (mergekit removes it from the base, and skips it in a union);
 - zeros can be chosen, and a token that the configuration adds without a source gets zeros;
-- models are taken in the order of the configuration, where mergekit's order hangs on hashes;
+- models are taken in the order of the configuration, where mergekit's order depends on hashes;
 - how new tokens enter a tokenizer: see :mod:`attar.merging.tokenizer.tokenizer`.
 """
 
@@ -39,42 +39,48 @@ from torch import Tensor
 
 from attar.errors import ModelError, SettingsError
 from attar.merging.config.schema import ModelReference, TokenizerChoice
+from attar.merging.planning.model import ModelView
 from attar.merging.planning.naming import token_embedding
-from attar.merging.tokenizer.token_rows import choose, index_of, rows_of_tokens
-from attar.merging.tokenizer.tokenizer import Tokens, extend, only, read_tokens, write_tokens
-from attar.merging.vocabulary_report import report, table
+from attar.merging.tokenizer.token_rows import RULES, TokenRows, apply_choice, index_of, rows_by_rules
+from attar.merging.tokenizer.tokenizer import (
+    TokenizerTokens,
+    extend_tokenizer,
+    read_tokenizer,
+    with_stored_tokens,
+    write_tokenizer,
+)
+
+COLUMNS = ("model", "tokens", "rows", "shared", "alone", "missing", "dropped", *RULES)
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """A merge's vocabulary. Make one with :func:`build_vocabulary`.
+class MergedVocabulary:
+    """A merge's vocabulary, made by :func:`build_vocabulary`.
 
     Attributes:
-        tokens: number of every token by its text.
         size: rows of the output's embedding.
-        labels: what the models are called.
+        labels: the models' names.
         rows: rows of each model's embedding.
         source: index of the model whose tokenizer the vocabulary starts from.
         tokenizer: the output's tokenizer.
-        own: int64 (models, size); the row of a model that it keeps for an output row, or -1.
-        donors: int64 (models, size); the rows whose mean is the default of an output row, -1: none of this
-            model.
-        rules: int64 (size,); index into :data:`attar.merging.vocabulary_report.RULES`; -1 for padding.
-        used: how many tokens with a row each model has.
+        token_rows: the sources of every output row.
+        used: number of tokens with a row, of each model.
         dropped: how many of those are not in the output.
     """
 
-    tokens: Mapping[str, int] = field(repr=False)
     size: int
     labels: tuple[str, ...]
     rows: tuple[int, ...]
     source: int
-    tokenizer: Tokens = field(repr=False)
-    own: Tensor = field(repr=False)
-    donors: Tensor = field(repr=False)
-    rules: Tensor = field(repr=False)
+    tokenizer: TokenizerTokens = field(repr=False)
+    token_rows: TokenRows = field(repr=False)
     used: tuple[int, ...]
     dropped: tuple[int, ...]
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """Token ids by the token's text."""
+        return self.tokenizer.ids
 
     @cached_property
     def identity(self) -> tuple[bool, ...]:
@@ -82,7 +88,7 @@ class Vocabulary:
         order = torch.arange(self.size)
         return tuple(
             rows == self.size and bool(torch.equal(own, order))
-            for rows, own in zip(self.rows, self.own, strict=True)
+            for rows, own in zip(self.rows, self.token_rows.own, strict=True)
         )
 
     def align(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -93,40 +99,39 @@ class Vocabulary:
                 takes no part, which then gives no default rows either. Not changed.
 
         Returns:
-            one a model: (size, d) or (size,), in the dtype that came; the very tensor that came where its
-            order is the output's already; None where None came.
+            one a model: (size, d) or (size,), in the input's dtype; the input itself if its order is the
+            output's already; None for None.
 
         Raises:
             ModelError: a matrix has another number of rows than its model's vocabulary, or another width.
         """
         self._check(tensors)
         return [
-            tensor if tensor is None or same else self._aligned(index, tensors)
+            tensor if tensor is None or same else self._aligned(index, tensor, tensors)
             for index, (tensor, same) in enumerate(zip(tensors, self.identity, strict=True))
         ]
 
-    def _aligned(self, index: int, tensors: Sequence[Tensor | None]) -> Tensor:
-        tensor, own = tensors[index], self.own[index]
-        assert tensor is not None, "the caller skips models that take no part"
+    def _aligned(self, index: int, tensor: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        own, rules = self.token_rows.own[index], self.token_rows.rules
         result = tensor.new_zeros(self.size, *tensor.shape[1:])
         kept = own >= 0
         result[kept] = tensor[own[kept]]
-        lacking = (~kept & (self.rules >= 0)).nonzero().reshape(-1)
-        result[lacking] = self._defaults(lacking, tensors).to(result.dtype)
-        padding = (~kept & (self.rules < 0)).nonzero().reshape(-1)
+        missing = (~kept & (rules >= 0)).nonzero().reshape(-1)
+        result[missing] = self._defaults(missing, tensors).to(result.dtype)
+        padding = (~kept & (rules < 0)).nonzero().reshape(-1)
         if len(padding):
-            result[padding] = result[self.rules >= 0].mean(dim=0, dtype=torch.float32).to(result.dtype)
+            result[padding] = result[rules >= 0].mean(dim=0, dtype=torch.float32).to(result.dtype)
         return result
 
-    def _defaults(self, wanted: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Default rows (len(wanted), d) in float32: the mean over their donors, zeros without any."""
+    def _defaults(self, tokens: Tensor, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Default rows (len(tokens), d) in float32: the mean over their donors, zeros without any."""
         first = next(tensor for tensor in tensors if tensor is not None)
-        total = torch.zeros(len(wanted), *first.shape[1:], dtype=torch.float32)
-        count = torch.zeros(len(wanted), *[1] * (first.dim() - 1), dtype=torch.float32)
-        for donors, tensor in zip(self.donors, tensors, strict=True):
+        total = torch.zeros(len(tokens), *first.shape[1:], dtype=torch.float32)
+        count = torch.zeros(len(tokens), *[1] * (first.dim() - 1), dtype=torch.float32)
+        for donors, tensor in zip(self.token_rows.donors, tensors, strict=True):
             if tensor is None:
                 continue
-            rows = donors[wanted]
+            rows = donors[tokens]
             given = rows >= 0
             total[given] += tensor[rows[given]].float()
             count[given] += 1
@@ -147,36 +152,85 @@ class Vocabulary:
             raise ModelError(f"embeddings differ in width: {list(one)} in {first}, {list(two)} in {second}")
 
     def write(self, folder: Path) -> list[str]:
-        """Write the tokenizer's files into a folder, in place of those that stand there; returns their names.
+        """Write the tokenizer's files in place of those in a folder; returns their names.
 
         Raises:
             ModelError: transformers would read the new tokenizer differently.
             OutputError: no space, or no permission.
         """
-        return write_tokens(self.tokenizer, folder)
+        return write_tokenizer(self.tokenizer, folder)
 
     def report(self) -> dict[str, Any]:
-        """What becomes of every model's tokens, as plain values; :meth:`table` is the same as text."""
-        return report(self)
+        """How every model's tokens align, as plain values.
+
+        Returns:
+            ``tokens`` and ``rows`` of the output, ``padding`` rows without a token, ``source``, whose
+            tokenizer it starts from, and for each model: ``tokens`` (with a row) and ``rows`` of its own; of
+            the output's tokens those that it keeps its own row for, ``shared`` with another model or
+            ``alone``, and those that it takes the default for: ``missing``, by rule in ``defaults``;
+            ``dropped``, tokens that the output does not have; ``unchanged``: its matrices stay as they are.
+        """
+        rules = self.token_rows.rules
+        named = rules >= 0
+        kept = (self.token_rows.own >= 0) & named
+        several = kept.sum(dim=0) > 1
+        models = []
+        for index, label in enumerate(self.labels):
+            defaults = rules[named & ~kept[index]]
+            models.append(
+                {
+                    "model": label,
+                    "tokens": self.used[index],
+                    "rows": self.rows[index],
+                    "shared": int((kept[index] & several).sum()),
+                    "alone": int((kept[index] & ~several).sum()),
+                    "missing": len(defaults),
+                    "dropped": self.dropped[index],
+                    "defaults": {rule: int(torch.sum(defaults == i)) for i, rule in enumerate(RULES)},
+                    "unchanged": self.identity[index],
+                }
+            )
+        return {
+            "tokens": len(self.tokens),
+            "rows": self.size,
+            "padding": self.size - int(named.sum()),
+            "source": self.labels[self.source],
+            "models": models,
+        }
 
     def table(self) -> str:
-        """:meth:`report` as lines of text."""
-        return table(report(self))
+        """:meth:`report` as lines of text: a headline, and a line for each model."""
+        report = self.report()
+        lines = [COLUMNS] + [
+            tuple(str(model.get(name, model["defaults"].get(name))) for name in COLUMNS)
+            for model in report["models"]
+        ]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        headline = (
+            f"vocabulary: {report['tokens']:,} tokens in {report['rows']:,} rows ({report['padding']:,} of "
+            f"padding), from the tokenizer of {report['source']}"
+        )
+        return "\n".join([headline, *(_table_line(line, widths) for line in lines)])
+
+
+def _table_line(cells: tuple[str, ...], widths: list[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)])
 
 
 def build_vocabulary(
     choice: TokenizerChoice,
-    models: Sequence[Any],
+    models: Sequence[ModelView],
     references: Sequence[ModelReference],
     base: int | None,
-) -> Vocabulary:
-    """Work out the vocabulary of a merge. Reads tokenizers and headers, no weights.
+) -> MergedVocabulary:
+    """The vocabulary of a merge. Reads tokenizers and headers, no weights.
 
     Args:
-        choice: what the configuration says under ``tokenizer`` or ``tokenizer_source``. Source ``base``
-            without a base model is the first model; ``union`` starts from the base, or from the first model.
-        models: opened views, in the order of the configuration.
-        references: what the configuration calls them.
+        choice: the configuration's ``tokenizer`` or ``tokenizer_source``. Source ``base`` without a base
+            model is the first model; ``union`` starts from the base, or from the first model.
+        models: in the order of the configuration.
+        references: the models' names in the configuration.
         base: index of the base model, or None.
 
     Raises:
@@ -189,43 +243,41 @@ def build_vocabulary(
     if choice.pad_to_multiple_of is not None and choice.pad_to_multiple_of < 1:
         raise SettingsError("pad_to_multiple_of", choice.pad_to_multiple_of, "at least 1")
     source = _source(choice, references, base)
-    read = [read_tokens(model.path) for model in models]
+    tokenizers = [read_tokenizer(model.path) for model in models]
     rows = tuple(embedding_rows(model) for model in models)
     ids = [
-        {text: number for text, number in tokens.ids.items() if number < count}
-        for tokens, count in zip(read, rows, strict=True)
+        {text: token_id for text, token_id in tokenizer.ids.items() if token_id < count}
+        for tokenizer, count in zip(tokenizers, rows, strict=True)
     ]
     stored = frozenset[str]().union(*ids)
-    read = [only(tokens, stored) for tokens in read]
-    others = [tokens for i, tokens in enumerate(read) if i != source] if choice.source == "union" else []
-    tokenizer = extend(read[source], others, choice.tokens)
+    tokenizers = [with_stored_tokens(tokenizer, stored) for tokenizer in tokenizers]
+    others = [t for i, t in enumerate(tokenizers) if i != source] if choice.source == "union" else []
+    tokenizer = extend_tokenizer(tokenizers[source], others, choice.tokens)
     size = max(max(tokenizer.ids.values(), default=-1) + 1, rows[source])
     if choice.pad_to_multiple_of:
         size = -(-size // choice.pad_to_multiple_of) * choice.pad_to_multiple_of
-    own, donors, rules = rows_of_tokens(tokenizer.ids, size, ids, rows, base)
-    rules[[i for text, i in tokenizer.ids.items() if text not in stored and text not in choice.tokens]] = -1
-    for text, wish in choice.tokens.items():
-        choose(text, wish, tokenizer.ids[text], ids, rows, references, (own, donors, rules))
-    return Vocabulary(
-        tokens=tokenizer.ids,
+    token_rows = rows_by_rules(tokenizer.ids, size, ids, rows, base)
+    without_row = [i for text, i in tokenizer.ids.items() if text not in stored and text not in choice.tokens]
+    token_rows.rules[without_row] = -1
+    for text, token in choice.tokens.items():
+        apply_choice(token_rows, text, token, tokenizer.ids[text], ids, rows, references)
+    return MergedVocabulary(
         size=size,
         labels=tuple(str(reference) for reference in references),
         rows=rows,
         source=source,
         tokenizer=tokenizer,
-        own=own,
-        donors=donors,
-        rules=rules,
+        token_rows=token_rows,
         used=tuple(len(known) for known in ids),
         dropped=tuple(sum(text not in tokenizer.ids for text in known) for known in ids),
     )
 
 
-def embedding_rows(model: Any) -> int:
-    """Rows of a model's embedding of tokens: as its config says, or those of its largest embedding.
+def embedding_rows(model: ModelView) -> int:
+    """Rows of a model's token embedding: as its config says, or of its largest embedding.
 
     Raises:
-        ModelError: no tensor of it is such an embedding.
+        ModelError: it has none.
     """
     name = token_embedding(model.tensors, model.config)
     if name is None:

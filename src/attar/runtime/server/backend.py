@@ -9,7 +9,7 @@ from typing import Protocol
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
-    speculation: Counts | None = None
+    speculation: SpeculationCounts | None = None
     free: int = 0
 
 

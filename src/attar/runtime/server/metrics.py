@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from attar.runtime.results import Event
 from attar.runtime.server.backend import Backend, Stats
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
@@ -148,7 +148,7 @@ class EngineCollector:
             gauge.add_metric([self._model, state], count)
         return gauge
 
-    def _positions(self, speculation: Counts) -> Metric:
+    def _positions(self, speculation: SpeculationCounts) -> Metric:
         counter = CounterMetricFamily(
             "attar:spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens at each position of a draft.",

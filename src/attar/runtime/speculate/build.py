@@ -5,22 +5,24 @@ from __future__ import annotations
 from typing import Any, cast
 
 from attar.runtime.loading import Loaded, load
-from attar.runtime.speculate.grams import Grams
+from attar.runtime.speculate.grams import SharedNgrams
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
-from attar.runtime.speculate.lookahead import Lookahead
-from attar.runtime.speculate.ngram import Ngram
+from attar.runtime.speculate.lookahead import LookaheadProposer
+from attar.runtime.speculate.ngram import NgramProposer
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.verify import Mode
-from attar.runtime.speculate.wanted import Wanted
+from attar.runtime.speculate.verify import VerificationMode
+from attar.runtime.speculate.wanted import SpeculationSettings
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
 READ = 64  # tokens of a prompt, to measure how fast a draft model reads
 SETTLE = 12  # plain passes before the first drafts
 
 
-def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: Any) -> Speculator | None:
+def make_speculator(
+    wanted: SpeculationSettings, target: Loaded, model: Any = None, **settings: Any
+) -> Speculator | None:
     """What drafts for a loaded model, whose pool is still empty; None where nothing is asked for.
 
     Args:
@@ -42,18 +44,18 @@ def speculator(wanted: Wanted, target: Loaded, model: Any = None, **settings: An
         drafting = {batch: points[batch] for batch, points in times.items()}
         reading = times[1].get(READ, READ * times[1][1]) / READ
     latency = Latency(by_tokens(measure(target.runner)), drafting, SETTLE, reading)
-    mode = cast("Mode | None", wanted.verification)
+    mode = cast("VerificationMode | None", wanted.verification)
     return Speculator(proposer, DraftPolicy(latency, most), most=most, verification=mode)
 
 
-def _proposer(wanted: Wanted, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:
+def _proposer(wanted: SpeculationSettings, target: Loaded, model: Any, settings: dict[str, Any]) -> Proposer:
     if wanted.speculate == "ngram":
-        return Ngram(ends=target.ends, shared=Grams())
+        return NgramProposer(ends=target.ends, shared=SharedNgrams())
     if wanted.speculate == "lookahead":
-        return Lookahead(ends=target.ends)
-    from attar.runtime.speculate.self import draft_of, load_self
+        return LookaheadProposer(ends=target.ends)
+    from attar.runtime.speculate.self import draft_of, load_self_draft
 
     tokens = target.runner.capacity * target.runner.block_size
     if wanted.speculate == "self":
-        return load_self(model, target, kv_tokens=tokens)
+        return load_self_draft(model, target, kv_tokens=tokens)
     return draft_of(load(wanted.draft, kv_tokens=tokens, **settings), target)

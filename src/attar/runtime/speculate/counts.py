@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass
-class Counts:
+class SpeculationCounts:
     """What happened since the start.
 
     Attributes:
@@ -21,7 +21,7 @@ class Counts:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def copy(self) -> Counts:
+    def copy(self) -> SpeculationCounts:
         """The counts as they are now, for another thread."""
         return replace(self, accepted_at=list(self.accepted_at))
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 LEVELS = 32
 
-Rule = Literal["fixed", "iid", "distinct"]
+DraftRule = Literal["fixed", "iid", "distinct"]
 Floats = NDArray[np.floating]
 
 
@@ -52,7 +52,7 @@ class Draft:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     q: Floats | Sequence[Floats] | None = None
-    rule: Rule = "fixed"
+    rule: DraftRule = "fixed"
     kinds: tuple[int, ...] | None = None
 
     @classmethod

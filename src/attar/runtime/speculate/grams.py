@@ -16,7 +16,7 @@ from collections.abc import Sequence
 NEXT = 3  # continuations that a key holds
 
 
-class Grams:
+class SharedNgrams:
     """The table.
 
     Args:

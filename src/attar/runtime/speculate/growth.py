@@ -24,14 +24,14 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw_distinct
 from attar.runtime.sampling.warp import SamplingRow, adjust, check_finite, largest_indices, likeliest, warp
 from attar.runtime.speculate.draft import LEVELS, Draft, Floats, kind_of
-from attar.runtime.speculate.noise import Drafting
-from attar.runtime.speculate.proposer import Wish
+from attar.runtime.speculate.noise import DraftRules
+from attar.runtime.speculate.proposer import DraftRequest
 
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
 
 
 @dataclass
-class Growing:
+class GrowingDraft:
     """A draft under way.
 
     Args:
@@ -44,7 +44,7 @@ class Growing:
         branches: drafts of a row at most, x_i among them.
     """
 
-    wish: Wish
+    wish: DraftRequest
     text: list[int]
     certain: int
     most: int
@@ -96,7 +96,7 @@ class Growing:
             x = adjust(logits, [row])
             return _likeliest(x, self.branches), float(x.softmax(-1).amax()) if self.doubt else None
         p = warp(logits, [row])
-        if isinstance(rules, Drafting):
+        if isinstance(rules, DraftRules):
             self.q.append(p[0].cpu().numpy())
         return draw_distinct(p[0], rules.key(len(self.tokens)), self.branches), float(p.amax())
 

@@ -1,12 +1,12 @@
 """How long a pass takes: seconds measured before serving, corrected by every pass.
 
-    t(B, n) = curve(n) + offset(B)        n tokens of a pass, B sequences
+    t(B, n) = curve(n) + offset(B, n)        n tokens of a pass, B sequences
 
 The curve holds the measured sizes, with straight lines between them and the last slope beyond. The offset is
 what an engine does around a pass and what else the measurement missed: an exponential moving average (weight
-WEIGHT) of seconds - curve(n), for each power of two of B one of plain passes (n = B) and one of passes with
-drafts, which begins at the plain one. Of the first ``settle`` plain passes the shortest counts: those right
-after a prompt take up to three times as long.
+WEIGHT) of seconds - curve(n), one for each power of two of B and each quarter of an octave of n, which begins
+at the nearest that was run. Of the first ``settle`` plain passes the shortest counts: those right after a
+prompt take up to three times as long.
 
 The curve is measured on a private sequence (or eight) in blocks at the pool's beginning, which no request
 uses yet. Every size is run once to warm up and then measured, with the greedy draw of its rows; the shortest
@@ -15,6 +15,7 @@ time counts. Long passes are measured once; sizes for which no time is left are 
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -32,8 +33,6 @@ PRIVATE = -1  # and below: ids of sequences that no scheduler has
 SECONDS = 1.0  # of the measurement, about
 ROUNDS = 3
 GREEDY = SamplingRow(SamplingParams(temperature=0.0))
-
-Key = tuple[int, bool]  # power of two of B; whether there are drafts
 
 
 class Latency:
@@ -71,24 +70,21 @@ class Latency:
 
         With ``prompt_tokens`` further tokens in the pass, of prompts: without the time of those.
         """
-        plain = self._target.seconds(batch, _key(batch, batch))
-        if tokens == batch:
-            return plain
-        seconds = self._target.seconds(tokens + prompt_tokens, _key(batch, tokens))
+        seconds = self._target.seconds(batch, tokens, tokens + prompt_tokens)
         if prompt_tokens:
-            seconds += self._target.seconds(batch) - self._target.seconds(batch + prompt_tokens)
-        return max(seconds, plain)
+            seconds += self._target.measured(batch) - self._target.measured(batch + prompt_tokens)
+        return seconds if tokens == batch else max(seconds, self._target.seconds(batch, batch, batch))
 
     def draft(self, width: int) -> float:
         """Seconds of a step of the draft model for ``width`` sequences."""
-        return self._draft.seconds(width, _key(width, width)) if width and self._draft.known else 0.0
+        return self._draft.seconds(width, width, width) if width and self._draft.known else 0.0
 
     def extra(self, batch: int, tokens: int, seconds: float, prompt_tokens: int = 0) -> float:
         """Seconds that the drafts of a pass took: as measured, but for outliers; with prompts as expected."""
         expected = self.target(batch, tokens, prompt_tokens)
         if prompt_tokens:
             seconds = expected
-        elif self._target.knows(_key(batch, tokens)):
+        elif self._target.knows(batch, tokens):
             seconds = min(seconds, OUTLIER * expected)
         return seconds - self.target(batch, batch)
 
@@ -96,13 +92,13 @@ class Latency:
         """A pass without prompts took so long."""
         if self._settle > 0 and tokens == batch:
             self._settle -= 1
-            self._target.note(tokens, _key(batch, tokens), seconds, shortest=True)
+            self._target.note(batch, tokens, seconds, shortest=True)
         elif self._settle <= 0:
-            self._target.note(tokens, _key(batch, tokens), seconds)
+            self._target.note(batch, tokens, seconds)
 
     def note_draft(self, width: int, seconds: float) -> None:
         """A step of the draft model took so long."""
-        self._draft.note(width, _key(width, width), seconds)
+        self._draft.note(width, width, seconds)
 
 
 class _Curve:
@@ -111,53 +107,63 @@ class _Curve:
     def __init__(self, points: Mapping[int, float]) -> None:
         self._sizes = sorted(points)
         self._seconds = list(accumulate((points[size] for size in self._sizes), max))
-        self._offsets: dict[Key, float] = {}
+        self._offsets: dict[tuple[int, int], float] = {}
+        self._measured: dict[int, float] = {}  # computed once for each size
+        self._nearest: dict[tuple[int, int], tuple[int, int]] = {}  # keys with an offset, by batch and size
 
     @property
     def known(self) -> bool:
         return bool(self._sizes or self._offsets)
 
-    def knows(self, key: Key) -> bool:
-        """Whether its passes are known: by sizes measured on either side, or by passes that were run."""
-        return len(self._sizes) > 1 or key in self._offsets
+    def knows(self, batch: int, size: int) -> bool:
+        """Whether it lies between measured sizes, or was run."""
+        return len(self._sizes) > 1 or _key(batch, size) in self._offsets
 
-    def seconds(self, size: int, key: Key | None = None) -> float:
-        """Of a size, at least half of what was measured; without a key as measured."""
-        measured = self._measured(size)
-        if key is None or not self._offsets:
-            return measured
-        return max(measured + self._offset(key), measured / 2)
+    def seconds(self, batch: int, size: int, total: int) -> float:
+        """Of ``total`` tokens with the offset of ``size``; at least half of what was measured."""
+        measured = self.measured(total)
+        return max(measured + self._offset(batch, size), measured / 2) if self._offsets else measured
 
-    def note(self, size: int, key: Key, seconds: float, shortest: bool = False) -> None:
+    def measured(self, size: int) -> float:
+        """Seconds of a size on the curve."""
+        if size not in self._measured:
+            self._measured[size] = self._interpolated(size)
+        return self._measured[size]
+
+    def note(self, batch: int, size: int, seconds: float, shortest: bool = False) -> None:
         """A pass took so long; ``shortest``: the shortest so far counts."""
-        measured = self._measured(size)
-        if key not in self._offsets and not (self._sizes and self._offsets):
-            self._offsets[key] = seconds - measured
-        elif shortest:
-            self._offsets[key] = min(self._offset(key), seconds - measured)
-        else:
-            expected = measured + self._offset(key)
-            self._offsets[key] = self._offset(key) + WEIGHT * (min(seconds, OUTLIER * expected) - expected)
-
-    def _offset(self, key: Key) -> float:
-        """A key that was never run has the offset of the nearest that was."""
+        key, measured = _key(batch, size), self.measured(size)
         if key not in self._offsets:
-            key = min(self._offsets, key=lambda other: (abs(other[0] - key[0]), other[1] != key[1]))
-        return self._offsets[key]
+            begin = self._offset(batch, size) if self._sizes and self._offsets else seconds - measured
+            self._offsets[key] = begin
+            self._nearest.clear()
+        expected = measured + self._offsets[key]
+        if shortest:
+            self._offsets[key] = min(self._offsets[key], seconds - measured)
+        else:
+            self._offsets[key] += WEIGHT * (min(seconds, OUTLIER * expected) - expected)
 
-    def _measured(self, size: int) -> float:
+    def _offset(self, batch: int, size: int) -> float:
+        """A key that was never run has the offset of the nearest that was."""
+        nearest = self._nearest.get((batch, size))
+        if nearest is None:
+            power, part = _key(batch, size)
+            nearest = min(self._offsets, key=lambda key: (abs(key[0] - power), abs(key[1] - part)))
+            self._nearest[batch, size] = nearest
+        return self._offsets[nearest]
+
+    def _interpolated(self, size: int) -> float:
         if len(self._sizes) < 2:
             return self._seconds[0] if self._sizes else 0.0
         right = min(max(bisect_left(self._sizes, size), 1), len(self._sizes) - 1)
-        (low, high), (before, after) = (
-            self._sizes[right - 1 : right + 1],
-            self._seconds[right - 1 : right + 1],
-        )
+        low, high = self._sizes[right - 1 : right + 1]
+        before, after = self._seconds[right - 1 : right + 1]
         return before + (after - before) * max(size - low, 0) / (high - low)
 
 
-def _key(batch: int, tokens: int) -> Key:
-    return (batch - 1).bit_length(), tokens > batch
+def _key(batch: int, size: int) -> tuple[int, int]:
+    """Power of two of the batch, quarter of an octave of the size."""
+    return (batch - 1).bit_length(), round(4 * math.log2(size))
 
 
 def measure(

@@ -31,14 +31,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import Draft, kind_of
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.trie import Trie
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.trie import DraftBuilder
 
 KEYS = 4096
 GUESS, WINDOW = 4, 5  # groups of kinds
 
 
-class Pool:
+class NgramPool:
     """Continuations by the token before them.
 
     Args:
@@ -68,14 +68,14 @@ class Pool:
         self._guesses.move_to_end(key)
         return self._guesses[key]
 
-    def copy(self) -> Pool:
+    def copy(self) -> NgramPool:
         """Another pool of the same guesses."""
-        child = Pool(self.each, self.most)
+        child = NgramPool(self.each, self.most)
         child._guesses = self._guesses.copy()
         return child
 
 
-class Window:
+class LookaheadWindow:
     """The rows of one sequence, and where its cells are in the draft under way.
 
     Args:
@@ -85,7 +85,7 @@ class Window:
         seed: of the tokens drawn where the pool knows nothing.
     """
 
-    def __init__(self, columns: int, size: int, pool: Pool, seed: int = 0) -> None:
+    def __init__(self, columns: int, size: int, pool: NgramPool, seed: int = 0) -> None:
         self.columns, self.size, self.pool = columns, size, pool
         self.rows: list[list[int]] = []
         self.text: list[int] = []
@@ -106,7 +106,7 @@ class Window:
             self.rows = [[]]
             self._fill()
 
-    def plant(self, tree: Trie) -> None:
+    def plant(self, tree: DraftBuilder) -> None:
         """Puts the cells into the tree, column by column; they are in it wholly, or not counted as in it."""
         above = tree.add(self.rows[0], [kind_of(WINDOW, 1)] * self.columns)
         whole = len(above) == self.columns
@@ -139,9 +139,9 @@ class Window:
         self.rows = [row[gone:] for row in self.rows]
         self._fill()
 
-    def copy(self) -> Window:
+    def copy(self) -> LookaheadWindow:
         """Another window of the same cells."""
-        child = Window(self.columns, self.size, self.pool.copy())
+        child = LookaheadWindow(self.columns, self.size, self.pool.copy())
         child.rows, child.text = [row.copy() for row in self.rows], self.text.copy()
         child._random.setstate(self._random.getstate())
         return child
@@ -156,7 +156,7 @@ class Window:
                 before = row[-1]
 
 
-class Lookahead:
+class LookaheadProposer:
     """Proposes window and guesses.
 
     Args:
@@ -175,18 +175,18 @@ class Lookahead:
         assert columns >= 1 and size >= 2 and guesses >= 1, f"W {columns}, N {size}, G {guesses}"
         self.columns, self.size, self.guesses = columns, size, guesses
         self.ends, self.seed = frozenset(ends), seed
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, LookaheadWindow] = {}
 
     @property
     def drafts(self) -> int:
         """Most drafts of a pass."""
         return (self.columns + self.guesses) * (self.size - 1)
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         """The tree of each wish; the window only where ``most`` has room for all of it beside the guesses."""
         return [self._proposed(wish) for wish in wishes]
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         """Moves the windows on."""
         for each in news:
             if each.sequence in self._windows:
@@ -204,13 +204,13 @@ class Lookahead:
         """A sequence ended."""
         self._windows.pop(sequence, None)
 
-    def _proposed(self, wish: Wish) -> Draft | None:
+    def _proposed(self, wish: DraftRequest) -> Draft | None:
         window = self._windows.get(wish.sequence)
         if window is None:
-            window = Window(self.columns, self.size, Pool(self.guesses), self.seed)
+            window = LookaheadWindow(self.columns, self.size, NgramPool(self.guesses), self.seed)
             self._windows[wish.sequence] = window
         window.follow(wish.tokens)
-        tree = Trie(self.ends, wish.most)
+        tree = DraftBuilder(self.ends, wish.most)
         kinds = [kind_of(GUESS, depth) for depth in range(1, self.size)]
         for guess in window.pool.after(wish.tokens[-1]):
             tree.add(guess, kinds)

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 from attar.runtime.kv.block_manager import BlockManager
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.growth import Growing
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.tables import Tables
-from attar.runtime.speculate.vocabulary import Reader, Same, Vocabulary
+from attar.runtime.speculate.growth import GrowingDraft
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.tables import DraftTables
+from attar.runtime.speculate.vocabulary import SameVocabulary, TokenTranslator, VocabularyMapping
 from attar.runtime.step import Runner, StepInput
 
 BRANCHES = 4  # a fifth brings next to nothing (benchmarks/siblings.py)
@@ -51,7 +51,7 @@ class DraftModel:
     def __init__(
         self,
         runner: Runner,
-        vocabulary: Vocabulary | None = None,
+        vocabulary: VocabularyMapping | None = None,
         *,
         name: str = "draft",
         ends: Sequence[int] = (),
@@ -64,14 +64,14 @@ class DraftModel:
         assert 0 <= doubt < 1 and step_tokens >= 1, f"doubt {doubt}, step_tokens {step_tokens}"
         assert branches >= 1, f"branches {branches}"
         self.runner, self.name, self.nbytes = runner, name, nbytes
-        self.vocabulary = vocabulary or Same(runner.vocabulary, runner.vocabulary)
+        self.vocabulary = vocabulary or SameVocabulary(runner.vocabulary, runner.vocabulary)
         self.ends, self.doubt = frozenset(ends), doubt
         self.branches, self.step_tokens = branches, step_tokens
         manager = BlockManager(runner.capacity, runner.block_size, reuse=reuse)
-        self.tables = Tables(manager, runner.forget)
-        self._readers: dict[int, Reader] = {}
+        self.tables = DraftTables(manager, runner.forget)
+        self._readers: dict[int, TokenTranslator] = {}
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         """A chain of at most ``most`` drafts for each wish; where it is wide, all siblings beside: which of
         these are run is said in ``siblings.py``.
 
@@ -91,7 +91,7 @@ class DraftModel:
             raise
         return [None if chain is None else chain.draft() for chain in chains]
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         """Nothing to do: the next wish brings the tokens."""
 
     def fork(self, sequence: int, child: int) -> None:
@@ -112,7 +112,7 @@ class DraftModel:
         """Raises AssertionError naming what is wrong, such as blocks that leaked."""
         self.tables.check()
 
-    def _opened(self, wish: Wish) -> Growing | None:
+    def _opened(self, wish: DraftRequest) -> GrowingDraft | None:
         """A draft for a wish begins; None where there is no room, or no context left."""
         if wish.most <= 0:
             return None
@@ -131,9 +131,9 @@ class DraftModel:
         if not self.tables.open(wish.sequence, text, most - 1, wish.salt):
             return None
         branches = self.branches if wish.wide else 1
-        return Growing(wish, text, len(text), most, self.ends, self.doubt, branches)
+        return GrowingDraft(wish, text, len(text), most, self.ends, self.doubt, branches)
 
-    def _pass(self, chains: Sequence[Growing]) -> None:
+    def _pass(self, chains: Sequence[GrowingDraft]) -> None:
         """Runs what is left of each text, the shortest first; where nothing is left, a draft is chosen."""
         room, parts = self.step_tokens, []
         for chain in sorted(chains, key=self._left):
@@ -157,5 +157,5 @@ class DraftModel:
             if chain.open:
                 chain.text.append(self.vocabulary.own(chain.tokens[-1]))
 
-    def _left(self, chain: Growing) -> int:
+    def _left(self, chain: GrowingDraft) -> int:
         return len(chain.text) - self.tables.length(chain.wish.sequence)

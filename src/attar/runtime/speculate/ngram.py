@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import Draft, kind_of
-from attar.runtime.speculate.grams import Grams
-from attar.runtime.speculate.proposer import News, Wish
-from attar.runtime.speculate.trie import Trie
+from attar.runtime.speculate.grams import SharedNgrams
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.trie import DraftBuilder
 
 LENGTHS = (4, 2, 1)  # of the keys, the longest first
 WALK = 16  # occurrences looked at for each length
@@ -34,7 +34,7 @@ NEAR = 4  # tokens of a continuation that are looked at in any case
 OWN, OTHER, SHARED = 1, 2, 3  # groups of kinds: the best match, a branch beside it, other texts
 
 
-class Index:
+class NgramIndex:
     """Where every token of a text was, and what was before it.
 
     Args:
@@ -79,9 +79,9 @@ class Index:
         period = len(self.tokens) - place
         return [self.tokens[place + ahead % period] for ahead in range(reach)]
 
-    def copy(self) -> Index:
+    def copy(self) -> NgramIndex:
         """Another index of the same tokens."""
-        child = Index()
+        child = NgramIndex()
         child.tokens, child.reach = self.tokens.copy(), self.reach
         child._last = tuple(each.copy() for each in self._last)
         child._before = tuple(each.copy() for each in self._before)
@@ -95,7 +95,7 @@ class Index:
         return count
 
 
-class Ngram:
+class NgramProposer:
     """Proposes what followed before.
 
     Args:
@@ -117,17 +117,17 @@ class Ngram:
         reach: int = 16,
         branches: int = 3,
         ends: Sequence[int] = (),
-        shared: Grams | None = None,
+        shared: SharedNgrams | None = None,
     ) -> None:
         self.longest, self.shortest, self.reach, self.branches = longest, shortest, reach, branches
         self.ends, self.shared = frozenset(ends), shared
-        self._indices: dict[int, Index] = {}
+        self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         """A tree of at most ``most`` drafts for each wish."""
         return [self._proposed(wish) for wish in wishes]
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         """How deep the drafts were that were run says how far the next ones look ahead."""
         for each in news:
             if each.sequence in self._indices:
@@ -143,9 +143,9 @@ class Ngram:
         """A sequence ended; what it said stays in the shared grams."""
         self._indices.pop(sequence, None)
 
-    def _proposed(self, wish: Wish) -> Draft | None:
+    def _proposed(self, wish: DraftRequest) -> Draft | None:
         index = self._followed(wish)
-        tree = Trie(self.ends, wish.most)
+        tree = DraftBuilder(self.ends, wish.most)
         matches = [each for each in index.matches(self.longest) if each[0] >= self.shortest]
         strong = [each for each in matches if not self.shared or each[0] >= self.shared.context]
         reach = min(index.reach, self.reach)
@@ -157,7 +157,9 @@ class Ngram:
         self._grow(tree, index, matches[len(strong) :], reach)
         return tree.draft()
 
-    def _grow(self, tree: Trie, index: Index, matches: Sequence[tuple[int, int]], reach: int) -> None:
+    def _grow(
+        self, tree: DraftBuilder, index: NgramIndex, matches: Sequence[tuple[int, int]], reach: int
+    ) -> None:
         for count, place in matches:
             if tree.roots >= self.branches and index.tokens[place] not in tree:
                 continue
@@ -165,9 +167,9 @@ class Ngram:
             guess = index.onwards(place, reach)
             tree.add(guess, [kind_of(group, count + ahead) for ahead in range(len(guess))])
 
-    def _followed(self, wish: Wish) -> Index:
+    def _followed(self, wish: DraftRequest) -> NgramIndex:
         """The sequence's index, up to its last token; what is new is shared."""
-        index = self._indices.setdefault(wish.sequence, Index())
+        index = self._indices.setdefault(wish.sequence, NgramIndex())
         seen, now = len(index.tokens), len(wish.tokens)
         if now > seen:
             index.extend(wish.tokens[seen:])

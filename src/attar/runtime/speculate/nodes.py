@@ -12,14 +12,14 @@ import numpy as np
 
 from attar.runtime.completion import Completion
 from attar.runtime.speculate.draft import Floats
-from attar.runtime.speculate.target import Logits
+from attar.runtime.speculate.target import TargetLogits
 
 BEHIND = -1  # stands for a token behind the end; no draft is it
 
 
 @dataclass(frozen=True, eq=False)
-class Nodes(Logits):
-    """Args: as of :class:`Logits`, and the text itself."""
+class Nodes(TargetLogits):
+    """Args: as of :class:`TargetLogits`, and the text itself."""
 
     text: Completion
 

@@ -11,7 +11,7 @@ draw is made from noise that nothing has looked at, which is what exactness rest
 the batch nor on the order in which it is asked for. Coins by the token's own position would not do: block
 verification looks at the coins, and at the drafts, of places behind the last token that it takes, and a later
 round would meet them again. For the same reason drafts that are verified as "exact" are drawn from streams of
-their round (:class:`Drafting`), while coupled ones are drawn from the very noise of the target's tokens.
+their round (:class:`DraftRules`), while coupled ones are drawn from the very noise of the target's tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from attar.runtime.speculate.draft import Floats
 
 if TYPE_CHECKING:
     from attar.runtime.sampling.warp import SamplingRow
-    from attar.runtime.speculate.proposer import Rules
+    from attar.runtime.speculate.proposer import SamplingRules
 
 DRAFT = 16
 """First of the purposes of drafting, one for each depth; below there is room for others."""
@@ -73,7 +73,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftRules:
     """A text's rules with noise that only this round's drafts are drawn from: for drafts verified "exact".
 
     Args:
@@ -81,7 +81,7 @@ class Drafting:
         noise: the round's.
     """
 
-    rules: Rules
+    rules: SamplingRules
     noise: Noise
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:

@@ -18,11 +18,11 @@ BLANK = "\u2581"
 ROLES = ("eos_token_id", "bos_token_id")
 _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 
-Piece = bytes | str
+TokenBytes = bytes | str
 """What a token stands for: bytes, or a special token as it is written."""
 
 
-def pieces(tokenizer: Any, columns: int, name: str) -> dict[Piece, int]:
+def ids_by_bytes(tokenizer: Any, columns: int, name: str) -> dict[TokenBytes, int]:
     """Ids by what they stand for; of equal ones a word before a fallback byte, then the smallest id.
 
     Raises:
@@ -37,8 +37,8 @@ def pieces(tokenizer: Any, columns: int, name: str) -> dict[Piece, int]:
             hint="take a draft model with the target's tokenizer",
         )
     added = tokenizer.added_tokens_decoder
-    found: dict[Piece, int] = {}
-    late: dict[Piece, int] = {}
+    found: dict[TokenBytes, int] = {}
+    late: dict[TokenBytes, int] = {}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda each: each[1]):
         if number >= columns:
             continue
@@ -54,7 +54,7 @@ def pieces(tokenizer: Any, columns: int, name: str) -> dict[Piece, int]:
 
 
 def paired(
-    draft: Any, target: Any, mine: dict[Piece, int], theirs: dict[Piece, int]
+    draft: Any, target: Any, mine: dict[TokenBytes, int], theirs: dict[TokenBytes, int]
 ) -> list[tuple[int, int]]:
     """(draft id, target id): roles first, then equal pieces; no id stands twice."""
     asked = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of, kinds_of
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.proposer import DraftFeedback
 
 FIRST = 0.6  # a' of a group that was never drafted
 PRIOR, OWN_PRIOR = 8.0, 4.0  # drafts that a' counts for, over all sequences and of one
@@ -38,7 +38,7 @@ LEAST = 0.01  # survival of a draft that is considered
 TRIALS = 0.005  # share of the time, for trials of one sequence in the long run
 PLAIN_EVERY = 128  # passes with drafts until a plain one is measured again
 
-Counts = dict[int, tuple[float, float]]  # kind: accepted, drafted
+KindCounts = dict[int, tuple[float, float]]  # kind: accepted, drafted
 
 
 class AcceptanceRates:
@@ -49,8 +49,8 @@ class AcceptanceRates:
     """
 
     def __init__(self) -> None:
-        self._all: Counts = {}
-        self._own: dict[int, Counts] = {}
+        self._all: KindCounts = {}
+        self._own: dict[int, KindCounts] = {}
 
     def rates(self, sequence: int, group: int, levels: int, first: float = FIRST) -> list[float]:
         """a of levels 1..``levels`` of a group."""
@@ -178,7 +178,7 @@ class DraftPolicy:
         return [draft and (draft if whole and nodes else draft.pruned(nodes)) for draft, nodes in pairs]
 
     def note(
-        self, news: Sequence[News], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
         """Learn from a pass, of every sequence that decoded in it: it took ``seconds`` with verification,
         after ``drafting`` seconds of the proposer."""
@@ -289,7 +289,7 @@ class DraftPolicy:
         trial.longest, trial.pays = max(math.ceil(cost / TRIALS), 1), cost < max(first.survival, 1.0)
         return [first.node]
 
-    def _learn(self, news: News) -> None:
+    def _learn(self, news: DraftFeedback) -> None:
         """Count every draft whose parent was accepted; the trial's result."""
         if news.draft is None:
             return
@@ -304,11 +304,11 @@ class DraftPolicy:
 
 
 class _Pass:
-    """Time and gain of a pass that is being filled with drafts."""
+    """Time and gain of a pass that is being filled with drafts, without the time of its prompts."""
 
     def __init__(self, latency: Latency, batch: int, prompt_tokens: int = 0) -> None:
         self.latency, self.batch, self.prompt_tokens = latency, batch, prompt_tokens
-        self.plain = latency.target(batch, batch)
+        self.plain = self.seconds = latency.target(batch, batch)
         self.tokens, self.gain, self.steps, self.widths = batch, 0.0, 0.0, Counter[int]()
 
     def add(self, one: Candidate, sign: int = 1) -> _Pass:
@@ -318,12 +318,8 @@ class _Pass:
             before = self.latency.draft(self.widths[one.depth])
             self.widths[one.depth] += sign
             self.steps += self.latency.draft(self.widths[one.depth]) - before
+        self.seconds = self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
         return self
-
-    @property
-    def seconds(self) -> float:
-        """Without what the prompts of the pass take anyway."""
-        return self.latency.target(self.batch, self.tokens, self.prompt_tokens) + self.steps
 
     @property
     def speed(self) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attar.runtime.sampling.warp import SamplingRow
 
 
-class Rules(Protocol):
+class SamplingRules(Protocol):
     """What decides a text's next tokens; ``attar.runtime.completion.Completion`` is one."""
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
@@ -38,7 +38,7 @@ class Rules(Protocol):
 
 
 @dataclass(frozen=True)
-class Wish:
+class DraftRequest:
     """A sequence that would like drafts.
 
     Args:
@@ -52,12 +52,12 @@ class Wish:
     tokens: Sequence[int]
     most: int
     salt: str = ""
-    rules: Rules | None = None
+    rules: SamplingRules | None = None
     wide: bool = False
 
 
 @dataclass(frozen=True)
-class News:
+class DraftFeedback:
     """What a pass has shown of a sequence.
 
     Args:
@@ -99,11 +99,11 @@ class Proposer(Protocol):
         """Whether ``observe`` needs the choices of every row of the tree."""
         ...
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         """A draft for each wish, in order; None where there is nothing to say."""
         ...
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         """A pass is over; once per sequence that had a row in it."""
         ...
 

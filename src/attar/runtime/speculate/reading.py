@@ -20,7 +20,7 @@ BEHIND = 16
 LEFT = 1.0  # plain passes, in the budget after the charge: to draft with, once the text is read
 
 
-class Reading:
+class DraftPrefill:
     """How much of each text has been read."""
 
     def __init__(self) -> None:

@@ -10,13 +10,13 @@ from attar.runtime.sampling.warp import SamplingRow
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.noise import Drafting, Noise
-from attar.runtime.speculate.proposer import Proposer, Rules, Wish
-from attar.runtime.speculate.verify import Mode
+from attar.runtime.speculate.noise import DraftRules, Noise
+from attar.runtime.speculate.proposer import DraftRequest, Proposer, SamplingRules
+from attar.runtime.speculate.verify import VerificationMode
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class SpeculativePass:
     """A pass.
 
     Args:
@@ -36,16 +36,16 @@ class Round:
     began: float = 0.0
 
 
-RESTING = Round()
+RESTING = SpeculativePass()
 """A pass as without speculation."""
 
 
-def writes(sequence: Running) -> bool:
+def decodes_one(sequence: Running) -> bool:
     """Whether its next token alone is to come: not a prompt, nor a text that will fork."""
     return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
 
 
-def room(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> int:
+def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> int:
     """Drafts that a sequence may have, ``most`` at most; see ``Speculator.plan`` for ``inside``."""
     limits, manager = scheduler.limits, scheduler.manager
     longest = min(most, (limits.chunk or limits.step_tokens) - 1, sequence.limit - len(sequence.tokens) - 1)
@@ -55,7 +55,7 @@ def room(sequence: Running, scheduler: Scheduler, most: int, inside: bool) -> in
     return max(longest, 0)
 
 
-def mode_of(text: Completion, verification: Mode | None) -> Mode:
+def mode_of(text: Completion, verification: VerificationMode | None) -> VerificationMode:
     """As asked for; else coupled where the request has a seed, and exact where it has none."""
     return verification or ("exact" if text.params.seed is None else "coupled")
 
@@ -66,7 +66,7 @@ def noise_of(sequence: Running, text: Completion) -> Noise:
 
 
 @dataclass(eq=False)
-class Watched:
+class GuardedRules:
     """A text's rules as a proposer gets them: where they fail, that is the text's fault.
 
     Args:
@@ -90,10 +90,12 @@ class Watched:
         return self.text.key(ahead)
 
 
-def wish(sequence: Running, most: int, proposer: Proposer, rules: Watched, mode: Mode, wide: bool) -> Wish:
+def draft_request(
+    sequence: Running, most: int, proposer: Proposer, rules: GuardedRules, mode: VerificationMode, wide: bool
+) -> DraftRequest:
     """What a proposer is asked for a sequence; rules only where it draws."""
-    shown: Rules | None = None
+    shown: SamplingRules | None = None
     if proposer.draws:
         exact = mode == "exact" and not rules.text.params.greedy
-        shown = Drafting(rules, noise_of(sequence, rules.text)) if exact else rules
-    return Wish(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)
+        shown = DraftRules(rules, noise_of(sequence, rules.text)) if exact else rules
+    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)

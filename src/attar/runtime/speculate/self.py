@@ -30,7 +30,7 @@ from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.speculate.model import DraftModel
-from attar.runtime.speculate.vocabulary import Same, between
+from attar.runtime.speculate.vocabulary import SameVocabulary, map_vocabularies
 
 WAYS = ("auto", "int4", "layers")
 SHARE = 0.5  # of the layers
@@ -39,7 +39,7 @@ NAME = "self"
 logger = logging.getLogger(__name__)
 
 
-def load_self(
+def load_self_draft(
     model: str | Path | Checkpoint,
     target: Loaded,
     *,
@@ -92,7 +92,7 @@ def draft_of(draft: Loaded, target: Loaded, **settings: Any) -> DraftModel:
     if draft.eviction is not None:
         raise SettingsError("eviction of the draft", type(draft.eviction).__name__, "None")
     columns = (draft.runner.vocabulary, vocabulary_of(target))
-    vocabulary = between(draft.tokenizer, target.tokenizer, columns, (draft.name, target.name))
+    vocabulary = map_vocabularies(draft.tokenizer, target.tokenizer, columns, (draft.name, target.name))
     return DraftModel(draft.runner, vocabulary, name=draft.name, ends=target.ends, **settings)
 
 
@@ -185,5 +185,5 @@ def _drafter(
     runner: Compiled | Modules, target: Loaded, nbytes: int, how: str, settings: dict[str, Any]
 ) -> DraftModel:
     logger.info("%s drafts for itself: %s, %.1f MiB more memory", target.name, how, nbytes / 2**20)
-    vocabulary = Same(runner.vocabulary, vocabulary_of(target))
+    vocabulary = SameVocabulary(runner.vocabulary, vocabulary_of(target))
     return DraftModel(runner, vocabulary, name=NAME, ends=target.ends, nbytes=nbytes, **settings)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import AcceptanceRates
-from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.proposer import DraftFeedback
 
 
 def cut(draft: Draft, kinds: set[int]) -> Draft:
@@ -31,7 +31,7 @@ def cut(draft: Draft, kinds: set[int]) -> Draft:
     return Draft(tokens, parents, q, draft.rule, kept)
 
 
-def learn(acceptance: AcceptanceRates, news: Sequence[News], whole: dict[int, Draft]) -> None:
+def learn(acceptance: AcceptanceRates, news: Sequence[DraftFeedback], whole: dict[int, Draft]) -> None:
     """Count the siblings that were not run.
 
     Args:

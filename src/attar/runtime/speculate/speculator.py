@@ -31,15 +31,24 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
-from attar.runtime.speculate.counts import Counts
+from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import LEVELS, Draft
 from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.proposer import News, Proposer
-from attar.runtime.speculate.reading import Reading
-from attar.runtime.speculate.round import RESTING, Round, Watched, mode_of, noise_of, room, wish, writes
+from attar.runtime.speculate.proposer import DraftFeedback, Proposer
+from attar.runtime.speculate.reading import DraftPrefill
+from attar.runtime.speculate.round import (
+    RESTING,
+    GuardedRules,
+    SpeculativePass,
+    decodes_one,
+    draft_limit,
+    draft_request,
+    mode_of,
+    noise_of,
+)
 from attar.runtime.speculate.siblings import cut, learn
-from attar.runtime.speculate.verify import Mode, verify
+from attar.runtime.speculate.verify import VerificationMode, verify
 
 WIDE_EVERY = 4  # passes between two with siblings, where none pay
 
@@ -68,16 +77,16 @@ class Speculator:
         policy: DraftPolicy,
         *,
         most: int,
-        verification: Mode | None = None,
+        verification: VerificationMode | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.proposer, self.policy, self.most = proposer, policy, most
         self.verification, self.clock = verification, clock
-        self.counts, self.reading = Counts(), Reading()
+        self.counts, self.reading = SpeculationCounts(), DraftPrefill()
         self.failure: Exception | None = None
         self.stopped = False
         self._known: dict[int, None] = {}
-        self._round = Round()
+        self._round = SpeculativePass()
         self._asking = self._reading = False  # of this pass
         self._whole: dict[int, Draft] = {}  # drafts of the pass with all siblings
         self._since_wide = WIDE_EVERY
@@ -108,11 +117,11 @@ class Speculator:
         began = self.clock()
         self._asking = self._reading = False
         self.follow(scheduler.running)
-        decoding = [each for each, _ in planned if writes(each)]
+        decoding = [each for each, _ in planned if decodes_one(each)]
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         beside = total - len(decoding)
-        rooms = [room(each, scheduler, min(self.most, left), inside) for each in decoding]
+        rooms = [draft_limit(each, scheduler, min(self.most, left), inside) for each in decoding]
         drafts: dict[int, Draft] = {}
         if self.failure is None and not rested and any(rooms):
             for each, draft in zip(decoding, self._asked(decoding, rooms, left, beside, text), strict=True):
@@ -125,7 +134,7 @@ class Speculator:
         spent = now - began + self._spent
         drafting, self._spent = (spent, 0.0) if self._asking else (0.0, spent)
         ids = tuple(each.id for each in decoding)
-        self._round = Round(drafts, ids, beside, drafting, self._reading, now)
+        self._round = SpeculativePass(drafts, ids, beside, drafting, self._reading, now)
         return [(each, share + len(each.drafts)) for each, share in planned]
 
     def has(self, output: StepOutput) -> bool:
@@ -226,9 +235,9 @@ class Speculator:
                 return [*nothing]
             wide = self._wide(kinds)
             self._reading = self.reading.meet(ids, rooms, [len(each.tokens) for each in decoding])
-        rules = [Watched(text(each)) for each in decoding]
+        rules = [GuardedRules(text(each)) for each in decoding]
         wishes = [
-            wish(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
+            draft_request(each, most, self.proposer, its, mode_of(its.text, self.verification), wide)
             for each, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
@@ -259,14 +268,14 @@ class Speculator:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
         return draft if len(draft) <= left else None if self.proposer.looks else draft.cut(left)
 
-    def _news(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> News:
+    def _news(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
         sequence = output.sequence.id
         draft = self._round.drafts.get(sequence)
         choices: list[int] = []
         if draft is not None and self.proposer.looks:
             rows = output.rows[-output.draws :]
             choices = logits[rows.start : rows.stop].argmax(-1).tolist()
-        return News(sequence, draft, drawn.path, drawn.tokens, choices)
+        return DraftFeedback(sequence, draft, drawn.path, drawn.tokens, choices)
 
     def _broken(self, failure: Exception) -> None:
         self.failure = failure

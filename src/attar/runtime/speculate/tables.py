@@ -21,7 +21,7 @@ from attar.runtime.step import TokenSpan
 NEAR = 64  # tokens at the end, where text and table usually part
 
 
-class Tables:
+class DraftTables:
     """The tables of a draft model.
 
     Args:

@@ -13,11 +13,11 @@ from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import SamplingRow, argmax, check_finite, warp
 from attar.runtime.speculate.draft import Draft, Floats
 from attar.runtime.speculate.noise import Noise
-from attar.runtime.speculate.proposer import Rules
+from attar.runtime.speculate.proposer import SamplingRules
 
 
 @dataclass(frozen=True, eq=False)
-class Logits:
+class TargetLogits:
     """The logits of a pass over a draft.
 
     A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
@@ -33,7 +33,7 @@ class Logits:
     """
 
     logits: Tensor
-    rules: Rules
+    rules: SamplingRules
     draft: Draft
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from attar.runtime.speculate.draft import Draft
 
 
-class Trie:
+class DraftBuilder:
     """Continuations, what they begin with in common held once.
 
     Args:

@@ -19,7 +19,7 @@ from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.tree import walk
 
-Mode = Literal["coupled", "exact"]
+VerificationMode = Literal["coupled", "exact"]
 
 
 class Target(Protocol):
@@ -39,7 +39,7 @@ class Target(Protocol):
         ...
 
 
-def verify(draft: Draft, target: Target, noise: Noise, mode: Mode = "coupled") -> Verdict:
+def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = "coupled") -> Verdict:
     """Decide which drafts are taken, and the token behind them.
 
     Args:

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attar.errors import ModelError
-from attar.runtime.speculate.pieces import beginning, paired, pieces
+from attar.runtime.speculate.pieces import beginning, ids_by_bytes, paired
 
 LEAST = 0.1  # of the smaller vocabulary, must be in both
 BROKEN = "\ufffd"
 
 
-class Reader(Protocol):
+class TokenTranslator(Protocol):
     """Follows one text for the draft model."""
 
     def read(self, tokens: Sequence[int]) -> list[int] | None:
@@ -42,15 +42,15 @@ class Reader(Protocol):
         """
         ...
 
-    def copy(self) -> Reader:
+    def copy(self) -> TokenTranslator:
         """For a text that begins like this one."""
         ...
 
 
-class Vocabulary(Protocol):
+class VocabularyMapping(Protocol):
     """Between the draft's tokens and the target's."""
 
-    def reader(self) -> Reader:
+    def reader(self) -> TokenTranslator:
         """For a new text."""
         ...
 
@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
         ...
 
 
-class Same:
+class SameVocabulary:
     """One tokenizer; it is its own reader.
 
     Args:
@@ -73,7 +73,7 @@ class Same:
     def __init__(self, draft: int, target: int) -> None:
         self.draft, self.target = draft, target
 
-    def reader(self) -> Reader:
+    def reader(self) -> TokenTranslator:
         return self
 
     def read(self, tokens: Sequence[int]) -> list[int]:
@@ -82,7 +82,7 @@ class Same:
             return list(tokens)
         return [min(token, self.draft - 1) for token in tokens]
 
-    def copy(self) -> Reader:
+    def copy(self) -> TokenTranslator:
         return self
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Same:
         return token
 
 
-class Shared:
+class SharedVocabulary:
     """Two tokenizers.
 
     Args:
@@ -112,7 +112,7 @@ class Shared:
     def __init__(
         self, draft: Any, target: Any, columns: tuple[int, int], names: tuple[str, str] = ("draft", "target")
     ) -> None:
-        mine, theirs = pieces(draft, columns[0], names[0]), pieces(target, columns[1], names[1])
+        mine, theirs = ids_by_bytes(draft, columns[0], names[0]), ids_by_bytes(target, columns[1], names[1])
         self.pairs = paired(draft, target, mine, theirs)
         smaller = min(len(mine), len(theirs))
         if len(self.pairs) < LEAST * smaller:
@@ -129,8 +129,8 @@ class Shared:
         self._special = frozenset(target.all_special_ids)
         self._begin = beginning(draft)
 
-    def reader(self) -> Reader:
-        return SharedReader(self)
+    def reader(self) -> TokenTranslator:
+        return SharedTranslator(self)
 
     def logits(self, rows: Tensor) -> Tensor:
         found = rows.new_full((len(rows), self.columns[1]), -torch.inf)
@@ -165,14 +165,14 @@ class Shared:
         return begin + found
 
 
-class SharedReader:
+class SharedTranslator:
     """One text behind two tokenizers.
 
     Args:
         shared: between which.
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: SharedVocabulary) -> None:
         self._shared, self._seen = shared, 0
         self._known: list[int] = []
 
@@ -185,15 +185,15 @@ class SharedReader:
         self._known, self._seen = known, len(tokens)
         return known.copy()
 
-    def copy(self) -> Reader:
-        made = SharedReader(self._shared)
+    def copy(self) -> TokenTranslator:
+        made = SharedTranslator(self._shared)
         made._known, made._seen = self._known, self._seen
         return made
 
 
-def between(
+def map_vocabularies(
     draft: Any, target: Any, columns: tuple[int, int], names: tuple[str, str] = ("draft", "target")
-) -> Vocabulary:
+) -> VocabularyMapping:
     """What stands between two models.
 
     Args:
@@ -202,13 +202,13 @@ def between(
         names: for messages.
 
     Raises:
-        ModelError: as :class:`Shared`.
+        ModelError: as :class:`SharedVocabulary`.
     """
     if draft is None or target is None:
-        return Same(*columns)
+        return SameVocabulary(*columns)
     mine, theirs = draft.get_vocab(), target.get_vocab()
     common = [token for token in mine if token in theirs]
     equal = sum(mine[token] == theirs[token] for token in common)
     if equal == len(common) and 2 * equal >= min(len(mine), len(theirs)):
-        return Same(*columns)
-    return Shared(draft, target, columns, names)
+        return SameVocabulary(*columns)
+    return SharedVocabulary(draft, target, columns, names)

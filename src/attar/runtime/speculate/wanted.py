@@ -13,7 +13,7 @@ MODES = ("coupled", "exact")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SpeculationSettings:
     """How tokens are drafted; see :class:`attar.runtime.llm.LLM`.
 
     Args:

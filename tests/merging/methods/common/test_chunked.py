@@ -55,5 +55,5 @@ def test_slerp_of_large_tensors_is_that_of_float64(pair, compat):
     a, b = x.double(), y.double()
     th = torch.arccos((a / a.norm()) @ (b / b.norm()))
     want = (torch.sin(0.7 * th) * a + torch.sin(0.3 * th) * b) / torch.sin(th)
-    got = METHODS["slerp"].merge([y], x, shared={"t": 0.3}, each={}, compat=compat)
+    got = METHODS["slerp"].merge([y], x, shared={"t": 0.3}, per_model={}, compat=compat)
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-9)

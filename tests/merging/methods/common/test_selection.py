@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from attar.merging.methods.common.chunked import SIZE
-from attar.merging.methods.common.selection import First, Selector, cuts, kth_largest, largest
+from attar.merging.methods.common.selection import (
+    MagnitudeSelector,
+    StableSelection,
+    kth_largest,
+    kth_magnitudes,
+    largest,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,10 +56,10 @@ def test_ascending_order_takes_the_first_of_equal_ones_too(dtype: torch.dtype) -
     x = numbers(5000, dtype)
     order = x.abs().float().argsort(stable=True)
     for m in (1, 700, 2500, 5000):
-        cut = cuts(lambda: [x], dtype, [5000 + 1 - m])[0]
+        cut = kth_magnitudes(lambda: [x], dtype, [5000 + 1 - m])[0]
         expected = torch.zeros(5000, dtype=torch.bool)
         expected[order[:m]] = True
-        first = First(cut, m, 5000, largest=False)
+        first = StableSelection(cut, m, 5000, largest=False)
         assert torch.equal(torch.cat([first.mask(x[:1234]), first.mask(x[1234:])]), expected)
 
 
@@ -61,17 +67,17 @@ def test_several_ranks_and_many_tensors_in_any_order() -> None:
     parts = [numbers(n, torch.float32, n) for n in (10, 3000, 501)]
     order = torch.cat(parts).abs().sort(descending=True).values
     for sequence in (parts, parts[::-1]):
-        selector = Selector(torch.float32)
+        selector = MagnitudeSelector(torch.float32)
         for _ in range(selector.passes):
             for part in sequence:
                 selector.add(part)
             selector.end_pass([1, 77, 3000])
-        assert [cut.value for cut in selector.cuts] == [order[0], order[76], order[2999]]
+        assert [cut.value for cut in selector.thresholds] == [order[0], order[76], order[2999]]
         assert selector.count == 3511
 
 
 def test_a_cut_counts_what_is_above_and_on_it() -> None:
-    cut = cuts(lambda: [torch.tensor([3.0, -2.0, 2.0, 1.0, 2.0])], torch.float32, [3])[0]
+    cut = kth_magnitudes(lambda: [torch.tensor([3.0, -2.0, 2.0, 1.0, 2.0])], torch.float32, [3])[0]
     assert (cut.value, cut.above, cut.equal) == (2.0, 1, 3)
 
 
@@ -82,4 +88,4 @@ def test_infinity_and_subnormal_numbers_have_their_places() -> None:
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match="float64"):
-        Selector(torch.float64)
+        MagnitudeSelector(torch.float64)

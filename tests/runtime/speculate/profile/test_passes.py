@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.profile.passes import Passes, expected_tokens, speedup
+from attar.runtime.speculate.profile.passes import AcceptanceCounts, expected_tokens, speedup
 
 
 @pytest.mark.parametrize(("chance", "drafts"), [(0.0, 3), (0.3, 1), (0.8, 4), (0.8, 0), (1.0, 5)])
@@ -18,7 +18,7 @@ def test_expected_tokens_are_the_mean_over_outcomes(chance: float, drafts: int) 
 
 
 def test_figures_of_passes_counted_by_hand() -> None:
-    passes = Passes()
+    passes = AcceptanceCounts()
     for drafted, depth, accepted in [(0, 0, 0), (4, 4, 4), (4, 4, 1), (6, 2, 0)]:
         passes.note(drafted, depth, accepted)
     assert (passes.total, passes.drafted, passes.accepted) == (4, 14, 5)
@@ -31,7 +31,7 @@ def test_figures_of_passes_counted_by_hand() -> None:
 
 
 def test_nothing_drafted_has_no_rate() -> None:
-    passes = Passes()
+    passes = AcceptanceCounts()
     assert passes.tokens_per_pass is None and passes.theory is None
     passes.note(0, 0, 0)
     assert (passes.rate, passes.chance, passes.tokens_per_pass, passes.theory) == (None, None, 1.0, 1.0)
@@ -40,11 +40,11 @@ def test_nothing_drafted_has_no_rate() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(AssertionError, match="5 accepted"):
-        Passes().note(8, 4, 5)
+        AcceptanceCounts().note(8, 4, 5)
 
 
 def test_theory_is_met_where_acceptance_is_the_same_everywhere() -> None:
-    draws, passes = random.Random(0), Passes()
+    draws, passes = random.Random(0), AcceptanceCounts()
     for _ in range(20000):
         depth, accepted = draws.choice((0, 1, 3, 6)), 0
         while accepted < depth and draws.random() < 0.7:
@@ -74,7 +74,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_theory_is_above_where_acceptances_come_together_and_below_where_the_first_is_surest() -> None:
-    together, surest = Passes(), Passes()
+    together, surest = AcceptanceCounts(), AcceptanceCounts()
     together.note(8, 8, 8)
     together.note(8, 8, 0)
     surest.note(2, 2, 1)

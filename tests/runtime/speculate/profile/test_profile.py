@@ -14,11 +14,11 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.passes import expected_tokens
 from attar.runtime.speculate.profile.profile import PLAIN, beside, profile
-from attar.runtime.speculate.profile.rows import Profile, Row
-from attar.runtime.speculate.proposer import News, Wish
+from attar.runtime.speculate.profile.rows import Profile, ProfileRow
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
 
@@ -34,10 +34,10 @@ class Knows:
     def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:
         self.texts, self.right = texts, right
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         return [self._proposed(wish) for wish in wishes]
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         pass
 
     def fork(self, sequence: int, child: int) -> None:
@@ -46,7 +46,7 @@ class Knows:
     def forget(self, sequence: int) -> None:
         pass
 
-    def _proposed(self, wish: Wish) -> Draft | None:
+    def _proposed(self, wish: DraftRequest) -> Draft | None:
         text = next(all for all in self.texts.values() if list(all[: len(wish.tokens)]) == list(wish.tokens))
         ahead = text[len(wish.tokens) : len(wish.tokens) + wish.most]
         tokens = [(each + (place >= self.right)) % 50 for place, each in enumerate(ahead)]
@@ -71,7 +71,7 @@ def texts(engine: Engine) -> dict[tuple[int, ...], Sequence[int]]:
 
 def made(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]], batches: Sequence[int]) -> Profile:
     def knows(right: int, most: int) -> Speculator:
-        return Speculator(Knows(texts, right), Fixed(most), most=most)
+        return Speculator(Knows(texts, right), FixedPolicy(most), most=most)
 
     methods = {"all": knows(9, 3), "two of three": knows(2, 3), "none": knows(0, 1)}
     return profile(engine, "fake", methods, PROMPTS, batches=batches, tokens=TOKENS, rounds=2)
@@ -82,7 +82,7 @@ def found(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> Profil
     return made(engine, texts, (1,))
 
 
-def row(found: Profile, kind: str, method: str) -> Row:
+def row(found: Profile, kind: str, method: str) -> ProfileRow:
     return next(each for each in found.rows if (each.set, each.method) == (kind, method))
 
 
@@ -121,7 +121,7 @@ def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, .
 
 
 def test_a_proposer_that_breaks_is_an_error(engine: Engine, broken_proposers: list[str]) -> None:
-    broken = Speculator(Knows({}, 0), Fixed(2), most=2)
+    broken = Speculator(Knows({}, 0), FixedPolicy(2), most=2)
     with pytest.raises(StopIteration):
         profile(engine, "fake", {"broken": broken}, PROMPTS, tokens=4, rounds=1)
     assert engine.speculator is None

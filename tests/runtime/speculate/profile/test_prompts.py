@@ -11,7 +11,7 @@ from attar.errors import DataError, SettingsError
 from attar.runtime.speculate.profile.prompts import (
     LENGTH,
     SETS,
-    Question,
+    SpecBenchQuestion,
     prompt_sets,
     question_sets,
     read_questions,
@@ -62,7 +62,7 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     found = read_questions(file)
-    assert found[0] == Question(81, "writing", ("Compose.", "Rewrite.")) and len(found) == 3
+    assert found[0] == SpecBenchQuestion(81, "writing", ("Compose.", "Rewrite.")) and len(found) == 3
     assert question_sets(found, 1) == {"writing": ["Compose."], "qa": ["Who?"]}
     assert question_sets(found, 2)["writing"] == ["Compose.", "Draft."]
 

@@ -1,8 +1,8 @@
-"""Work in pieces: elementwise arithmetic over a few hundred kilobytes at a time, and sums in a fixed order.
+"""Chunks of a few hundred kilobytes for elementwise arithmetic, and sums in a fixed order.
 
-A merge is a handful of elementwise operations over tensors of millions of numbers. Cut into flat pieces, the
-intermediate results stay in the processor's cache, and the memory is that of the inputs and the output. The
-bits of an elementwise operation do not depend on the cut.
+A merge is a few elementwise operations over tensors of millions of numbers. In flat chunks the intermediate
+results stay in the processor's cache, and memory holds only inputs and output. The bits of an elementwise
+operation do not depend on the chunks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SIZE = 1 << 17  # numbers in a piece
-FEW = 1 << 20  # numbers whose squares torch's own norm adds exactly enough
+SIZE = 1 << 17  # numbers in a chunk
+FEW = 1 << 20  # numbers up to which torch's own norm is accurate enough
 
 
 def spans(count: int, unit: int = 1) -> Iterator[slice]:
-    """Slices over ``count`` numbers, of about ``SIZE`` each, and multiples of ``unit`` (but for the last)."""
+    """Slices over ``count`` numbers, of about ``SIZE`` each, and multiples of ``unit`` (except the last)."""
     step = max(SIZE // unit, 1) * unit
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
@@ -28,10 +28,10 @@ def spans(count: int, unit: int = 1) -> Iterator[slice]:
 def elementwise(
     function: Callable[..., Tensor], tensors: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``function(*tensors)``, piece by piece into a new tensor of the first one's shape.
+    """``function(*tensors)``, chunk by chunk into a new tensor of the first one's shape.
 
     Args:
-        function: elementwise; gets 1-D pieces of all tensors, and must not modify them.
+        function: elementwise; gets 1-D chunks of all tensors, and must not modify them.
         tensors: of one shape.
         dtype: of the result; None: of the first tensor.
     """
@@ -50,20 +50,20 @@ def keep_(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """Sum of a piece in float64, in an order that does not depend on the number of threads."""
+    """Sum of a chunk in float64, in an order that does not depend on the number of threads."""
     return float(np.add.reduce(values.double().reshape(-1).numpy()))
 
 
 def norm(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """|values|: of all, or of the vectors along a dimension, which stays with size 1.
+    """|values|: of all, or of the vectors along a dimension, which is kept with size 1.
 
-    Vectors of up to ``FEW`` numbers by torch, as in mergekit; longer ones in float64, piece by piece, for
-    torch adds squares one after the other in float32: off by 2e-4 at 11 million numbers, 6e-3 at 65 million.
+    Vectors of up to ``FEW`` numbers by torch, as in mergekit; longer ones in float64, chunk by chunk, because
+    torch adds squares in sequence in float32: off by 2e-4 at 11 million numbers, 6e-3 at 65 million.
 
     Args:
         values: not changed.
         dim: along which the vectors run; None: all numbers are one vector.
-        dtype: to compute and to answer in; None: the values' own.
+        dtype: of the computation and the result; None: the values' own.
     """
     dtype = dtype or values.dtype
     if dim is None:
@@ -78,6 +78,6 @@ def norm(values: Tensor, dim: int | None = None, dtype: torch.dtype | None = Non
 
 
 def inner_product(a: Tensor, b: Tensor) -> float:
-    """<a, b> in float64, piece by piece."""
+    """<a, b> in float64, chunk by chunk."""
     u, v = a.reshape(-1), b.reshape(-1)
     return math.fsum(total(u[span].double() * v[span].double()) for span in spans(u.numel()))

@@ -2,8 +2,8 @@
 
     key = SHA-256(seed, tensor, model) ,  u = SFC64(key) 32 bits at a time ,  mask_j = [u_j < p_j 2^32]
 
-A mask depends on the seed and the two names alone, not on which tensors came before, how many threads run, or
-how the tensor was cut into pieces of even length. Integers are compared, so no rounding can differ.
+A mask depends on the seed and the two names only, not on the order of the tensors, the number of threads, or
+the chunks (of even length) of a tensor. Integers are compared, so no rounding can differ.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 
-class Source(Protocol):
-    """Where a method takes its masks from."""
+class MaskSource(Protocol):
+    """A stream of random masks."""
 
     def below(self, probability: float | Tensor, count: int) -> Tensor:
-        """A bool tensor (count,), each entry True with its probability; calls go on in the stream."""
+        """The next ``count`` entries of the stream: a bool tensor, each entry True with its probability."""
         ...
 
 
-class Draws:
-    """A stream of random numbers for one tensor of one model.
+class RandomMasks:
+    """The random masks of one tensor of one model.
 
     Args:
-        key: any integer that is not negative.
+        key: a non-negative integer.
     """
 
     def __init__(self, key: int) -> None:
         self.bits = np.random.SFC64(key)
 
     @classmethod
-    def of(cls, seed: int, tensor: str, model: str) -> Draws:
-        """The stream for a tensor's name and a model's identity."""
+    def of(cls, seed: int, tensor: str, model: str) -> RandomMasks:
+        """The masks for a tensor's name and a model's identity."""
         text = "\0".join((str(seed), tensor, model))
         return cls(int.from_bytes(hashlib.sha256(text.encode()).digest(), "big"))
 
@@ -50,19 +50,3 @@ class Draws:
         if bound > 0xFFFFFFFF:
             return torch.ones(count, dtype=torch.bool)
         return torch.from_numpy(raw < np.uint32(max(bound, 0)))
-
-
-class TorchDraws:
-    """The same from a generator of torch, with the calls that mergekit makes: for comparisons on one machine.
-
-    Args:
-        generator: may be shared by several models, which then draw one after the other.
-    """
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def below(self, probability: float | Tensor, count: int) -> Tensor:
-        """torch.bernoulli of the probabilities."""
-        p = probability if isinstance(probability, Tensor) else torch.full((count,), probability)
-        return torch.bernoulli(p.float().flatten(), generator=self.generator).bool()

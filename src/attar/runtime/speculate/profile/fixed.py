@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from attar.runtime.speculate.draft import Draft, kind_of
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy, LossBudget
-from attar.runtime.speculate.proposer import News
+from attar.runtime.speculate.proposer import DraftFeedback
 
 
-class Fixed(DraftPolicy):
+class FixedPolicy(DraftPolicy):
     """K drafts wherever there is room; of a tree the first K, of a tree that is learnt from all or none.
 
     Args:
@@ -49,7 +49,7 @@ class Fixed(DraftPolicy):
         return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
 
     def note(
-        self, news: Sequence[News], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
         if news and not prompt_tokens:
             drafts = sum(len(each.draft) for each in news if each.draft is not None)

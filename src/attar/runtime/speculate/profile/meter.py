@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.profile.passes import Passes
-from attar.runtime.speculate.proposer import News, Proposer, Wish
+from attar.runtime.speculate.profile.passes import AcceptanceCounts
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 
 
-class Meter:
+class MeteredProposer:
     """Counts.
 
     Args:
@@ -26,7 +26,7 @@ class Meter:
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
-        self.passes, self.seconds = Passes(), 0.0
+        self.passes, self.seconds = AcceptanceCounts(), 0.0
         self._begun: dict[int, None] = {}
 
     @property
@@ -45,13 +45,13 @@ class Meter:
     def looks(self) -> bool:
         return self.proposer.looks
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Draft | None]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
         began = time.perf_counter()
         found = self.proposer.propose(wishes)
         self._spent(began)
         return found
 
-    def observe(self, news: Sequence[News]) -> None:
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
         began = time.perf_counter()
         self.proposer.observe(news)
         self._spent(began)

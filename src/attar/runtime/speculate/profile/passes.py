@@ -30,7 +30,7 @@ T95 = (
 
 
 @dataclass
-class Passes:
+class AcceptanceCounts:
     """How often a pass had d drafts of depth k and n accepted: {(d, k, n): passes}."""
 
     counts: Counter[tuple[int, int, int]] = field(default_factory=Counter)

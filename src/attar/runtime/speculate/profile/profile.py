@@ -20,25 +20,25 @@ from dataclasses import dataclass, field
 from attar.progress import SILENT, Progress
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.meter import Meter
-from attar.runtime.speculate.profile.passes import Passes, speedup
-from attar.runtime.speculate.profile.rows import Profile, Row
+from attar.runtime.speculate.profile.meter import MeteredProposer
+from attar.runtime.speculate.profile.passes import AcceptanceCounts, speedup
+from attar.runtime.speculate.profile.rows import Profile, ProfileRow
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.timing import decoded, run_timed
 
 PLAIN = "plain"
 LEAST = 8  # tokens of a text: end tokens before are passed over
-Batch = tuple[tuple[int, ...], ...]
+PromptBatch = tuple[tuple[int, ...], ...]
 
 
 @dataclass
-class _Seen:
+class _MethodRuns:
     """One method on one set: seconds and tokens of each batch of prompts by round, and what it wrote."""
 
     seconds: list[list[float]] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
-    passes: Passes = field(default_factory=Passes)
+    passes: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     drafting: float = 0.0
 
     def pace(self, places: Sequence[int]) -> list[float]:
@@ -101,17 +101,17 @@ def beside(engine: Engine, speculator: Speculator | None = None) -> Engine:
 
 def _runs(
     engines: Mapping[str, Engine],
-    work: Mapping[str, Sequence[Batch]],
+    work: Mapping[str, Sequence[PromptBatch]],
     params: SamplingParams,
     rounds: int,
     progress: Progress,
-) -> dict[tuple[str, str], _Seen]:
+) -> dict[tuple[str, str], _MethodRuns]:
     """All methods on all batches of prompts, in turn; a first round of one batch is not counted."""
     order = list(engines)
-    seen = {(kind, method): _Seen() for kind in work for method in order}
+    seen = {(kind, method): _MethodRuns() for kind in work for method in order}
     first = next(batch for batches in work.values() for batch in batches)
     for method in order:
-        _answer(engines[method], first, params, f"{method} first", _Seen())
+        _answer(engines[method], first, params, f"{method} first", _MethodRuns())
     with progress.task("bench", total=rounds * len(order) * sum(map(len, work.values()))) as task:
         for turn in range(rounds):
             for kind, batches in work.items():
@@ -126,16 +126,16 @@ def _runs(
 
 def _answer(
     engine: Engine,
-    batch: Batch,
+    batch: PromptBatch,
     params: SamplingParams,
     salt: str,
-    seen: _Seen,
+    seen: _MethodRuns,
     place: int = 0,
 ) -> None:
     """One batch of prompts once; what it took and wrote is noted."""
     speculator, meter = engine.speculator, None
     if speculator is not None:
-        meter = speculator.proposer = Meter(speculator.proposer)
+        meter = speculator.proposer = MeteredProposer(speculator.proposer)
     requests = run_timed(engine, [engine.add(prompt, params, salt=salt) for prompt in batch])
     if speculator is not None and meter is not None:
         speculator.proposer = meter.proposer
@@ -156,11 +156,13 @@ def _answer(
     seen.passes.counts[0, 0, 0] += max(written - counted, 0)  # in passes that nobody watched: a token each
 
 
-def _row(kind: str, method: str, batch: int, plain: _Seen, seen: _Seen, rounds: int) -> Row:
+def _row(
+    kind: str, method: str, batch: int, plain: _MethodRuns, seen: _MethodRuns, rounds: int
+) -> ProfileRow:
     places = range(len(seen.seconds))
     gain = None if seen is plain else speedup(plain.pace(places), seen.pace(places))
     seconds = sum(map(sum, seen.seconds))
-    return Row(
+    return ProfileRow(
         kind,
         method,
         batch,
@@ -179,12 +181,12 @@ def _row(kind: str, method: str, batch: int, plain: _Seen, seen: _Seen, rounds: 
     )
 
 
-def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[Batch]:
+def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[PromptBatch]:
     starts = range(0, len(prompts), size)
     return [tuple(tuple(prompt) for prompt in prompts[start : start + size]) for start in starts]
 
 
-def _by_round(seen: _Seen, rounds: int) -> list[list[list[int]]]:
+def _by_round(seen: _MethodRuns, rounds: int) -> list[list[list[int]]]:
     """Of every prompt its texts, round by round."""
     count = len(seen.texts) // rounds
     return [seen.texts[place::count] for place in range(count)]

@@ -30,7 +30,7 @@ WORDS = ("alpha", "bravo", "delta", "hotel", "kilo", "lima", "oscar", "romeo", "
 
 
 @dataclass(frozen=True)
-class Question:
+class SpecBenchQuestion:
     """A line of Spec-Bench's format.
 
     Args:
@@ -56,7 +56,7 @@ def prompt_sets(names: tuple[str, ...], count: int, seed: int = 0) -> dict[str, 
     return {name: SETS[name](count, random.Random(f"{name} {seed}")) for name in names}
 
 
-def read_questions(path: str | Path) -> list[Question]:
+def read_questions(path: str | Path) -> list[SpecBenchQuestion]:
     """Spec-Bench's ``question.jsonl``.
 
     Raises:
@@ -74,7 +74,7 @@ def read_questions(path: str | Path) -> list[Question]:
     return found
 
 
-def question_sets(questions: list[Question], count: int) -> dict[str, list[str]]:
+def question_sets(questions: list[SpecBenchQuestion], count: int) -> dict[str, list[str]]:
     """First turns by category, in the file's order, ``count`` of each at most."""
     found: dict[str, list[str]] = {}
     for question in questions:
@@ -84,7 +84,7 @@ def question_sets(questions: list[Question], count: int) -> dict[str, list[str]]
     return found
 
 
-def _question(place: str, line: str) -> Question:
+def _question(place: str, line: str) -> SpecBenchQuestion:
     try:
         fields: Any = json.loads(line)
     except ValueError as error:
@@ -99,7 +99,7 @@ def _question(place: str, line: str) -> Question:
     name = fields.get("question_id")
     if isinstance(name, bool) or not isinstance(name, int | str):
         raise DataError(f"{place}: question_id must be a number or a name")
-    return Question(name, category, tuple(turns))
+    return SpecBenchQuestion(name, category, tuple(turns))
 
 
 def _code(count: int, draws: random.Random) -> list[str]:

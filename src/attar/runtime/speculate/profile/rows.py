@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     """A method on a set.
 
     Attributes:
@@ -51,7 +51,7 @@ class Profile:
     tokens: int
     rounds: int
     temperature: float
-    rows: tuple[Row, ...]
+    rows: tuple[ProfileRow, ...]
     held_out_note: str = ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -15,17 +15,17 @@ from attar.progress import SILENT, Progress
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.settings import BenchSettings, EngineSettings
-from attar.runtime.speculate.build import speculator
-from attar.runtime.speculate.profile.fixed import Fixed
+from attar.runtime.speculate.build import make_speculator
+from attar.runtime.speculate.profile.fixed import FixedPolicy
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
 from attar.runtime.speculate.profile.rows import Profile
 from attar.runtime.speculate.profile.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.wanted import Wanted
+from attar.runtime.speculate.wanted import SpeculationSettings
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
-DRAFTING = tuple(each.name for each in fields(Wanted))
+DRAFTING = tuple(each.name for each in fields(SpeculationSettings))
 
 
 def run_profile(
@@ -100,11 +100,11 @@ def make_methods(
     asked = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
     for each in asked:
         for most in chosen.drafts or (None,):
-            wanted = Wanted(**each, drafts=most, verification=chosen.verification)
-            made = speculator(wanted, loaded, model, **alike)
+            wanted = SpeculationSettings(**each, drafts=most, verification=chosen.verification)
+            made = make_speculator(wanted, loaded, model, **alike)
             assert made is not None, f"{each} gives no speculator"
             if chosen.fixed and most is not None:
-                made.policy = Fixed(most)
+                made.policy = FixedPolicy(most)
             name = next(iter(each.values()))
             found[name if most is None else f"{name}, {most}"] = made
     return found

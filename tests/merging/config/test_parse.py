@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from attar.errors import RecipeError, SettingsError
-from attar.merging.config.parse import load_configs, parse_configs, read_located
-from attar.merging.config.schema import Filtered, ModelReference, ModelToken, Setting, TokenChoice
+from attar.merging.config.documents import parse_configs, parse_located, read_configs
+from attar.merging.config.schema import (
+    FilteredValue,
+    ModelReference,
+    ModelToken,
+    ParameterSetting,
+    TokenChoice,
+)
 from attar.merging.planning.parameters import method_of
 from attar.yaml import parse_yaml
 
@@ -63,11 +69,11 @@ chat_template: auto
         "org/one", "org/lora@r2", "org/one+org/lora@r2",
     )  # fmt: skip
     assert first.layers is None
-    assert first.parameters["density"] == Setting((1, 0.7, 0.1))
+    assert first.parameters["density"] == ParameterSetting((1, 0.7, 0.1))
     assert str(second.model) == "org/two@main"
-    assert second.parameters["weight"].value == (Filtered("mlp", (0, 0.5)), Filtered(None, 1))
+    assert second.parameters["weight"].value == (FilteredValue("mlp", (0, 0.5)), FilteredValue(None, 1))
     assert second.parameters["weight"].where == "merge.yml:11"
-    assert config.parameters["normalize"] == Setting(False)
+    assert config.parameters["normalize"] == ParameterSetting(False)
     assert config.tokenizer is not None
     assert config.tokenizer.source == "union"
     assert config.chat_template == "auto"
@@ -94,7 +100,7 @@ modules:
     encoder, decoder = config.modules
     assert (encoder.name, decoder.name) == ("encoder", "decoder")
     assert [each.sources[0].layers for each in encoder.slices] == [(0, 2), (1, 3)]
-    assert encoder.slices[0].parameters["scale"] == Setting(2)
+    assert encoder.slices[0].parameters["scale"] == ParameterSetting(2)
     assert encoder.slices[1].base == ModelReference("c")
     assert decoder.slices[0].sources[0].layers is None
     assert [str(each) for each in config.models()] == ["a", "b", "c"]
@@ -179,9 +185,9 @@ def test_the_document_without_a_name_is_the_last() -> None:
 
 def test_a_file_and_a_part_of_another(tmp_path: Path) -> None:
     (tmp_path / "m.yml").write_text(f"merge_method: karcher\n{PAIR}")
-    assert load_configs(tmp_path / "m.yml")[0].where == f"{tmp_path / 'm.yml'}:1"
+    assert read_configs(str(tmp_path / "m.yml"))[0][0].where == f"{tmp_path / 'm.yml'}:1"
     inner = parse_yaml(f"config:\n  merge_method: karcher\n  {PAIR}", "r.yaml").value["config"].value
-    assert read_located(inner)[0].where == "r.yaml:2"
+    assert parse_located(inner)[0].where == "r.yaml:2"
 
 
 LINEAR = "merge_method: linear\n"
@@ -197,7 +203,7 @@ WRONG = [
     ),
     (f"{LINEAR}{PAIR}random_seed: 1", "merge.yml:3: unknown key 'random_seed' in a merge"),
     (LINEAR, "merge.yml:1: a merge needs one of the keys models, slices, modules"),
-    (f"{LINEAR}{PAIR}slices: []", "merge.yml:3: 'slices' beside 'models'; a merge has one of"),
+    (f"{LINEAR}{PAIR}slices: []", "merge.yml:3: 'slices' next to 'models'; a merge has one of"),
     (f"{LINEAR}models: []", "merge.yml:2: models must be a list with at least one item"),
     (f"{LINEAR}models: [{{modle: a}}]", "merge.yml:2: unknown key 'modle' in a model; did you mean 'model'?"),
     (
@@ -209,11 +215,11 @@ WRONG = [
     (f"{LINEAR}models: [{{model: a+b+c}}]", "merge.yml:2: the model 'a+b+c' has more than one '+'"),
     (f"{LINEAR}models: [{{model: a@b@c}}]", "merge.yml:2: 'a@b@c' is no model"),
     (f"{LINEAR}models: [{{model: a+}}]", "merge.yml:2: 'a+' is no model"),
-    (f"{LINEAR}models: [{{model: {{lora: b}}}}]", "merge.yml:2: a model without the key 'model'"),
+    (f"{LINEAR}models: [{{model: {{lora: b}}}}]", "merge.yml:2: a model needs the key 'model'"),
     (f"{LINEAR}models: [{{model: {{model: a, lroa: b}}}}]", "merge.yml:2: unknown key 'lroa' in a model"),
     (
         f"{LINEAR}models: [{{model: {{model: a, override_architecture: x}}}}]",
-        "merge.yml:2: override_architecture has",
+        "merge.yml:2: unknown key 'override_architecture'",
     ),
     (
         f"{LINEAR}models:\n  - model: a\n  - model: a",
@@ -279,7 +285,7 @@ WRONG = [
     (
         f"{SLICE}  - sources:\n"
         "    - {model: a, layer_range: [0, 2]}\n    - {model: b, layer_range: [0, 3]}",
-        "merge.yml:5: 3 layers of b beside 2 layers of a; the sources of a slice have the same number",
+        "merge.yml:5: 3 layers of b, but 2 layers of a; the sources of a slice have the same number",
     ),
     ("merge_method: passthrough\nmodules: []", "merge.yml:2: modules must be a mapping"),
     (
@@ -352,4 +358,6 @@ def test_weights_of_a_soup_have_a_sum() -> None:
 
 
 def test_a_flag_may_be_0_or_1_as_in_the_wild() -> None:
-    assert one(f"{LINEAR}{PAIR}parameters: {{normalize: 1.0}}").parameters["normalize"] == Setting(1.0)
+    assert one(f"{LINEAR}{PAIR}parameters: {{normalize: 1.0}}").parameters["normalize"] == ParameterSetting(
+        1.0
+    )
