@@ -31,9 +31,9 @@ from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
 from attar.quantization.methods import lsq
 from attar.quantization.ranges import ActivationRange
-from attar.walks.objectives import next_token
+from attar.walks.objectives import Loss, next_token
 from attar.walks.settings import TrainSettings
-from attar.walks.train import Loss, TrainHistory
+from attar.walks.train import TrainHistory
 from attar.walks.train import train as run
 
 TRAINED = ("weights", "scales")
