@@ -1,6 +1,6 @@
 """Recovery of a quantized model by low-rank adapters over frozen codes, on held-out text.
 
-    python benchmarks/adapters.py [--model attar:tiny] [--bits 2 3] [--rank 16] [--steps 100]
+    python benchmarks/adapters.py [--model attar:tiny] [--bits 2 3] [--starts zero error] [--rank 16]
 
 A row for each number of bits and each start of the adapters: KL to the original in nats a token and
 perplexity, of the rounded model (groups of 64) and after ``attar recover --adapter-rank``.
@@ -22,6 +22,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="attar:tiny")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--starts", nargs="+", default=["zero", "error"])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--length", type=int, default=256)
@@ -39,7 +40,7 @@ def measure_bits(bits: int, folder: Path, arguments: argparse.Namespace) -> None
     began = time.perf_counter()
     attar.quantize(model, rounded, scheme=f"W{bits}A16", group_size=64, check_tokens=0)
     row(bits, "rounded", rounded, began, arguments)
-    for init in ("zero", "error"):
+    for init in arguments.starts:
         began, out = time.perf_counter(), folder / f"w{bits}-{init}"
         attar.recover(
             rounded,

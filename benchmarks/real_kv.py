@@ -40,8 +40,8 @@ from attar.runtime.kv.memory import LayerShape, block_bytes
 from attar.runtime.kv.store import STORES
 from attar.runtime.loading import load
 from attar.runtime.runner.modules import Modules
-from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.watching import LastQueries, StridedQueries
+from attar.runtime.runner.observers import LastQueries, StridedQueries
+from attar.runtime.runner.probe import Rotary
 from attar.runtime.step import StepInput, TokenSpan
 
 MODEL = "attar:smollm2"
@@ -256,11 +256,11 @@ class Recorder:
         rotary = Rotary(plain.model, plain.pool.geometry.layers)
         self.tail = LastQueries(SnapKV(capacity=10**9, window=32))
         self.again = StridedQueries(Reread(capacity=10**9), rotary)
-        plain._watch = self
+        plain._observer = self
 
-    def see(self, *seen: Any) -> None:
-        self.tail.see(*seen)
-        self.again.see(*seen)
+    def observe(self, *seen: Any) -> None:
+        self.tail.observe(*seen)
+        self.again.observe(*seen)
 
     def fork(self, sequence: int, child: int) -> None:
         self.tail.fork(sequence, child)
@@ -275,10 +275,10 @@ class Recorder:
         base.fork(0, 1)
         watch = self.again if isinstance(method, Reread) else self.tail
         watch.method = method
-        self.runner._watch = watch
+        self.runner._observer = watch
         base.pack(1, method.capacity)
         logits = base.run(1, tail, len(tail))
-        self.runner._watch = self
+        self.runner._observer = self
         base.release(1)
         return logits
 

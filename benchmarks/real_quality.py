@@ -23,8 +23,8 @@ import quality as packed
 import attar
 from attar.checkpoint import open_checkpoint
 from attar.deployment.gguf import dense_view
-from attar.formats.gguf.architectures import architecture, placements, sizes
 from attar.formats.gguf.mixes import bits, mix
+from attar.formats.gguf.tensor_map import architecture, placements, sizes
 from attar.measure.table import table_rows
 
 MODEL = "attar:smollm2"

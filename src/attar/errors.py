@@ -6,14 +6,14 @@
     │   │   └── GrammarError   a grammar takes more than is allowed to hold a text to it
     │   └── RecipeError        a recipe file: names file, line and key
     ├── CheckpointError        a model folder is missing, incomplete or damaged
-    ├── ModelError             the architecture does not allow what was asked
+    ├── ModelError             the architecture does not allow the request
     ├── DataError              the text is missing, empty or of the wrong shape
     ├── NumericsError          NaN, infinity or a singular matrix
     ├── OutputError            the result cannot be written
     └── MissingExtraError      an optional package is not installed
 
-A message is one line that names the file, the field and what is wrong with it; ``hint`` says how to mend it.
-Anything else that escapes is a bug of attar.
+A message is one line that names file, field and problem; ``hint`` names the remedy. Any other exception is a
+bug of attar.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class AttarError(Exception):
     """Base of every error that a user can cause.
 
     Args:
-        message: one line: which file or field, what is wrong.
-        hint: one line: how to mend it.
+        message: one line: file or field, and the problem.
+        hint: one line: the remedy.
 
     Attributes:
-        kind: a short name of the reason, for programs; None: the class says enough.
+        kind: a short name of the reason, for programs; None where the class is specific enough.
     """
 
     exit_code = 1
@@ -52,13 +52,7 @@ class UsageError(AttarError):
 
 
 class SettingsError(UsageError):
-    """A setting has a value that is not allowed.
-
-    Args:
-        field: name of the setting.
-        value: what was given.
-        allowed: what would be allowed, in words.
-    """
+    """A setting has a value that is not allowed; ``allowed`` describes the allowed ones."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"{field} is {value!r}, but must be {allowed}")
@@ -68,7 +62,7 @@ class SettingsError(UsageError):
 
 
 class GrammarError(SettingsError):
-    """A grammar takes more time or memory than is allowed, or no text can follow it."""
+    """A grammar needs more time or memory than is allowed, or accepts no text."""
 
     kind = "grammar_too_complex"
 
@@ -82,7 +76,7 @@ class CheckpointError(AttarError):
 
 
 class ModelError(AttarError):
-    """The architecture does not allow what was asked, or a part of it was not found."""
+    """The architecture does not allow the request, or lacks a part that is needed."""
 
 
 class DataError(AttarError):
@@ -98,12 +92,7 @@ class OutputError(AttarError):
 
 
 class MissingExtraError(AttarError):
-    """An optional package is not installed.
-
-    Args:
-        package: import name of the package.
-        extra: attar's extra that brings it.
-    """
+    """An optional package (import name) is not installed; attar's ``extra`` installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(

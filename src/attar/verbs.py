@@ -267,7 +267,7 @@ def run_stage(
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     if verb == "quantize":  # refused before transformers is imported
         model = load("attar.checkpoint.open:open_checkpoint")(model)
-        load("attar.formats.stated:refuse_packed")(model)
+        load("attar.formats.quantization_config:refuse_packed")(model)
     function = STAGES[verb].run()
     checkpoint: Checkpoint = function(
         model, Path(out), settings, **teacher_option, progress=progress or SILENT, force=force

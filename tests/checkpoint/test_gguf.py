@@ -17,7 +17,7 @@ from attar.checkpoint.output import command_line
 from attar.checkpoint.parts import part_of
 from attar.checkpoint.paths import resolve
 from attar.errors import CheckpointError, ModelError, OutputError
-from attar.formats.gguf.container import read
+from attar.formats.gguf.container import read_gguf
 from tests import tiny_models
 from tests.formats.gguf.gguf_files import write_gguf
 
@@ -65,7 +65,7 @@ def test_counts_are_those_of_the_model(file: Path, folder: Path) -> None:
     assert [(part.name, part.parameters) for part in found.parts] == [
         (part.name, part.parameters) for part in dense.parts
     ]
-    assert found.tensor_bytes == sum(tensor.nbytes for tensor in read(file).tensors.values())
+    assert found.tensor_bytes == sum(tensor.nbytes for tensor in read_gguf(file).tensors.values())
     assert found.disk_bytes == file.stat().st_size and found.path == file and found.weight_files == 1
     matrices = sum(part.parameters for part in dense.parts if part.name != "norm")
     assert found.quantization is not None and found.quantization["parameters"] == matrices

@@ -12,7 +12,7 @@ from attar.data.packing import (
     PADDING,
     Batches,
     calibration_batches,
-    evaluation_batches,
+    evaluation_rows,
     front_tokens,
     pack,
     pack_separate,
@@ -66,13 +66,9 @@ def test_calibration_and_evaluation_do_not_share_rows():
     )
     assert [tuple(batch.shape) for batch in kept] == [(4, 64), (2, 64)]
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
-    held = evaluation_batches(
-        tokenizer, "python-stdlib", tokens=640, sequence_length=64, batch_size=4, seed=3
-    )
+    held = evaluation_rows(tokenizer, "python-stdlib", tokens=640, sequence_length=64, seed=3).rows
     rows = {tuple(row.tolist()) for batch in kept for row in batch}
-    assert sum(map(len, held)) == 10 and not any(
-        tuple(row.tolist()) in rows for batch in held for row in batch
-    )
+    assert len(held) == 10 and not any(tuple(row.tolist()) in rows for row in held)
 
 
 def test_too_little_text_is_an_error_with_the_mend(tmp_path):
@@ -130,10 +126,10 @@ def test_rows_begin_with_bos_and_lose_no_token(documents, length):
 def test_every_kind_of_rows_begins_with_bos(tmp_path):
     tokenizer, data = with_bos(), str(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(400)))
-    sizes = {"sequence_length": 16, "batch_size": 4, "seed": 0}
-    (calibrated,) = calibration_batches(tokenizer, data, samples=4, **sizes)
-    (evaluated,) = evaluation_batches(tokenizer, data, tokens=64, **sizes)
-    (bare,) = evaluation_batches(tokenizer, data, tokens=64, bos="never", **sizes)
+    sizes = {"sequence_length": 16, "seed": 0}
+    (calibrated,) = calibration_batches(tokenizer, data, samples=4, batch_size=4, **sizes)
+    evaluated = evaluation_rows(tokenizer, data, tokens=64, **sizes).rows
+    bare = evaluation_rows(tokenizer, data, tokens=64, bos="never", **sizes).rows
     assert (calibrated[:, 0] == 2).all() and (evaluated[:, 0] == 2).all() and not (bare == 2).any()
     assert evaluated[:, 1:].flatten().tolist()[:60] == bare.flatten().tolist()[:60]
 

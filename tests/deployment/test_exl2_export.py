@@ -6,7 +6,7 @@ import torch
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import export
 from attar.errors import ModelError
-from attar.formats.exl2_tensors import decode
+from attar.formats.exl2 import decode
 from attar.models.load import load_model
 from tests import tiny_models
 from tests.quantization.packing import pack, save

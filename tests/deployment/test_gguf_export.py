@@ -11,8 +11,8 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.settings import ExportSettings
 from attar.deployment.stage import card_beside, export
 from attar.errors import CheckpointError, DataError, ModelError, NumericsError, OutputError, SettingsError
-from attar.formats.decoded import Decoded
 from attar.formats.gguf import container
+from attar.formats.readers import Decoded
 from attar.models.load import load_model
 from attar.progress import SILENT
 from attar.quantization.hessian import Hessian, output_error
@@ -33,7 +33,7 @@ def settings(**changes):
 
 
 def kinds(file):
-    return {name: info.kind for name, info in container.read(file).tensors.items()}
+    return {name: info.kind for name, info in container.read_gguf(file).tensors.items()}
 
 
 def matrices(file):
@@ -145,7 +145,7 @@ def test_codes_without_a_type_are_decoded_and_it_is_said(tmp_path):
 def test_a_file_read_back_and_written_again_is_the_same(wide, tmp_path):
     first = export(wide, tmp_path / "a.gguf", settings(type="Q4_0"))
     export(first, tmp_path / "b.gguf", settings())
-    old, new = container.read(tmp_path / "a.gguf"), container.read(tmp_path / "b.gguf")
+    old, new = container.read_gguf(tmp_path / "a.gguf"), container.read_gguf(tmp_path / "b.gguf")
     for name, info in old.tensors.items():
         if info.kind == "Q4_0":
             assert new.tensors[name].kind == "Q4_0" and torch.equal(new.load(name), old.load(name)), name
@@ -255,7 +255,7 @@ def test_auto_keeps_the_blocks_of_a_gguf_file(wide, tmp_path, name):
     """Also of types that no layout of integers holds, and of rows that rotary embedding reorders."""
     first = export(wide, tmp_path / "a.gguf", settings(type=name, imatrix="none"))
     again = export(first, tmp_path / "b.gguf", settings())
-    old, new = container.read(tmp_path / "a.gguf"), container.read(tmp_path / "b.gguf")
+    old, new = container.read_gguf(tmp_path / "a.gguf"), container.read_gguf(tmp_path / "b.gguf")
     assert {each.kind for each in old.tensors.values()} == {each.kind for each in new.tensors.values()}
     assert all(torch.equal(new.load(each), old.load(each)) for each in old.tensors)
     assert again.card.details["carried"] == 23 and not again.card.details["notes"]

@@ -12,9 +12,9 @@ from attar.checkpoint import open_checkpoint
 from attar.deployment.gguf_mixture import NARROW, WIDE, gguf_mixture
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
-from attar.formats.gguf.architectures import placements
 from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter
 from attar.formats.gguf.mixes import bits, tensor_bytes
+from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML

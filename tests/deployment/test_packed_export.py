@@ -24,15 +24,15 @@ def make(tmp_path):
 def codes(checkpoint):
     """Codes of every Linear by the name of its module."""
     read = reader(checkpoint)
-    found = {name.rpartition(".")[0]: read.codes(name) for name in checkpoint.tensors if read.coded(name)}
+    found = {name.rpartition(".")[0]: read.codes(name) for name in checkpoint.tensors if read.is_coded(name)}
     return {name: pair[0].codes.float() for name, pair in found.items() if pair is not None}
 
 
 def weights(checkpoint):
     """Decoded weights of every Linear, float32, by the name of its module."""
     read = reader(checkpoint)
-    coded = [name for name in checkpoint.tensors if read.coded(name)]
-    return {name.rpartition(".")[0]: read.dense(name).float() for name in coded}
+    coded = [name for name in checkpoint.tensors if read.is_coded(name)]
+    return {name.rpartition(".")[0]: read.decode(name).float() for name in coded}
 
 
 def logits(checkpoint):

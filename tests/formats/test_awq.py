@@ -6,18 +6,17 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.awq import (
-    ORDER,
-    PLACE,
+    NIBBLE_OUTPUTS,
+    OUTPUT_NIBBLES,
     AWQReader,
-    coded,
     decode,
-    dequantize_state,
     encode,
     layout,
     quantization_config,
+    unpack,
 )
 from attar.formats.coded import Coded
-from attar.formats.readers import method, reader
+from attar.formats.readers import dequantize_state, quant_method, reader
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
@@ -49,7 +48,7 @@ def test_decoding_agrees_with_loops_over_the_description(size, symmetric):
     got = decode(tensors, made)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, shape, size or 96))
-    assert equal(coded(tensors), weight)
+    assert equal(unpack(tensors), weight)
     assert layout(shape, made) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -70,7 +69,8 @@ def test_hand_computed_words():
 
 
 def test_the_two_orders_are_inverses():
-    assert [ORDER[place] for place in PLACE] == list(range(8)) == [PLACE[output] for output in ORDER]
+    outputs = [NIBBLE_OUTPUTS[nibble] for nibble in OUTPUT_NIBBLES]
+    assert outputs == list(range(8)) == [OUTPUT_NIBBLES[output] for output in NIBBLE_OUTPUTS]
 
 
 def test_nothing_is_modified():
@@ -123,7 +123,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
     norm, bias = torch.randn(4).half(), torch.randn(8).half()
     tensors = {**stored(), "model.norm.weight": norm, f"{MODULE}.bias": bias}
     checkpoint = folder(tmp_path, tensors, said, beside=beside)
-    assert method(checkpoint) == "awq"
+    assert quant_method(checkpoint) == "awq"
     read = reader(checkpoint)
     made = rule(4, 16, symmetric=False)
     weight = random_coded(made)
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
     assert sorted(state) == [f"{MODULE}.bias", f"{MODULE}.weight", "model.norm.weight"]
     assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, made), made))
     assert torch.equal(state["model.norm.weight"], norm) and torch.equal(state[f"{MODULE}.bias"], bias)
-    slot = read.slot(checkpoint.tensors[f"{MODULE}.qweight"])
+    slot = read.header(checkpoint.tensors[f"{MODULE}.qweight"])
     assert slot == (f"{MODULE}.weight", "F16", (8, 64))
     read.check(f"{MODULE}.qweight")
 
@@ -153,7 +153,7 @@ def test_other_layouts_are_refused_by_name(tmp_path, changes):
 @pytest.mark.parametrize("size", [None, 0, "16"])
 def test_group_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(CheckpointError, match="in groups of"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).decode(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
     tensors = stored()
     tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
     with pytest.raises(CheckpointError, match=error):
-        AWQReader(folder(tmp_path, tensors, SAID)).dense(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, SAID)).decode(f"{MODULE}.qweight")
 
 
 def test_scales_of_zero_are_named(tmp_path):

@@ -10,8 +10,15 @@ from safetensors.torch import load_file, save_file
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats import bitsandbytes_int8 as int8
-from attar.formats.bitsandbytes import STATE, BitsAndBytesReader, decode, encode, layout, read_state
+from attar.formats import bitsandbytes
+from attar.formats.bitsandbytes import (
+    STATE,
+    BitsAndBytesReader,
+    decode_nf4,
+    encode_nf4,
+    layout_nf4,
+    read_state,
+)
 from attar.formats.coded import Coded
 from attar.formats.readers import reader
 from attar.formats.rules import WeightRule
@@ -27,7 +34,7 @@ def made(double, shape=(6, 128)):
     found = rtn(weight, NF4Grid(64, double, torch.bfloat16))
     nested = found.parameters.stored if double else None
     levels = torch.tensor(LEVELS)
-    return found, encode(found.codes, found.parameters.scale, levels, torch.bfloat16, nested)
+    return found, encode_nf4(found.codes, found.parameters.scale, levels, torch.bfloat16, nested)
 
 
 def by_loops(tensors):
@@ -49,9 +56,9 @@ def by_loops(tensors):
 @pytest.mark.parametrize("double", [False, True])
 def test_decoding_agrees_with_loops_over_the_description(double):
     found, tensors = made(double)
-    assert torch.equal(decode(tensors), by_loops(tensors))
-    assert torch.equal(decode(tensors).float(), found.dequantize())
-    assert layout((6, 128), 64, torch.bfloat16, double) == {
+    assert torch.equal(decode_nf4(tensors), by_loops(tensors))
+    assert torch.equal(decode_nf4(tensors).float(), found.dequantize())
+    assert layout_nf4((6, 128), 64, torch.bfloat16, double) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
 
@@ -60,8 +67,8 @@ def test_decoding_agrees_with_loops_over_the_description(double):
 def test_the_state_has_the_announced_length_whatever_the_offset(offset):
     found, _ = made(True)
     nested = {**found.parameters.stored, "nested_offset": torch.tensor([offset])}
-    tensors = encode(found.codes, found.parameters.scale, torch.tensor(LEVELS), torch.bfloat16, nested)
-    assert tensors[STATE].shape == layout((6, 128), 64, torch.bfloat16, True)[STATE][1]
+    tensors = encode_nf4(found.codes, found.parameters.scale, torch.tensor(LEVELS), torch.bfloat16, nested)
+    assert tensors[STATE].shape == layout_nf4((6, 128), 64, torch.bfloat16, True)[STATE][1]
     assert read_state(tensors[STATE])["nested_offset"] == torch.tensor(offset).item()
 
 
@@ -134,25 +141,27 @@ def whole(shape=(6, 40), dtype=torch.bfloat16, seed=2):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_int8_decodes_to_what_the_codes_were_made_for(dtype):
     found, coded = whole(dtype=dtype)
-    tensors = int8.encode(coded)
-    assert int8.layout((6, 40)) == {
+    tensors = bitsandbytes.encode_int8(coded)
+    assert bitsandbytes.layout_int8((6, 40)) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
     assert torch.equal(tensors["weight"], found.codes)
-    assert torch.equal(int8.decode(tensors, dtype).float(), found.dequantize())
+    assert torch.equal(bitsandbytes.decode_int8(tensors, dtype).float(), found.dequantize())
     for n in range(6):
         for k in range(40):
             wanted = int(tensors["weight"][n, k]) * (float(tensors["SCB"][n]) / 127)
-            assert float(int8.decode(tensors, torch.float32)[n, k]) == pytest.approx(wanted, rel=1e-6)
-    again = int8.coded(tensors)
+            assert float(bitsandbytes.decode_int8(tensors, torch.float32)[n, k]) == pytest.approx(
+                wanted, rel=1e-6
+            )
+    again = bitsandbytes.unpack_int8(tensors)
     assert torch.equal(again.scale, coded.scale) and torch.equal(again.codes, coded.codes)
 
 
 def test_int8_of_one_scale_repeats_it():
     codes = torch.tensor([[-128, 127], [5, 0]], dtype=torch.int8)
-    tensors = int8.encode(Coded(codes, torch.tensor([[0.5]])))
+    tensors = bitsandbytes.encode_int8(Coded(codes, torch.tensor([[0.5]])))
     assert tensors["SCB"].tolist() == [63.5, 63.5]
-    assert int8.decode(tensors, torch.float32).tolist() == [[-64.0, 63.5], [2.5, 0.0]]
+    assert bitsandbytes.decode_int8(tensors, torch.float32).tolist() == [[-64.0, 63.5], [2.5, 0.0]]
 
 
 def test_int8_refuses_what_it_cannot_hold():
@@ -164,9 +173,9 @@ def test_int8_refuses_what_it_cannot_hold():
         replace(coded, codes=coded.codes.to(torch.float8_e4m3fn)),
     ):
         with pytest.raises(ModelError, match="one scale for each output"):
-            int8.encode(bad)
-    for good in (WeightRule("int", 8, "channel"), WeightRule("int", 4, "channel"), int8.RULE):
-        int8.refuse(good)
+            bitsandbytes.encode_int8(bad)
+    for good in (WeightRule("int", 8, "channel"), WeightRule("int", 4, "channel"), bitsandbytes.INT8_RULE):
+        bitsandbytes.refuse_int8(good)
     for rule in (
         WeightRule("int", 8, "channel", symmetric=False),
         WeightRule("int", 4, "group", 128),
@@ -174,7 +183,7 @@ def test_int8_refuses_what_it_cannot_hold():
         WeightRule("int", 8, "block", block=(128, 128)),
     ):
         with pytest.raises(ModelError, match="one scale for each output"):
-            int8.refuse(rule)
+            bitsandbytes.refuse_int8(rule)
 
 
 def save_int8(folder, family="llama3"):
@@ -187,10 +196,10 @@ def save_int8(folder, family="llama3"):
         weight = tensors.pop(name)
         found = rtn(weight, IntGrid(8, 0, storage=torch.bfloat16))
         dense[name] = found.dequantize().bfloat16()
-        made = int8.encode(Coded(found.codes, found.parameters.scale))
+        made = bitsandbytes.encode_int8(Coded(found.codes, found.parameters.scale))
         tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**checkpoint.config, "quantization_config": int8.quantization_config(["lm_head"])}
+    config = {**checkpoint.config, "quantization_config": bitsandbytes.int8_config(["lm_head"])}
     (folder / "config.json").write_text(json.dumps(config))
     return open_checkpoint(folder), dense
 
@@ -198,16 +207,16 @@ def save_int8(folder, family="llama3"):
 def test_int8_checkpoints_are_read_without_the_library(tmp_path):
     checkpoint, dense = save_int8(tmp_path / "int8")
     read = reader(checkpoint)
-    assert read.slot(checkpoint.tensors[NAME]) == (NAME, "BF16", tuple(dense[NAME].shape))
-    assert read.slot(checkpoint.tensors[NAME.replace("weight", "SCB")]) is None
+    assert read.header(checkpoint.tensors[NAME]) == (NAME, "BF16", tuple(dense[NAME].shape))
+    assert read.header(checkpoint.tensors[NAME.replace("weight", "SCB")]) is None
     coded, rule = read.codes(NAME)
-    assert rule == int8.RULE and coded.codes.dtype == torch.int8
+    assert rule == bitsandbytes.INT8_RULE and coded.codes.dtype == torch.int8
     assert read.codes("model.norm.weight") is None and read.codes("lm_head.weight") is None
     state = load_model(checkpoint).state_dict()
     for name, weight in dense.items():
         read.check(name)
         assert torch.equal(state[name], weight), name
-    assert read.dense("lm_head.weight").dtype == torch.bfloat16
+    assert read.decode("lm_head.weight").dtype == torch.bfloat16
 
 
 def test_damaged_int8_is_named(tmp_path):
@@ -221,7 +230,7 @@ def test_damaged_int8_is_named(tmp_path):
         lambda tensors: tensors.update({form: torch.tensor(1, dtype=torch.uint8)}),
     ):
         with pytest.raises(CheckpointError, match=f"{NAME} do not fit together"):
-            BitsAndBytesReader(change(folder, alter)).dense(NAME)
+            BitsAndBytesReader(change(folder, alter)).decode(NAME)
         save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
     for name, value, match in (
         (scale, float("inf"), "infinite scales"),

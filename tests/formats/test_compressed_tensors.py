@@ -16,10 +16,10 @@ from attar.formats.compressed_tensors import (
     CompressedTensorsConfig,
     CompressedTensorsReader,
     ConfigGroup,
-    dequantize_state,
     quantization_config,
 )
 from attar.formats.layouts import encode
+from attar.formats.readers import dequantize_state
 from attar.formats.rules import FLOAT, INT, NAIVE, PACK, ActivationRule, WeightRule
 
 W4 = WeightRule("int", 4, "group", 16)
@@ -113,7 +113,7 @@ def test_reading_each_layout_beside_the_others(tmp_path):
     scale = checkpoint.load("c.x.weight_scale")
     assert torch.equal(state["c.x.weight"], checkpoint.load("c.x.weight").float() * scale)
     reader = CompressedTensorsReader(checkpoint)
-    slots = [reader.slot(info) for info in checkpoint.tensors.values()]
+    slots = [reader.header(info) for info in checkpoint.tensors.values()]
     assert {slot[0]: slot[1:] for slot in slots if slot} == {
         name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()
     }

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from attar.errors import NumericsError
 from attar.formats import awq, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
-from attar.formats.convert import WIDTHS, carried_rule, carry, fits
+from attar.formats.convert import WIDTHS, convert, converted_rule, misfit
 from attar.formats.readers import READERS
 from attar.formats.rules import INT, PACK, WeightRule
 from tests.formats.integer_weights import equal, folder, random_coded, rule
@@ -34,8 +34,8 @@ def write(path, target, weight, made, form=PACK):
 
 def read(reader):
     """Codes, rule and dense weight of that checkpoint."""
-    name = next(name for name in reader.checkpoint.tensors if reader.coded(name))
-    return *reader.codes(name), reader.dense(name)
+    name = next(name for name in reader.checkpoint.tensors if reader.is_coded(name))
+    return *reader.codes(name), reader.decode(name)
 
 
 CHAINS = [
@@ -58,8 +58,8 @@ def test_codes_and_numbers_stay_through_every_conversion(tmp_path, made, chain):
     start = weight = random_coded(made, SHAPE)
     found, first = made, None
     for step, target in enumerate(chain):
-        assert fits(found, SHAPE, target) is None
-        carried = carry(weight, found, target)
+        assert misfit(found, SHAPE, target) is None
+        carried = convert(weight, found, target)
         assert carried.change == 0.0 and carried.note is None
         weight, found, dense = read(write(tmp_path / str(step), target, carried.weight, carried.rule))
         first = dense if first is None else first
@@ -128,8 +128,8 @@ def test_static_act_order_is_no_order():
     said = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
     for order in ("static", "weight", None):
         made = WeightRule.read({**said, "actorder": order})
-        assert all(fits(made, SHAPE, target) is None for target in WIDTHS)
-    assert "act-order" in fits(WeightRule.read({**said, "actorder": "group"}), SHAPE, "awq")
+        assert all(misfit(made, SHAPE, target) is None for target in WIDTHS)
+    assert "act-order" in misfit(WeightRule.read({**said, "actorder": "group"}), SHAPE, "awq")
 
 
 def test_an_order_of_neighbours_is_none(tmp_path):
@@ -152,7 +152,7 @@ def test_an_order_of_neighbours_is_none(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_told(made, shape, target, why):
-    assert why in fits(made, shape, target)
+    assert why in misfit(made, shape, target)
 
 
 @pytest.mark.parametrize("target", list(WIDTHS))
@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_told(made, shape, target, why):
 def test_a_wider_code_holds_the_same_number(tmp_path, target, bits):
     made = rule(bits, 16, symmetric=False)
     weight = random_coded(made, SHAPE)
-    carried = carry(weight, made, target)
+    carried = convert(weight, made, target)
     assert carried.rule.bits == next(width for width in WIDTHS[target] if width >= bits)
     found, back, dense = read(write(tmp_path, target, carried.weight, carried.rule))
     assert equal(found, weight) and back.bits == carried.rule.bits
@@ -168,24 +168,24 @@ def test_a_wider_code_holds_the_same_number(tmp_path, target, bits):
 
 
 def test_five_bits_become_eight_in_gptq():
-    assert carried_rule(rule(5, 16), "gptq") == rule(8, 16)
-    assert carried_rule(rule(5, 16), "compressed-tensors") == rule(5, 16)
+    assert converted_rule(rule(5, 16), "gptq") == rule(8, 16)
+    assert converted_rule(rule(5, 16), "compressed-tensors") == rule(5, 16)
 
 
 def test_one_scale_for_all_becomes_one_for_each_output(tmp_path):
     made = WeightRule("int", 4, "tensor", symmetric=False)
     weight = random_coded(made, SHAPE)
-    carried = carry(weight, made, "gptq")
+    carried = convert(weight, made, "gptq")
     assert carried.rule == rule(4, 0, symmetric=False) and carried.weight.scale.shape == (16, 1)
     found, _, dense = read(write(tmp_path, "gptq", carried.weight, carried.rule))
     wanted = layouts.decode(layouts.encode(weight, made, PACK, torch.float16), made, PACK)
     assert torch.equal(found.codes, weight.codes) and torch.equal(dense, wanted)
-    assert carry(weight, made, "compressed-tensors").rule == made
+    assert convert(weight, made, "compressed-tensors").rule == made
 
 
 def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
     weight = random_coded(rule(), SHAPE)
-    carried = carry(weight, rule(), "gptq", zeros=True)
+    carried = convert(weight, rule(), "gptq", zeros=True)
     assert not carried.rule.symmetric and not carried.weight.zero.any()
     tensors = gptq.encode(carried.weight, carried.rule)
     assert {int(word) & 0xFFFFFFFF for word in tensors["qzeros"].flatten()} == {0x88888888}
@@ -203,7 +203,7 @@ def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
 )
 def test_scales_change_by_what_is_told(scale, change):
     weight = Coded(torch.zeros(len(scale), 16, dtype=torch.int8), torch.tensor(scale)[:, None])
-    carried = carry(weight, rule(4, 0), "gptq")
+    carried = convert(weight, rule(4, 0), "gptq")
     assert carried.change == pytest.approx(change, rel=1e-6)
     assert (carried.note is None) == (change == 0)
     assert torch.equal(carried.weight.scale, carried.weight.scale.half().float())
@@ -215,16 +215,16 @@ def test_scales_change_by_what_is_told(scale, change):
 def test_scales_out_of_range_are_an_error(scale):
     weight = Coded(torch.zeros(1, 16, dtype=torch.int8), torch.tensor([[scale]]))
     with pytest.raises(NumericsError, match=r"a\.b: its scales.*do not fit float16"):
-        carry(weight, rule(4, 0), "gptq", name="a.b")
+        convert(weight, rule(4, 0), "gptq", name="a.b")
 
 
 def test_bfloat16_scales_can_stay(tmp_path):
     weight = Coded(torch.zeros(1, 16, dtype=torch.int8), torch.tensor([[1e-9]]).bfloat16().float())
-    assert carry(weight, rule(4, 0), "compressed-tensors", dtype=torch.bfloat16).change == 0.0
+    assert convert(weight, rule(4, 0), "compressed-tensors", dtype=torch.bfloat16).change == 0.0
 
 
 def test_nothing_is_modified():
     made = rule(3, 16, symmetric=False)
     weight = random_coded(made, SHAPE)
-    carry(weight, made, "awq")
+    convert(weight, made, "awq")
     assert equal(weight, random_coded(made, SHAPE))

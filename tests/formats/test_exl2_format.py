@@ -11,7 +11,7 @@ from attar.checkpoint import open_checkpoint
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import exl2
-from attar.formats.exl2_tensors import decode, encode, layout, refuse, scales, sections_of
+from attar.formats.exl2 import decode, encode, layout, refuse, scales, sections_of
 from attar.formats.readers import reader
 from attar.models.load import load_model
 from tests.quantization.packing import save
@@ -181,10 +181,10 @@ def test_checkpoints_are_read(tmp_path):
     for name, weight in weights.items():
         stored = f"{name.removesuffix('weight')}q_weight"
         read.check(stored)
-        assert read.slot(checkpoint.tensors[stored]) == (name, "F16", tuple(weight.shape))
-        assert torch.equal(read.dense(stored), weight) and torch.equal(state[name], weight)
-    assert read.slot(checkpoint.tensors[f"{NAME}.q_invperm"]) is None
-    assert read.dense("model.norm.weight").dtype == torch.float16
+        assert read.header(checkpoint.tensors[stored]) == (name, "F16", tuple(weight.shape))
+        assert torch.equal(read.decode(stored), weight) and torch.equal(state[name], weight)
+    assert read.header(checkpoint.tensors[f"{NAME}.q_invperm"]) is None
+    assert read.decode("model.norm.weight").dtype == torch.float16
 
 
 def test_outputs_are_known_without_the_config(tmp_path):
@@ -196,7 +196,7 @@ def test_outputs_are_known_without_the_config(tmp_path):
     key = "model.layers.0.self_attn.k_proj"
     assert weights[f"{key}.weight"].shape[0] == 16
     for base in ("lm_head", key):
-        assert torch.equal(read.dense(f"{base}.q_weight"), weights[f"{base}.weight"])
+        assert torch.equal(read.decode(f"{base}.q_weight"), weights[f"{base}.weight"])
 
 
 def test_damage_is_named(tmp_path):
@@ -225,7 +225,7 @@ def test_damage_is_named(tmp_path):
             else (lambda tensors, name=name, value=value: tensors.update({name: value}))
         )
         with pytest.raises(CheckpointError, match=match):
-            change(alter).dense(f"{NAME}.q_weight")
+            change(alter).decode(f"{NAME}.q_weight")
     for leaf, value, match in (
         ("q_scale_max", float("inf"), "infinite scales"),
         ("q_scale_max", 0.0, "zero"),

@@ -8,21 +8,19 @@ import torch
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats.coded import Coded
-from attar.formats.decoded import Decoded
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.gptq import (
     V1,
     V2,
     GPTQReader,
-    coded,
     decode,
-    dequantize_state,
     encode,
     layout,
     quantization_config,
+    unpack,
     version_for,
 )
-from attar.formats.readers import method, reader
+from attar.formats.readers import Decoded, dequantize_state, quant_method, reader
 from attar.formats.rules import WeightRule
 from tests.formats.integer_weights import equal, field, folder, half, random_coded, rule, words
 
@@ -58,7 +56,7 @@ def test_decoding_agrees_with_loops_over_the_description(made, version):
     got = decode(tensors, made, version)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, made.bits, shape, version))
-    assert equal(coded(tensors, made, version), weight)
+    assert equal(unpack(tensors, made, version), weight)
     assert layout(shape, made) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
@@ -71,7 +69,7 @@ def test_shapes_that_fill_no_words(bits, shape):
     weight = random_coded(made, shape)
     tensors = encode(weight, made)
     assert torch.equal(decode(tensors, made), by_loops(tensors, bits, shape, V2))
-    assert equal(coded(tensors, made, V2), weight)
+    assert equal(unpack(tensors, made, V2), weight)
 
 
 def test_hand_computed_words():
@@ -123,7 +121,7 @@ def test_the_first_version_has_no_zero_point_of_0():
     weight.zero[2, 1] = -8
     with pytest.raises(NumericsError, match="first version"):
         encode(weight, made, V1)
-    assert equal(coded(encode(weight, made, V2), made, V2), weight)
+    assert equal(unpack(encode(weight, made, V2), made, V2), weight)
     assert version_for({"a": rule(), "b": made}) == V2 and version_for({"a": rule()}) == V1
 
 
@@ -136,7 +134,7 @@ def test_a_borrow_between_zero_points_is_undone():
     less = (tensors["qzeros"].to(torch.int64) & 0xFFFFFFFF) - 0x11111111
     tensors["qzeros"] = torch.tensor([w - 2**32 if w >= 2**31 else w for w in (less % 2**32).flatten()])
     tensors["qzeros"] = tensors["qzeros"].reshape(less.shape).to(torch.int32)
-    assert equal(coded(tensors, made, V1), weight)
+    assert equal(unpack(tensors, made, V1), weight)
 
 
 def test_a_zero_point_of_0_that_went_round_in_three_bits():
@@ -148,7 +146,7 @@ def test_a_zero_point_of_0_that_went_round_in_three_bits():
     fields = dense_unpack(tensors["qzeros"], 3, 32)
     assert (fields == 0).any()
     tensors["qzeros"] = dense_pack((fields - 1) & 7, 3)
-    assert equal(coded(tensors, made, V1), weight)
+    assert equal(unpack(tensors, made, V1), weight)
 
 
 def test_rounds_once():
@@ -229,21 +227,21 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path):
     dense, bias = torch.randn(4, 8).half(), torch.randn(8).half()
     tensors = {**stored(made), "model.norm.weight": dense, f"{MODULE}.bias": bias}
     checkpoint = folder(tmp_path, tensors, quantization_config({MODULE: made}))
-    assert method(checkpoint) == "gptq"
+    assert quant_method(checkpoint) == "gptq"
     read = reader(checkpoint)
     assert isinstance(read, GPTQReader) and read.version == V2
-    slots = [read.slot(info) for info in checkpoint.tensors.values()]
+    slots = [read.header(info) for info in checkpoint.tensors.values()]
     assert sorted(slot for slot in slots if slot) == [
         (f"{MODULE}.bias", "F16", (8,)),
         (f"{MODULE}.weight", "F16", (8, 64)),
         ("model.norm.weight", "F16", (4, 8)),
     ]
     weight = random_coded(made)
-    assert torch.equal(read.dense(f"{MODULE}.qweight"), decode(encode(weight, made), made))
-    assert torch.equal(read.dense(f"{MODULE}.bias"), bias) and torch.equal(
-        read.dense("model.norm.weight"), dense
+    assert torch.equal(read.decode(f"{MODULE}.qweight"), decode(encode(weight, made), made))
+    assert torch.equal(read.decode(f"{MODULE}.bias"), bias) and torch.equal(
+        read.decode("model.norm.weight"), dense
     )
-    assert all(read.dense(f"{MODULE}.{leaf}") is None for leaf in ("qzeros", "scales", "g_idx"))
+    assert all(read.decode(f"{MODULE}.{leaf}") is None for leaf in ("qzeros", "scales", "g_idx"))
     found = read.codes(f"{MODULE}.qweight")
     assert equal(found[0], weight) and found[1] == made
     assert read.codes(f"{MODULE}.scales") is None and read.codes("model.norm.weight") is None
@@ -280,10 +278,10 @@ def test_labels_old_and_new(tmp_path, said, version, symmetric):
 def test_a_config_beside_the_config(tmp_path):
     said = {key: value for key, value in OLD.items() if key != "quant_method"}
     checkpoint = folder(tmp_path, stored(), None, beside=("quantize_config.json", said))
-    assert method(checkpoint) == "gptq"
+    assert quant_method(checkpoint) == "gptq"
     assert equal(reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
     dense = folder(tmp_path, {"a.weight": torch.ones(2)}, None)
-    assert method(dense) is None
+    assert quant_method(dense) is None
 
 
 def test_a_symmetric_file_with_the_wrong_label(tmp_path):
@@ -317,10 +315,10 @@ def test_overrides_and_skips(tmp_path):
     for n, (name, made) in enumerate(zip(names, rules, strict=True)):
         weight, found = read.codes(f"{name}.qweight")
         assert found == made and equal(weight, random_coded(made, (32, 64), n))
-    assert torch.equal(read.dense("lm_head.weight"), torch.ones(2, 2))
+    assert torch.equal(read.decode("lm_head.weight"), torch.ones(2, 2))
     skipped = GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {**dynamic, r"-:.*\.1\..*": {}}}))
     with pytest.raises(CheckpointError, match=r"skips model\.layers\.1"):
-        skipped.dense(f"{names[1]}.qweight")
+        skipped.decode(f"{names[1]}.qweight")
     with pytest.raises(CheckpointError, match="regular expression"):
         GPTQReader(folder(tmp_path, tensors, {**said, "dynamic": {"+:(": {}}}))
 
@@ -338,28 +336,29 @@ def test_files_without_g_idx_and_of_other_scale_types(tmp_path):
     tensors = stored()
     del tensors[f"{MODULE}.g_idx"]
     wanted = decode(encode(random_coded(rule()), rule()), rule())
-    assert torch.equal(GPTQReader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.qweight"), wanted)
+    assert torch.equal(GPTQReader(folder(tmp_path, tensors, OLD)).decode(f"{MODULE}.qweight"), wanted)
     tensors[f"{MODULE}.scales"] = tensors[f"{MODULE}.scales"].float()
     read = GPTQReader(folder(tmp_path, tensors, OLD))
-    assert torch.equal(read.dense(f"{MODULE}.qweight"), wanted)
-    assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "F16"
+    assert torch.equal(read.decode(f"{MODULE}.qweight"), wanted)
+    assert read.header(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "F16"
     tensors[f"{MODULE}.scales"] = tensors[f"{MODULE}.scales"].bfloat16()
     read = GPTQReader(folder(tmp_path, tensors, OLD))
-    assert read.dense(f"{MODULE}.qweight").dtype == torch.bfloat16
-    assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "BF16"
+    assert read.decode(f"{MODULE}.qweight").dtype == torch.bfloat16
+    assert read.header(read.checkpoint.tensors[f"{MODULE}.qweight"])[1] == "BF16"
 
 
 def test_biases_of_zeros_that_old_writers_added(tmp_path):
     tensors = {**stored(), f"{MODULE}.bias": torch.zeros(8).half(), "other.bias": torch.zeros(8).half()}
     read = GPTQReader(folder(tmp_path, tensors, OLD))
     assert (
-        read.slot(read.checkpoint.tensors[f"{MODULE}.bias"]) is None and read.dense(f"{MODULE}.bias") is None
+        read.header(read.checkpoint.tensors[f"{MODULE}.bias"]) is None
+        and read.decode(f"{MODULE}.bias") is None
     )
-    assert read.dense("other.bias") is not None
+    assert read.decode("other.bias") is not None
     named = GPTQReader(folder(tmp_path, tensors, {**OLD, "checkpoint_format": "gptq"}))
-    assert named.dense(f"{MODULE}.bias") is not None
+    assert named.decode(f"{MODULE}.bias") is not None
     tensors[f"{MODULE}.bias"][3] = 1
-    assert GPTQReader(folder(tmp_path, tensors, OLD)).dense(f"{MODULE}.bias") is not None
+    assert GPTQReader(folder(tmp_path, tensors, OLD)).decode(f"{MODULE}.bias") is not None
 
 
 def test_act_order_comes_back_and_neighbours_are_no_order(tmp_path):
@@ -373,12 +372,12 @@ def test_act_order_comes_back_and_neighbours_are_no_order(tmp_path):
 
 def test_conv1d_weights_are_turned(tmp_path):
     read = GPTQReader(folder(tmp_path, stored(), OLD, family="gpt2"))
-    assert read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])[2] == (64, 8)
+    assert read.header(read.checkpoint.tensors[f"{MODULE}.qweight"])[2] == (64, 8)
     wanted = decode(encode(random_coded(rule()), rule()), rule())
-    assert torch.equal(read.dense(f"{MODULE}.qweight"), wanted.T)
+    assert torch.equal(read.decode(f"{MODULE}.qweight"), wanted.T)
     assert read.codes(f"{MODULE}.qweight")[0].codes.shape == (8, 64)
     head = GPTQReader(folder(tmp_path, stored(name="lm_head"), OLD, family="gpt2"))
-    assert torch.equal(head.dense("lm_head.qweight"), wanted)
+    assert torch.equal(head.decode("lm_head.qweight"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +396,7 @@ def test_other_formats_are_refused_by_name(tmp_path, changes, error):
 @pytest.mark.parametrize("changes", [{"bits": 5}, {"bits": None}, {"group_size": 0}, {"group_size": "all"}])
 def test_configs_that_make_no_sense(tmp_path, changes):
     with pytest.raises(CheckpointError, match="GPTQ with bits"):
-        GPTQReader(folder(tmp_path, stored(), {**OLD, **changes})).dense(f"{MODULE}.qweight")
+        GPTQReader(folder(tmp_path, stored(), {**OLD, **changes})).decode(f"{MODULE}.qweight")
 
 
 def damaged(leaf, change):
@@ -423,7 +422,7 @@ def damaged(leaf, change):
 def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said, error):
     read = GPTQReader(folder(tmp_path, tensors, said))
     with pytest.raises(CheckpointError, match=error) as raised:
-        read.dense(f"{MODULE}.qweight")
+        read.decode(f"{MODULE}.qweight")
     assert MODULE in str(raised.value)
 
 
@@ -433,7 +432,7 @@ def test_missing_tensors_are_named(tmp_path, leaf):
     del tensors[f"{MODULE}.{leaf}"]
     read = GPTQReader(folder(tmp_path, tensors, OLD))
     with pytest.raises(CheckpointError, match=rf"down_proj\.{leaf} is missing"):
-        read.slot(read.checkpoint.tensors[f"{MODULE}.qweight"])
+        read.header(read.checkpoint.tensors[f"{MODULE}.qweight"])
 
 
 @pytest.mark.parametrize("bad", [0.0, float("inf"), float("nan")])

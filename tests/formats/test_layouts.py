@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attar.checkpoint.tensors import stored_dtype
-from attar.formats.coded import Coded
-from attar.formats.layouts import FP4, decode, encode, layout
+from attar.formats.coded import FP4, Coded
+from attar.formats.layouts import decode, encode, layout
 from attar.formats.rules import FLOAT, INT, MXFP4, NAIVE, NVFP4, PACK, WeightRule
 
 ROWS, COLUMNS = 6, 48

@@ -12,8 +12,8 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
 from attar.formats import modelopt
 from attar.formats.coded import Coded
+from attar.formats.modelopt import unpack
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.modelopt_tensors import coded
 from attar.formats.readers import reader
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.load import load_model
@@ -82,7 +82,7 @@ def test_decoding_agrees_with_loops_over_the_description(name):
     assert modelopt.layout(shape, rule, static=True) == {
         leaf: (stored_dtype(value.dtype), tuple(value.shape)) for leaf, value in tensors.items()
     }
-    again = coded(tensors)
+    again = unpack(tensors)
     assert torch.equal(again.codes.view(torch.uint8), weight.codes.view(torch.uint8))
     assert torch.allclose(again.scale, weight.scale, rtol=3e-7, atol=0)
 
@@ -150,7 +150,7 @@ def convert(source, conversion, folder):
     """Write what a conversion makes of a checkpoint."""
     folder.mkdir()
     change = conversion(source)
-    slots = [slot for info in source.tensors.values() for slot in change.slots(info)]
+    slots = [slot for info in source.tensors.values() for slot in change.headers(info)]
     writer = ShardWriter(folder, slots)
     for name in source.tensors:
         for key, tensor in change.tensors(name).items():
@@ -173,15 +173,15 @@ def test_there_and_back_without_touching_a_code(scheme, tmp_path):
     assert list(change.layers.values()) == [name] * 14
     assert "lm_head" in there.config["quantization_config"]["ignore"]
     read, before = reader(there), reader(source)
-    slots = {slot[0]: info.name for info in source.tensors.values() if (slot := before.slot(info))}
+    slots = {slot[0]: info.name for info in source.tensors.values() if (slot := before.header(info))}
     for info in there.tensors.values():
-        slot = read.slot(info)
+        slot = read.header(info)
         if slot is None:
             continue
-        got, wanted = read.dense(info.name), before.dense(slots[slot[0]])
+        got, wanted = read.decode(info.name), before.decode(slots[slot[0]])
         read.check(info.name)
         assert (stored_dtype(got.dtype), tuple(got.shape)) == slot[1:]
-        if name == "W4A16_NVFP4" and read.coded(info.name):
+        if name == "W4A16_NVFP4" and read.is_coded(info.name):
             base = info.name.removesuffix("weight")
             local = source.load(f"{base}weight_scale").float()
             scale = local / source.load(f"{base}weight_global_scale")
@@ -194,7 +194,7 @@ def test_there_and_back_without_touching_a_code(scheme, tmp_path):
     one, other = source.load(f"{NAME}.{codes}"), there.load(f"{NAME}.weight")
     assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     state = load_model(there).state_dict()
-    assert torch.equal(state[f"{NAME}.weight"], read.dense(f"{NAME}.weight"))
+    assert torch.equal(state[f"{NAME}.weight"], read.decode(f"{NAME}.weight"))
 
     _, again = convert(there, ToCompressedTensors, tmp_path / "again")
     assert again.tensors.keys() == source.tensors.keys()
@@ -205,7 +205,7 @@ def test_there_and_back_without_touching_a_code(scheme, tmp_path):
         else:
             assert torch.allclose(first.float(), last.float(), rtol=1.3e-7, atol=0), stored
             assert first.shape == last.shape, stored
-    assert reader(again).dense(f"{NAME}.{codes}").shape == state[f"{NAME}.weight"].shape
+    assert reader(again).decode(f"{NAME}.{codes}").shape == state[f"{NAME}.weight"].shape
 
 
 def test_scales_of_keys_and_values_move_to_their_projections(tmp_path):
@@ -254,13 +254,13 @@ def test_static_inputs_of_nvfp4_are_reciprocals_too(tmp_path):
 def test_what_has_no_place_is_refused(tmp_path):
     dense = save(tmp_path / "dense", num_hidden_layers=2)
     _, integers = pack(dense, tmp_path / "int", scheme="W4A16")
-    with pytest.raises(ModelError, match="whole numbers"):
+    with pytest.raises(ModelError, match="integer codes"):
         FromCompressedTensors(integers)
     _, cached = pack(dense, tmp_path / "kv", scheme="FP8_DYNAMIC", kv_cache="int8")
     with pytest.raises(ModelError, match="KV cache is FP8"):
         FromCompressedTensors(cached)
     _, embedded = pack(dense, tmp_path / "embedding", scheme="FP8_DYNAMIC", embedding_bits=8)
-    with pytest.raises(ModelError, match=r"embed_tokens\.weight holds whole numbers"):
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight holds integer codes"):
         FromCompressedTensors(embedded)
     _, turned = pack(save(tmp_path / "gpt2", "gpt2"), tmp_path / "turned", scheme="FP8_DYNAMIC")
     with pytest.raises(ModelError, match="no transposed Linears"):
@@ -301,7 +301,7 @@ def test_damage_is_named(scheme, tmp_path):
         cases.append((lambda tensors: tensors.pop(f"{NAME}.weight_scale_2"), "weight_scale_2 is missing"))
     for alter, match in cases:
         with pytest.raises(CheckpointError, match=match):
-            change_file(folder, alter).dense(weight)
+            change_file(folder, alter).decode(weight)
         save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
     last = scale if scheme == "FP8" else f"{NAME}.weight_scale_2"
     with pytest.raises(NumericsError, match="infinite scales"):

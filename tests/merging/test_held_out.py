@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, DataError, ModelError
 from attar.merging.held_out import HeldOutText, fill
+from attar.merging.settings import MergeSettings
 from attar.models.load import empty_model
 from tests import tiny_models
 
@@ -63,7 +64,8 @@ def test_text_is_packed_once_and_cut_to_the_context(tmp_path):
     config = open_checkpoint(folder).config
 
     def text(seed=0, length=32, data=tmp_path):
-        return HeldOutText.of(folder, config, data=str(data), samples=3, sequence_length=length, seed=seed)
+        settings = MergeSettings(data=str(data), samples=3, sequence_length=length, seed=seed)
+        return HeldOutText.of(folder, config, settings)
 
     assert text().rows.shape == (3, 32) and text().mask_token is not None
     assert torch.equal(text().rows, text().rows)

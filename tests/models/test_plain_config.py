@@ -10,7 +10,7 @@ from attar.models.configs import load_config
 from attar.models.load import empty_model
 from attar.models.plain_config import FAMILIES, PlainConfig, end_tokens, plain_config, plain_shapes
 from attar.runtime.runner.compiled_weights import check_config
-from attar.runtime.runner.rotary_tables import rope, rotary_tables
+from attar.runtime.runner.step_config import rope, rotary_tables
 from tests.tiny_models import config
 
 LLAMA3 = {

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from attar.checkpoint import open_checkpoint
-from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
+from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
+from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata
 from attar.models.load import load_tokenizer, read_tokenizer
 from attar.models.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from attar.runtime.server.tokenizer import SpecialTokenEscaper

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attar.formats.bitsandbytes import STATE, decode, encode, layout, read_state
+from attar.formats.bitsandbytes import STATE, decode_nf4, encode_nf4, layout_nf4, read_state
 from attar.models.load import load_model
 from attar.quantization.grids.nf4 import LEVELS, NF4Grid
 from attar.quantization.methods.rtn import rtn
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.peers
 def ours(weight, double):
     made = rtn(weight, NF4Grid(64, double, weight.dtype))
     nested = made.parameters.stored if double else None
-    return encode(made.codes, made.parameters.scale, torch.tensor(LEVELS), weight.dtype, nested)
+    return encode_nf4(made.codes, made.parameters.scale, torch.tensor(LEVELS), weight.dtype, nested)
 
 
 def theirs(weight, double):
@@ -44,7 +44,7 @@ def test_coded_scales_have_their_names_types_and_shapes(dtype):
     for name, tensor in wanted.items():
         if name != STATE:
             assert (got[name].dtype, got[name].shape) == (tensor.dtype, tensor.shape), name
-    assert layout((96, 512), 64, dtype, True).keys() == wanted.keys()
+    assert layout_nf4((96, 512), 64, dtype, True).keys() == wanted.keys()
     one, other = read_state(got[STATE]), read_state(wanted[STATE])
     assert one.keys() == other.keys()
     assert one["nested_offset"] == pytest.approx(other["nested_offset"], rel=1e-6)
@@ -56,7 +56,7 @@ def test_our_decoder_reads_their_tensors_as_theirs_does(double, dtype):
     weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
     tensors, state = theirs(weight, double)
     wanted = bnb.functional.dequantize_4bit(tensors["weight"], state)
-    got = decode(tensors)
+    got = decode_nf4(tensors)
     assert got.dtype == dtype
     assert torch.allclose(got.float(), wanted.float(), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 

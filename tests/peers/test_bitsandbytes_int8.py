@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
-from attar.formats import bitsandbytes_int8 as int8
+from attar.formats import bitsandbytes as ours_format
 from attar.formats.coded import Coded
 from attar.formats.readers import reader
 from attar.models.load import load_model
@@ -76,10 +76,10 @@ def export(folder, family):
     for name in [name for name in tensors if name.endswith("weight") and ("proj" in name or "c_" in name)]:
         weight = tensors.pop(name)
         found = rtn(weight.T if turned else weight, IntGrid(8, 0, storage=torch.float32))
-        made = int8.encode(Coded(found.codes, found.parameters.scale))
+        made = ours_format.encode_int8(Coded(found.codes, found.parameters.scale))
         tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**checkpoint.config, "quantization_config": int8.quantization_config(["lm_head"])}
+    config = {**checkpoint.config, "quantization_config": ours_format.int8_config(["lm_head"])}
     (folder / "config.json").write_text(json.dumps(config))
     return open_checkpoint(folder)
 
@@ -88,7 +88,7 @@ def llm_int8(x, weight, bias):
     """LLM.int8() with decoded weights (N, K): inputs rounded by token, columns of large ones as they are."""
     x = x.reshape(-1, x.shape[-1])
     half = x.half()
-    outliers = half.abs() >= int8.THRESHOLD
+    outliers = half.abs() >= ours_format.THRESHOLD
     columns = outliers.any(0)
     kept = half.masked_fill(outliers, 0)
     peak = kept.abs().amax(1, keepdim=True).float()
@@ -125,10 +125,10 @@ def test_we_read_what_bitsandbytes_writes(tmp_path):
     save_file({"weight": weight}, tmp_path / "in.safetensors")
     run(QUANTIZE, tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     made = load_file(tmp_path / "out.safetensors")
-    assert made.keys() == int8.layout((40, 96)).keys()
-    ours = int8.encode(int8.coded(made))
+    assert made.keys() == ours_format.layout_int8((40, 96)).keys()
+    ours = ours_format.encode_int8(ours_format.unpack_int8(made))
     for name, value in made.items():
         assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), name
         assert torch.allclose(ours[name].float(), value.float(), rtol=1e-6, atol=0), name
-    error = (int8.decode(made, torch.float32) - weight).abs()
+    error = (ours_format.decode_int8(made, torch.float32) - weight).abs()
     assert (error <= weight.abs().amax(1, keepdim=True) / 220).all()

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from attar.checkpoint import open_checkpoint
 from attar.formats import awq, gptq
-from attar.formats.coded import Coded
+from attar.formats.coded import Coded, dequantize
 from attar.formats.limits import limits
 from attar.formats.readers import reader
-from attar.formats.values import values
 from attar.models.load import load_model
 from tests import tiny_models
 from tests.formats.integer_weights import random_coded, rule
@@ -130,7 +129,7 @@ def pack_job(path: Path, bits: int, ordered: bool) -> Path:
     weight = random_coded(made, (64, 128))
     half = 2 ** (bits - 1)
     order = torch.arange(128) // 32 if weight.order is None else weight.order
-    parts = {"weight": values(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
+    parts = {"weight": dequantize(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
     parts |= {"g_idx": order.int(), "codes": weight.codes.int() + half}
     save_file(parts, path / f"{bits}-{ordered}")
     return path / f"{bits}-{ordered}"
@@ -227,7 +226,7 @@ def test_we_read_their_files(work, name):
     del found["logits"]
     assert len(found) == 14
     for weight, tensor in found.items():
-        assert torch.equal(read.dense(f"{weight.removesuffix('weight')}qweight"), tensor)
+        assert torch.equal(read.decode(f"{weight.removesuffix('weight')}qweight"), tensor)
     codes, made = read.codes("model.layers.0.mlp.down_proj.qweight")
     bits, symmetric, order, _ = THEIRS[name]
     assert (made.bits, made.symmetric, made.ordered) == (bits, symmetric, order)

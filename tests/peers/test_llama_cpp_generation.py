@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import attar
-from attar.data.packing import evaluation_batches
+from attar.data.packing import evaluation_rows
 from attar.models.load import load_model, load_tokenizer
 
 pytestmark = pytest.mark.peers
@@ -57,9 +57,10 @@ def said(tmp_path_factory):
     files = {kind: folder / f"{kind}.gguf" for kind in TYPES}
     for kind, file in files.items():
         attar.export("attar:tiny", file, format="gguf", type=kind)
-    text = evaluation_batches(
-        load_tokenizer("attar:tiny"), "python-stdlib", tokens=TEXT, sequence_length=TEXT, batch_size=1, seed=0
-    )[0][0].tolist()
+    packed = evaluation_rows(
+        load_tokenizer("attar:tiny"), "python-stdlib", tokens=TEXT, sequence_length=TEXT, seed=0
+    )
+    text = packed.rows[0].tolist()
     job = {"files": {k: str(v) for k, v in files.items()}, "prompt": PROMPT, "spoken": SPOKEN, "text": text}
     ended = subprocess.run(
         [PYTHON, "-c", SCRIPT], input=json.dumps(job), capture_output=True, text=True, check=True

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from attar.formats.gguf.architectures import architecture, placements
-from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
-from attar.formats.gguf.hf_config import hf_config, sources
-from attar.formats.gguf.metadata import metadata
-from attar.formats.gguf.parts import SILU
+from attar.formats.gguf.architecture import SILU
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
+from attar.formats.gguf.metadata import file_placements, hf_config, metadata
+from attar.formats.gguf.tensor_map import architecture, placements
 from attar.models.load import load_model
 from attar.models.surgery import keep_heads, keep_layers, keep_neurons
 from tests.formats.gguf.variants import VARIANTS, build, said, stored
@@ -177,10 +176,10 @@ def test_float16_files_agree_to_their_precision(tmp_path, name):
 @pytest.mark.parametrize("name", [*CASES])
 def test_files_are_read_back_as_the_model(tmp_path, name):
     model = CASES[name]()
-    file = read(write(model, tmp_path / "m.gguf"))
+    file = read_gguf(write(model, tmp_path / "m.gguf"))
     config = hf_config(file.metadata, file.tensors, file.load)
     state = stored(model)
-    for each in sources(config, file.tensors):
+    for each in file_placements(config, file.tensors):
         if each.stored in state and not each.plus:
             assert torch.equal(each.undo(file.load(each.gguf)), state[each.stored]), each.gguf
     assert config["bos_token_id"] == 0 and config["dtype"] == "float32"

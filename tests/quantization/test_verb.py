@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import NumericsError, SettingsError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
 from attar.models import device

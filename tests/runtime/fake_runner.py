@@ -59,7 +59,7 @@ class FakeRunner:
             blocks[new] = blocks[old]
         self.pool[step.slots(self.block_size)] = step.tokens
         rows = [
-            self._logits(span.context(self.block_size)[seen(span.place, index, tree)])
+            self._logits(span.context(self.block_size)[seen(span.offset, index, tree)])
             for span, tree in step.trees()
             for index in range(span.count - span.wants, span.count)
         ]

@@ -46,7 +46,7 @@ class Runner:
         wanted, offset = [], 0
         for span in step.spans:
             slots = np.concatenate([[-1], span.context(B)])[
-                span.place :
+                span.offset :
             ].tolist()  # the one before comes first
             state = self.states[slots[0]] if span.start else 0
             assert state is not None, f"{span} reads a slot that was never written"

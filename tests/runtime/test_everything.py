@@ -49,11 +49,11 @@ class Runner:
             sequence = self.sequences[span.sequence]
             numbers = self.chain.of([*sequence.tokens, *sequence.drafts], sequence.request.salt)
             held = self.held.setdefault(span.sequence, numbers[: span.start])
-            assert len(held) >= span.place, "a place is skipped"
-            del held[span.place :]
+            assert len(held) >= span.offset, "a place is skipped"
+            del held[span.offset :]
             self.verify(span.blocks, held)
             held += numbers[span.start : span.stop]
-            for place, slot in enumerate(span.slots(B).tolist(), span.place):
+            for place, slot in enumerate(span.slots(B).tolist(), span.offset):
                 self.pool[slot] = held[place]
 
     def verify(self, blocks, held):

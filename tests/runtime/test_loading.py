@@ -26,9 +26,8 @@ from attar.runtime.kv.evict import H2O, Streaming
 from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
-from attar.runtime.runner.linear import DecodedLinear, PackedLinear
 from attar.runtime.runner.modules import Modules
-from attar.runtime.runner.packed_model import packed_model
+from attar.runtime.runner.packed_model import DecodedLinear, PackedLinear, packed_model
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models

@@ -1,5 +1,4 @@
-"""Checkpoints: opened by their headers, written whole or not at all, each with a card that tells where it
-comes from."""
+"""Checkpoints: opened by their headers, written atomically, each with a card of its lineage."""
 
 from attar.checkpoint.card import Card, Parent
 from attar.checkpoint.open import Checkpoint, TensorInfo, check_finite, open_checkpoint

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under a hidden name, fsynced, renamed.
+"""Files and folders that appear atomically: written under a hidden name, fsynced, renamed.
 
 A reader never sees half a file or half a folder, after a power cut either. What a killed process leaves
 behind is hidden (``.NAME.partial``, ``.NAME.old``), has a fixed name, and is removed by the next write to the
@@ -53,27 +53,27 @@ def file(final: Path, needed: int | None = None) -> Iterator[Path]:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Rename a finished file or folder to ``final``, its bytes before and its new name after on the disk."""
+    """Flush a finished file or folder to the disk, rename it to ``final``, and flush the new name."""
     fsync_tree(partial) if partial.is_dir() else fsync(partial)
     partial.replace(final)
     fsync(final.parent)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole. Raises as :func:`file`."""
+    """Write a file. Raises as :func:`file`."""
     with file(path, len(data)) as partial:
         partial.write_bytes(data)
 
 
 def write_json(path: Path, obj: Any) -> None:
-    """Write an object as indented UTF-8 JSON, whole. Raises as :func:`file`."""
+    """Write an object as indented UTF-8 JSON. Raises as :func:`file`."""
     write_bytes(path, (json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def save_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file whole. Raises as :func:`file`."""
+    """Write a safetensors file. Raises as :func:`file`."""
     from safetensors.torch import save_file
 
     with file(path) as partial:

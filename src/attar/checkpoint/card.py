@@ -1,4 +1,4 @@
-"""The card ``attar.json``: where a checkpoint comes from, how it was made, how good it is, its duties.
+"""The card ``attar.json``: lineage, settings, measurements and licence duties of a checkpoint.
 
 The card holds the whole lineage as nested :class:`Parent` records, so that it can be read without the
 parents' folders. A card holds no time and no date: the same work writes the same card.
@@ -95,7 +95,7 @@ class Card:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any], path: Path = Path(FILE)) -> Card:
-        """A card from what :meth:`to_dict` gave. Raises as :meth:`read`, naming ``path``."""
+        """The inverse of :meth:`to_dict`. Raises as :meth:`read`, naming ``path``."""
         if content.get("attar") != VERSION:
             raise CheckpointError(
                 f"{path}: card version {content.get('attar')!r}, this attar reads version {VERSION}",
@@ -106,13 +106,13 @@ class Card:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON content. NaN and infinity become null."""
+        """JSON content; NaN and infinity become null."""
         content = plain(dataclasses.asdict(self))
         assert isinstance(content, dict)
         return {"attar": VERSION, **content}
 
     def write(self, folder: Path) -> None:
-        """Write ``attar.json`` into a folder, whole. Raises OutputError."""
+        """Write ``attar.json`` into a folder. Raises OutputError."""
         write_json(folder / FILE, self.to_dict())
 
     def with_measurements(self, **measurements: Any) -> Card:
@@ -228,7 +228,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
+def _damaged(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: {what}", hint="the card is damaged; delete it: the model loads without it"
+        f"{path}: {problem}", hint="the card is damaged; delete it: the model loads without it"
     )

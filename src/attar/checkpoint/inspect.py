@@ -19,8 +19,8 @@ from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
 
 DESCRIBERS = {".gguf": "attar.formats.gguf.inspect"}
-"""Modules that describe single-file models, by suffix: ``describe``, and ``bare`` for an unknown family; by
-name, because formats/ is above this package."""
+"""Modules that describe single-file models, by suffix: ``describe``, and ``open_unknown`` for an unknown
+family; by name, because formats/ is above this package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
         path = resolve(model)
         if path.suffix.lower() not in DESCRIBERS:
             raise
-        opened: Checkpoint = import_module(DESCRIBERS[path.suffix.lower()]).bare(path)
+        opened: Checkpoint = import_module(DESCRIBERS[path.suffix.lower()]).open_unknown(path)
         return opened
 
 

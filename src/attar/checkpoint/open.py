@@ -104,8 +104,8 @@ def open_checkpoint(model: str | Path | Checkpoint) -> Checkpoint:
         model: a folder, a file ``NAME.gguf``, a hub id, ``attar:tiny``, or a checkpoint that is open already.
 
     Raises:
-        CheckpointError: the model is missing, incomplete or damaged; names the file and what is wrong.
-        ModelError: a file holds a model of a family that attar does not know.
+        CheckpointError: the model is missing, incomplete or damaged; names the file.
+        ModelError: a single-file model of an unknown family.
     """
     if isinstance(model, Checkpoint):
         return model
@@ -195,7 +195,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _shards(weight_map: dict[str, Any]) -> list[Any]:
-    """What the index names as files, each once: sorted, and what is no text before."""
+    """The distinct file names of the index, sorted; the first value that is no text, if any, before them."""
     others = [name for name in weight_map.values() if not isinstance(name, str)]
     return others[:1] + sorted({name for name in weight_map.values() if isinstance(name, str)})
 

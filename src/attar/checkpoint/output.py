@@ -1,5 +1,4 @@
-"""The output of a stage: a checkpoint that appears whole or not at all, and a scratch folder that survives a
-kill.
+"""The output of a stage: a checkpoint that appears atomically, and a scratch folder that survives a kill.
 
 While a stage works, two hidden folders stand next to the output ``NAME``: ``.NAME.partial``, the checkpoint
 being written, and ``.NAME.work``, what a resumed run can use again. ``key.json`` in ``.NAME.work`` identifies
@@ -88,9 +87,9 @@ def produce(
         weights: the checkpoints that the result's weights are made of.
         signals: the checkpoints whose outputs it learns from.
         text: fingerprint of the text that the stage reads: another text is other work.
-        needed: bytes that the stage will write, where known: a disk with less space is refused at once.
+        needed: bytes that the stage will write, if known: a disk with less free space is refused.
         force: replace an existing checkpoint.
-        key: identity of the work, where a recipe knows it; None: :func:`stage_key` of the arguments.
+        key: identity of the work, from a recipe; None: :func:`stage_key` of the arguments.
 
     Raises:
         OutputError: ``out`` exists, cannot be written, is being written by another process, or the disk is

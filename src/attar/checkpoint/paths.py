@@ -147,27 +147,27 @@ def _fetch(repo: str, revision: str | None) -> Path:
     """The local copy of a hub repository, fetched or from the hub's cache."""
     from huggingface_hub import errors, snapshot_download
 
-    what = f"{repo}@{revision}" if revision else repo
+    name = f"{repo}@{revision}" if revision else repo
     try:
         return Path(
             snapshot_download(repo, revision=revision, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         )
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{what}: the hub wants you to accept this model's terms first",
+            f"{name}: the hub wants you to accept this model's terms first",
             hint=f"accept them at https://huggingface.co/{repo} and run: hf auth login",
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
-            f"{what}: the hub has no such revision", hint="give a branch, tag or commit"
+            f"{name}: the hub has no such revision", hint="give a branch, tag or commit"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{what}: no such folder, and no such model on the hub",
+            f"{name}: no such folder, and no such model on the hub",
             hint="check the spelling; a private model needs: hf auth login",
         ) from error
     except (OSError, ValueError, errors.HfHubHTTPError) as error:
         raise CheckpointError(
-            f"{what}: no such folder, and the hub cannot be reached ({type(error).__name__})",
+            f"{name}: no such folder, and the hub cannot be reached ({type(error).__name__})",
             hint="check the network, or give a local folder",
         ) from error

@@ -168,7 +168,7 @@ class HeaderEntry(NamedTuple):
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of this dtype (the format's name) and shape, rounded up to whole bytes."""
+    """Bytes of a tensor of this dtype (the format's name) and shape, rounded up."""
     return (math.prod(shape) * BITS[dtype] + 7) // 8
 
 
@@ -188,9 +188,9 @@ def read_header(path: Path) -> list[HeaderEntry]:
             raise _damaged(path, f"tensor {entry.name!r} begins at byte {entry.begin}, expected {position}")
         position = entry.end
     if position != size:
-        what = "truncated" if size < position else "damaged"
+        problem = "truncated" if size < position else "damaged"
         raise CheckpointError(
-            f"{path}: {what}: the header describes {position} bytes, the file has {size}",
+            f"{path}: {problem}: the header describes {position} bytes, the file has {size}",
             hint="copy or download the file again",
         )
     return entries
@@ -272,5 +272,5 @@ def _entry(path: Path, name: str, field: Any, start: int) -> HeaderEntry:
     return HeaderEntry(name, dtype, tuple(shape), begin + start, end + start)
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", hint="copy or download the file again")
+def _damaged(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {problem}", hint="copy or download the file again")

@@ -60,16 +60,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 def seconds_text(seconds: float) -> str:
     """``75`` -> ``1 min 15 s``; two figures are enough for a duration."""
-    whole = round(seconds)
-    if whole < 1:
+    rounded = round(seconds)
+    if rounded < 1:
         return "under 1 s"
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 3600:
-        return f"{round(whole / 60)} min"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    if rounded < 3600:
+        return f"{round(rounded / 60)} min"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def number(value: float | None, form: str) -> str:

@@ -8,14 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from attar.cli.command import (
-    Answer,
-    argument,
-    build_command,
-    read_settings,
-    settings_options,
-    text_option,
-)
+from attar.cli.command import Answer, argument, build_command, read_settings, settings_options, text_option
 from attar.cli.guard import error_lines, print_lines
 from attar.errors import AttarError, nearest
 from attar.progress import Progress

@@ -73,10 +73,7 @@ def _text(record: dict[str, Any]) -> str:
     runner = record.get("runner", "-")
     engine = "transformers" if runner == "transformers" else f"attar, {runner} runner"
     note = f" ({record['runner_note']})" if record.get("runner_note") else ""
-    rows += [
-        ("engine", f"{engine}{note}"),
-        ("activations", record.get("activations", "-")),
-    ]
+    rows += [("engine", f"{engine}{note}"), ("activations", record.get("activations", "-"))]
     rows.append(("KV cache", record.get("kv_dtype", "-")))
     text = table(("measurement", "value"), rows)
     sample = record.get("sample")

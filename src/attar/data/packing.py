@@ -211,23 +211,6 @@ def row_length(wanted: int, config: dict[str, Any]) -> int:
     return min(wanted, context - offset)
 
 
-def evaluation_batches(
-    tokenizer: Any,
-    data: str,
-    *,
-    tokens: int,
-    sequence_length: int,
-    batch_size: int,
-    seed: int,
-    bos: str = "auto",
-) -> list[Tensor]:
-    """Rows of the evaluation split as int64 (B, S) batches, about ``tokens`` tokens in total."""
-    packed = evaluation_rows(
-        tokenizer, data, tokens=tokens, sequence_length=sequence_length, seed=seed, bos=bos
-    )
-    return list(packed.rows.split(batch_size))
-
-
 def evaluation_rows(
     tokenizer: Any, data: str, *, tokens: int, sequence_length: int, seed: int, bos: str = "auto"
 ) -> PackedRows:

@@ -17,7 +17,7 @@ from attar.checkpoint.tensors import stored_dtype
 from attar.deployment.folder import write_config
 from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import same_tensors
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.models.stored import stored_precision
 from attar.progress import Progress
 from attar.walks.stream import stream
@@ -32,7 +32,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is quantized in a way that attar cannot read.
     """
-    method(source)
+    quant_method(source)
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
@@ -46,7 +46,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     read = reader(source)
 
     def layout(info: Any) -> Sequence[TensorSpec]:
-        slot = read.slot(info)
+        slot = read.header(info)
         if slot is None:
             return []
         name, kind, shape = slot
@@ -55,7 +55,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
         return [TensorSpec(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
-        tensor, slot = read.dense(name), read.slot(source.tensors[name])
+        tensor, slot = read.decode(name), read.header(source.tensors[name])
         assert tensor is not None and slot is not None, "scales have no slot"
         return {slot[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
 

@@ -28,9 +28,9 @@ from attar.deployment.settings import ExportSettings
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError, NumericsError
 from attar.formats import exl2
-from attar.formats.exl2_tensors import WEIGHT, decode, layout, sections_of
-from attar.formats.exl2_tensors import refuse as refuse_shape
-from attar.formats.readers import method, reader
+from attar.formats.exl2 import WEIGHT, decode, layout, sections_of
+from attar.formats.exl2 import refuse as refuse_shape
+from attar.formats.readers import quant_method, reader
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_tokenizer
@@ -64,7 +64,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is quantized already, or a Linear's inputs are no multiple of 32.
     """
-    if method(source):
+    if quant_method(source):
         raise ModelError(
             f"{source.spelling} is quantized already",
             hint="EXL2 rounds anew: export the model it was made from",
@@ -318,7 +318,7 @@ class _EXL2Conversion:
                 base = stored.removesuffix(".weight")
                 wanted, got = (
                     decode(self._rounded(module), self.shapes[module][0]),
-                    read.dense(f"{base}.{WEIGHT}"),
+                    read.decode(f"{base}.{WEIGHT}"),
                 )
                 read.check(f"{base}.{WEIGHT}")
                 if got is None or not torch.equal(got, wanted):

@@ -1,6 +1,6 @@
 """Export to GGUF: one file that llama.cpp runs.
 
-place    which tensors the architecture has, and how each is turned           (formats/gguf/architectures.py)
+place    which tensors the architecture has, and how each is turned           (formats/gguf/tensor_map.py)
 type     a mix of llama.cpp's, our own under a budget, or what the codes say  (kinds.py)
 round    nearest with importance, or any rounding of attar.quantization       (codes.py)
 write    tensor by tensor, its place known beforehand                         (formats/gguf/writer.py)
@@ -29,18 +29,16 @@ from attar.deployment.importance import importance_of
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
-from attar.formats.decoded import Decoded
 from attar.formats.gguf import blocks, container, imatrix
-from attar.formats.gguf.architectures import placements
 from attar.formats.gguf.container import GGUF
 from attar.formats.gguf.metadata import metadata as described
 from attar.formats.gguf.metadata import notes as architecture_notes
-from attar.formats.gguf.tokenizer import source_metadata
-from attar.formats.gguf.tokenizer_limits import tokenizer_limits
-from attar.formats.gguf.tokenizer_source import read_tokenizer_files
+from attar.formats.gguf.tensor_map import placements
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
+from attar.formats.gguf.tokenizer.to_gguf import source_metadata, tokenizer_differences
 from attar.formats.gguf.types import QUANTIZATION_VERSION, TYPES
 from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.progress import Progress
 
@@ -64,7 +62,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     view = dense_view(source)
     placed = placements(view.config, view.tensors)
     refuse_type(settings, placed)
-    if settings.rounding != "nearest" and method(source):
+    if settings.rounding != "nearest" and quant_method(source):
         raise ModelError(
             f"{source.spelling} is quantized already; rounding {settings.rounding} needs the dense model",
             hint="export the model it was made from, or --type auto to carry the codes over",
@@ -73,7 +71,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def dense_view(source: Checkpoint) -> Any:
     """The checkpoint with its weights decoded as they are asked for."""
-    return Decoded(source) if method(source) else source
+    return Decoded(source) if quant_method(source) else source
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
@@ -92,7 +90,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     file = output.folder / f"{file_stem(source)}-{kinds.label}.gguf"
     metadata |= {"general.file_type": kinds.file_type, "general.quantization_version": QUANTIZATION_VERSION}
     if importance.origin:
-        imatrix.write(output.folder / IMATRIX, importance.entries, **importance.origin)
+        imatrix.write_imatrix(output.folder / IMATRIX, importance.entries, **importance.origin)
     digests = _write(file, metadata, placed, kinds, codes, settings, view, progress)
     if file.exists():  # Ollama takes no file in several parts
         write_modelfile(file, metadata, source)
@@ -101,7 +99,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     output.details["notes"] = [*kinds.notes, *importance.notes, *codes.notes]
     output.details["limits"] = [
         *architecture_notes(view.config),
-        *tokenizer_limits(tokenizer, metadata),
+        *tokenizer_differences(tokenizer, metadata),
     ]
     output.details["layers"] = codes.reports()
     return verify(file, digests, progress)
@@ -174,7 +172,7 @@ def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]
     Raises:
         NumericsError: a tensor reads back differently.
     """
-    opened = container.read(
+    opened = container.read_gguf(
         file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-*.gguf"))))
     )
     threads = torch.get_num_threads()

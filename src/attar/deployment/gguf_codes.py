@@ -18,7 +18,7 @@ from attar.deployment.gguf_types import FLOATS, TensorTypes
 from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
-from attar.formats.gguf.carry import carry
+from attar.formats.gguf.codes import to_blocks
 from attar.formats.gguf.imatrix import ImportanceEntry
 from attar.formats.gguf.reader import GGUFReader
 from attar.formats.readers import reader
@@ -210,7 +210,7 @@ class _Maker:
         else:
             coded = packed.codes(name)
             assert coded is not None, "a carried tensor has codes"
-            codes, stored = carry(kind, *coded)
+            codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
             parameters = TileParameters(torch.exp2(stored["exponent"].float() - 127.0))

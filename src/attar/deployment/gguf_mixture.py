@@ -22,15 +22,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.decoded import Decoded
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
 from attar.formats.gguf.mixes import bits as average_bits
-from attar.formats.gguf.placement import Placement
+from attar.formats.gguf.tensor_map import Placement
 from attar.formats.gguf.types import FILE_TYPES
 from attar.formats.gguf.values import encode, string
 from attar.formats.gguf.writer import ALIGNMENT
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.models.stored import stored_names
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
@@ -177,7 +176,7 @@ def _layout(
     share: bool,
 ) -> FileLayout:
     """Sort the tensors into those of a fixed type and groups of modules."""
-    view: Any = Decoded(checkpoint) if method(checkpoint) else checkpoint
+    view: Any = Decoded(checkpoint) if quant_method(checkpoint) else checkpoint
     stored = {name: module for module, name in stored_names(on.model, view).items()}
     shapes = {one.gguf: one.shape for one in placed}
     free = [one for one in placed if one.matrix and one.stored and quantizable(one.gguf, one.shape)]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from attar.checkpoint.units import byte_count
 from attar.deployment.settings import ExportSettings
 from attar.errors import SettingsError
-from attar.formats.gguf.architectures import architecture
-from attar.formats.gguf.carry import carried_kind
+from attar.formats.gguf.architecture import sizes
+from attar.formats.gguf.codes import exact_type
 from attar.formats.gguf.mixes import canonical, mix, overridden
 from attar.formats.gguf.reader import GGUFReader
-from attar.formats.gguf.sizes import sizes
+from attar.formats.gguf.tensor_map import architecture
 from attar.formats.gguf.types import FILE_TYPES, TYPES
-from attar.formats.readers import FormatReader, method, reader
+from attar.formats.readers import FormatReader, quant_method, reader
 from attar.progress import Progress
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _mix(
         layers=measured.layers,
         heads=measured.heads,
         kv_heads=measured.kv_heads,
-        architecture=family.written,
+        architecture=family.arch,
         imatrix=weighted,
         overrides=settings.overrides,
     )
@@ -125,7 +125,7 @@ def _mix(
 
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
     """Codes kept where a type can hold them, everything else in its own number type."""
-    packed = reader(source) if method(source) else None
+    packed = reader(source) if quant_method(source) else None
     of, reasons, carried = {}, Counter[str](), set()
     for one in placed:
         of[one.gguf] = _float_kind(view, one)
@@ -148,10 +148,10 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTy
 def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
     has no codes). Blocks of a GGUF file stay as they are."""
-    if isinstance(packed, GGUFReader) and packed.same_place(name, one):
+    if isinstance(packed, GGUFReader) and packed.same_rows(name, one):
         return packed.checkpoint.tensors[name].block, ""
     coded = packed.codes(name)
-    return (None, "") if coded is None or one.transposed else carried_kind(*coded)
+    return (None, "") if coded is None or one.transposed else exact_type(*coded)
 
 
 def _float_kind(view: Any, one: Any) -> str:

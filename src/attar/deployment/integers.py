@@ -18,10 +18,10 @@ from torch import Tensor
 from attar.checkpoint.shards import TensorSpec
 from attar.deployment.verify import check_fits
 from attar.errors import ModelError
-from attar.formats import awq, bitsandbytes_int8, compressed_tensors, gptq, layouts
+from attar.formats import awq, bitsandbytes, compressed_tensors, gptq, layouts
 from attar.formats.coded import Coded
-from attar.formats.convert import carried_rule, carry, fits
-from attar.formats.gguf.coded import with_positive_scales
+from attar.formats.convert import convert, converted_rule, misfit
+from attar.formats.gguf.codes import with_positive_scales
 from attar.formats.readers import reader
 from attar.formats.rules import PACK, WeightRule
 from attar.models.anatomy import is_linear
@@ -63,7 +63,7 @@ def refuse_source(source: Checkpoint, target: str) -> None:
         ModelError: names the Linear and why.
     """
     read = reader(source)
-    coded = (name for name in source.tensors if read.coded(name))  # type: ignore[attr-defined]
+    coded = (name for name in source.tensors if read.is_coded(name))  # type: ignore[attr-defined]
     codes = ((name, with_usual_scales(read.codes(name))) for name in coded)  # type: ignore[attr-defined]
     name, first = next((pair for pair in codes if pair[1] is not None), ("", None))
     if first is None:
@@ -90,9 +90,9 @@ def _activations(source: Checkpoint) -> bool:
 
 def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, target: str) -> None:
     if target == BITSANDBYTES:
-        bitsandbytes_int8.refuse(rule)
+        bitsandbytes.refuse_int8(rule)
         return
-    why = fits(rule, (weight.codes.shape[0], weight.codes.shape[1]), target)
+    why = misfit(rule, (weight.codes.shape[0], weight.codes.shape[1]), target)
     if why:
         raise ModelError(
             f"{source.path}: {name} cannot be {target}: {why}", hint="--format dense loads everywhere"
@@ -139,24 +139,24 @@ class IntegerConversion:
         self.config = self._config()
         self.notes = self._notes()
 
-    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         """Names, types and shapes of the output of a stored tensor, known before it is read."""
         linear = self.linears.get(info.name)
         if linear is not None:
             parts = self._layout(linear).items()
             return [(f"{linear.base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts]
-        slot = self.read.slot(info)
+        slot = self.read.header(info)
         if slot is None:
             return []
         name, kind, shape = slot
         return [(name, "F16" if self.target in HALF and kind in FLOATS else kind, shape)]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The output of a stored tensor, see :meth:`slots`."""
+        """The output of a stored tensor, see :meth:`headers`."""
         linear = self.linears.get(name)
         if linear is not None:
             return {f"{linear.base}.{leaf}": value for leaf, value in self._encoded(name, linear).items()}
-        slot, tensor = self.read.slot(self.source.tensors[name]), self.read.dense(name)
+        slot, tensor = self.read.header(self.source.tensors[name]), self.read.decode(name)
         if slot is None or tensor is None:
             return {}
         if self.target in HALF and tensor.is_floating_point():
@@ -170,7 +170,7 @@ class IntegerConversion:
         slots = {
             info.name: TensorSpec(*slot)
             for info in self.source.tensors.values()
-            if (slot := self.read.slot(info))
+            if (slot := self.read.header(info))
         }
         dense = {slot.name: stored for stored, slot in slots.items()}
         names = stored_names(model, _Names({slot.name: slot for slot in slots.values()}))
@@ -187,8 +187,10 @@ class IntegerConversion:
         _check(self.source, name, weight, rule, self.target)
         self.zeros |= weight.zero is not None
         if self.target != BITSANDBYTES:
-            self.changes.append(carry(weight, rule, self.target, dtype=self._dtype(stored), name=name).change)
-            rule = carried_rule(rule, self.target)
+            self.changes.append(
+                convert(weight, rule, self.target, dtype=self._dtype(stored), name=name).change
+            )
+            rule = converted_rule(rule, self.target)
         shape = (weight.codes.shape[0], weight.codes.shape[1])
         self.linears[stored] = CarriedLinear(module, name.removesuffix(".weight"), shape, rule)
 
@@ -196,15 +198,15 @@ class IntegerConversion:
         """Type of the scales: the target's, or their own."""
         if self.target in HALF:
             return torch.float16
-        kind = self.read.slot(self.source.tensors[stored])[1]
+        kind = self.read.header(self.source.tensors[stored])[1]
         return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
 
     def _encoded(self, stored: str, linear: CarriedLinear) -> Mapping[str, Tensor]:
         weight, rule = with_usual_scales(self.read.codes(stored))
         if self.target == BITSANDBYTES:
-            return bitsandbytes_int8.encode(weight)
+            return bitsandbytes.encode_int8(weight)
         together = self.target == "awq" or self._mixed_zeros()
-        carried = carry(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
+        carried = convert(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
         if self.target == "gptq":
             return gptq.encode(carried.weight, carried.rule, self._version())
         if self.target == "awq":
@@ -213,7 +215,7 @@ class IntegerConversion:
 
     def _layout(self, linear: CarriedLinear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         if self.target == BITSANDBYTES:
-            return bitsandbytes_int8.layout(linear.shape)
+            return bitsandbytes.layout_int8(linear.shape)
         if self.target == "gptq":
             return gptq.layout(linear.shape, linear.rule)
         if self.target == "awq":
@@ -246,7 +248,7 @@ class IntegerConversion:
         elif self.target == "awq":
             quantization = awq.quantization_config(rules, ignore=ignore)
         elif self.target == BITSANDBYTES:
-            quantization = bitsandbytes_int8.quantization_config(ignore)
+            quantization = bitsandbytes.int8_config(ignore)
         else:
             quantization = _compressed(rules, ignore)
         return {**config, "quantization_config": quantization}

@@ -28,7 +28,7 @@ from attar.errors import ModelError
 from attar.formats.compressed_tensors import TRANSPOSED
 from attar.formats.limits import limits
 from attar.formats.modelopt_conversion import FromCompressedTensors, ToCompressedTensors
-from attar.formats.readers import method, reader
+from attar.formats.readers import quant_method, reader
 from attar.progress import Progress
 from attar.walks.stream import stream
 
@@ -48,7 +48,7 @@ class Conversion(Protocol):
 
     config: dict[str, Any]
 
-    def slots(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
         """Names, types and shapes of the output of a stored tensor, known before it is read."""
 
     def tensors(self, name: str) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
     Raises:
         ModelError: it is not quantized, or its codes cannot be stored there.
     """
-    layout = method(source)
+    layout = quant_method(source)
     if not layout:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
     quantization = source.config.get("quantization_config") or {}
@@ -85,7 +85,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
     """Write the folder; returns what was checked, as sentences."""
-    layout = method(source)
+    layout = quant_method(source)
     if layout == settings.format:
         return _copy(source, output, progress)
     conversion: Conversion
@@ -132,7 +132,7 @@ def _stream(source: Checkpoint, conversion: Conversion, output: StageOutput, pro
 
     stream(
         source,
-        lambda info: [TensorSpec(*slot) for slot in conversion.slots(info)],
+        lambda info: [TensorSpec(*slot) for slot in conversion.headers(info)],
         transform,
         output.folder,
         work=output.work / "shards",
@@ -144,15 +144,15 @@ def _stream(source: Checkpoint, conversion: Conversion, output: StageOutput, pro
 def target_limits(written: Checkpoint) -> list[str]:
     """Limits of engines that this packed checkpoint meets, as sentences."""
     read: Any = reader(written)
-    if not hasattr(read, "described"):
+    if not hasattr(read, "rule_and_shape"):
         return []
-    described = {name: read.described(name) for name in written.tensors}
+    described = {name: read.rule_and_shape(name) for name in written.tensors}
     linears = {name.rpartition(".")[0]: one for name, one in described.items() if one is not None}
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)
     groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
     return limits(
-        str(method(written)),
+        str(quant_method(written)),
         {name: shape for name, (_, shape) in linears.items()},
         {name: rule for name, (rule, _) in linears.items()},
         heads=heads,

@@ -34,16 +34,16 @@ def same_tensors(
         NumericsError: a tensor differs, overflows, or is degenerate.
     """
     before, after = reader(source), reader(written)
-    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.slot(info))}
+    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
     checked = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name, info in source.tensors.items():
-            slot = before.slot(info)
+            slot = before.header(info)
             if slot is not None:
                 before.check(name)
-                wanted, stored = before.dense(name), stored_names.get(slot[0])
+                wanted, stored = before.decode(name), stored_names.get(slot[0])
                 assert wanted is not None
-                got = None if stored is None else after.dense(stored)
+                got = None if stored is None else after.decode(stored)
                 compare(slot[0], wanted, got, dtype)
                 checked += 1
             task.advance()
@@ -89,14 +89,14 @@ def same_weights(source: Checkpoint, written: Checkpoint, progress: Progress = S
         NumericsError: a tensor differs, or is degenerate.
     """
     before, after = reader(source), reader(written)
-    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.slot(info))}
+    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
     coded = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name, info in source.tensors.items():
-            slot = before.slot(info)
+            slot = before.header(info)
             if slot is not None:
                 coded += _same_codes(slot[0], before, name, after, stored_names.get(slot[0], ""))
-                close(slot[0], before.dense(name), after.dense(stored_names[slot[0]]))
+                close(slot[0], before.decode(name), after.decode(stored_names[slot[0]]))
                 after.check(stored_names[slot[0]])
             task.advance()
     return [

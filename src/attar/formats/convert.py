@@ -1,22 +1,21 @@
-"""Codes of one integer layout in another, none of them touched.
+"""Conversion of codes between the integer layouts; no code changes.
 
     w = s (q - z)        q signed code, s scale, z signed zero point of a group
 
-compressed-tensors, GPTQ and AWQ store the same three: signed or shifted by 2^(b-1), along the inputs or the
-outputs, as they are or in a nibble order of their own, which is what the modules of the formats know. What is
-left to decide here:
+compressed-tensors, GPTQ and AWQ all store these three; how they pack them is left to each format's module.
+What differs between the targets:
 
-    bits      a target without this width takes the next one that it has: codes and zero points stay
-    tile      one scale for the whole weight becomes one for each output, where the target has no such thing;
+    bits      a target without this width takes the next wider one; codes and zero points stay
+    tile      one scale for the whole weight becomes one for each output, where the target has none such;
               groups, and the whole row (``group_size: -1``), are the same everywhere
     zero      symmetric weights get zero points of the middle where the target always has zero points
     order     the group of each input (act-order ``group``, ``desc_act``) is g_idx in GPTQ and weight_g_idx in
-              compressed-tensors; AWQ has none. act-order ``static`` leaves groups of neighbours behind
+              compressed-tensors; AWQ has none. act-order ``static`` leaves groups of neighbours
     scale     GPTQ and AWQ have float16. A bfloat16 number is exact there from 2^-17 to 65504 (it has 8 bits
-              of precision, float16 11 down to 2^-14, and one less for each power of two below); one of
-              float32 is rounded. :class:`Carried` says by how much
+              of precision, float16 11 down to 2^-14, and one less for each power of two below); a float32
+              number is rounded, and :class:`ConvertedCodes` has the largest change
 
-Everything but the last can be told from rule and shape, before any number is read: :func:`fits`.
+All but the last follow from rule and shape: :func:`misfit`.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ TILES = {
     "awq": ("channel", "group"),
     "compressed-tensors": ("tensor", "channel", "group"),
 }
-"""What can share a scale there."""
+"""Strategies of each target."""
 NAMES = {"gptq": "GPTQ", "awq": "AWQ", "compressed-tensors": "compressed-tensors"}
 OUTPUTS = 8  # of AWQ in a word
 
 
 @dataclass(frozen=True)
-class Carried:
-    """A weight in the words of the target.
+class ConvertedCodes:
+    """A weight as the target stores it.
 
     Attributes:
         weight: the same codes; scales are numbers of the target's type.
-        rule: what they are there.
+        rule: of the weight in the target.
         dtype: the type of the scales.
-        change: by how much a scale changed, at most, as a share of itself; 0.0: none did.
+        change: the largest relative change of a scale.
     """
 
     weight: Coded
@@ -60,27 +59,19 @@ class Carried:
 
     @property
     def note(self) -> str | None:
-        """One sentence where the scales changed, else None."""
+        """A sentence where scales changed, else None."""
         if not self.change:
             return None
-        kind = str(self.dtype).removeprefix("torch.")
-        return f"its scales are rounded to {kind}, by {self.change:.1e} of themselves at most"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"its scales are rounded to {dtype}, by {self.change:.1e} of themselves at most"
 
 
-def fits(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
-    """Whether codes of a rule can be told in a target without touching one.
-
-    Args:
-        rule: what the codes are.
-        shape: (N, K).
-        target: ``gptq``, ``awq`` or ``compressed-tensors``.
-
-    Returns:
-        None, or one sentence why not.
-    """
+def misfit(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
+    """Why a target (``gptq``, ``awq`` or ``compressed-tensors``) cannot hold unchanged codes of a rule and
+    shape (N, K), in one sentence; None where it can."""
     name = NAMES[target]
     if rule.kind != "int":
-        return f"{name} has no place for {rule.kind} codes"
+        return f"{name} has no {rule.kind} codes"
     if rule.block:
         return f"{name} has no scales for blocks of {rule.block[0]} x {rule.block[1]} weights"
     if rule.bits > max(WIDTHS[target]):
@@ -92,18 +83,18 @@ def fits(rule: WeightRule, shape: tuple[int, int], target: str) -> str | None:
     if shape[0] % OUTPUTS:
         return f"AWQ packs {OUTPUTS} outputs in a word, and it has {shape[0]}"
     if rule.group_size and shape[1] % rule.group_size:
-        return f"AWQ has whole groups alone, and its {shape[1]} inputs are no multiple of {rule.group_size}"
+        return f"AWQ has only whole groups, and its {shape[1]} inputs are no multiple of {rule.group_size}"
     return None
 
 
-def carried_rule(rule: WeightRule, target: str) -> WeightRule:
-    """What codes that fit are in a target: the width that it has, and a tile that it has."""
+def converted_rule(rule: WeightRule, target: str) -> WeightRule:
+    """The rule of fitting codes in a target, with a width and a strategy that it has."""
     bits = next(width for width in WIDTHS[target] if width >= rule.bits)
     strategy = rule.strategy if rule.strategy in TILES[target] else "channel"
     return replace(rule, bits=bits, strategy=strategy)
 
 
-def carry(
+def convert(
     weight: Coded,
     rule: WeightRule,
     target: str,
@@ -111,38 +102,36 @@ def carry(
     dtype: torch.dtype = torch.float16,
     zeros: bool = False,
     name: str = "a weight",
-) -> Carried:
-    """Re-express codes in a target.
+) -> ConvertedCodes:
+    """The codes of a weight in a target. Does not modify its inputs.
 
     Args:
-        weight: the codes; not changed.
-        rule: what they are; :func:`fits` has no objection.
+        weight: the codes.
+        rule: of the weight; :func:`misfit` returns None for it.
         target: ``gptq``, ``awq`` or ``compressed-tensors``.
         dtype: of the scales there; float16 for GPTQ and AWQ.
-        zeros: write the middle as zero points of a symmetric weight, so that it stands beside asymmetric
-            ones.
+        zeros: give a symmetric weight zero points of the middle, for a file that also has asymmetric ones.
         name: of the weight, for the error.
 
     Raises:
         NumericsError: a scale is too large or too small for its type.
     """
     shape = (weight.codes.shape[0], weight.codes.shape[1])
-    why = fits(rule, shape, target)
+    why = misfit(rule, shape, target)
     assert why is None, why
-    made = carried_rule(rule, target)
-    scale, zero = _table(weight.scale, made, shape), weight.zero
+    target_rule = converted_rule(rule, target)
+    scale, zero = _expanded(weight.scale, target_rule, shape), weight.zero
     if zero is None and zeros:
         zero = torch.zeros_like(weight.scale)
     cast = _cast(scale, dtype, name)
     change = float(((cast - scale) / scale).abs().max()) if scale.numel() else 0.0
-    carried = Coded(
-        weight.codes, cast, None if zero is None else _table(zero, made, shape), None, weight.order
-    )
-    return Carried(carried, replace(made, symmetric=zero is None), dtype, change)
+    zero = None if zero is None else _expanded(zero, target_rule, shape)
+    converted = Coded(weight.codes, cast, zero, None, weight.order)
+    return ConvertedCodes(converted, replace(target_rule, symmetric=zero is None), dtype, change)
 
 
-def _table(values: Tensor, rule: WeightRule, shape: tuple[int, int]) -> Tensor:
-    """A table of tiles (P, G) as the target has it: one value for all becomes one for each output."""
+def _expanded(values: Tensor, rule: WeightRule, shape: tuple[int, int]) -> Tensor:
+    """A table of tiles (P, G) in the target's shape: a single value is repeated for each output."""
     return values.float().expand(rule.tiles(shape)).contiguous()
 
 

@@ -1,5 +1,5 @@
-"""dense_pack: codes of b bits laid end to end in little-endian 32-bit words. The primitive under GPTQ,
-compressed-tensors and EXL2.
+"""dense_pack: codes of b bits without gaps in little-endian 32-bit words, as in GPTQ, compressed-tensors and
+EXL2.
 
 Element i occupies bits [i b, i b + b) of a bit string cut into 32-bit words, bit 0 the lowest of word 0; a
 code may straddle two words.
@@ -9,7 +9,7 @@ steps move the codes together: neighbours within 16 bits, pairs within 32, fours
 
     b = 3:   .....aaa .....bbb .....ccc ...   ->   ..........bbbaaa ..........dddccc ...   ->   ...
 
-Unpacking does the same steps backwards. Both work through pieces that stay in the processor's cache.
+Unpacking reverses the steps. Both work on pieces that stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 20  # codes at a time, a multiple of 32
-LANES = (8, 16, 32)  # bits from one code, pair, four of codes to the next, while each byte holds one code
+LANES = (8, 16, 32)  # bits from one code, pair or four of codes to the next, with one code in a byte
 
 
 def dense_pack(codes: Tensor, bits: int) -> Tensor:
@@ -29,13 +29,13 @@ def dense_pack(codes: Tensor, bits: int) -> Tensor:
         bits: 1 to 8.
 
     Returns:
-        int32 (..., ceil(K * bits / 32)); the last word is filled up with zeros.
+        int32 (..., ceil(K * bits / 32)), the last word padded with zeros.
     """
     *lead, length = codes.shape
     padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -length % 32)).contiguous().reshape(-1)
     packed = torch.empty((padded.numel() // 8, bits), dtype=torch.uint8, device=codes.device)
     for start in range(0, padded.numel(), PIECE):
-        eights = _close(padded[start : start + PIECE].view(torch.int64), bits)
+        eights = _pack_lanes(padded[start : start + PIECE].view(torch.int64), bits)
         packed[start // 8 : (start + PIECE) // 8] = eights.view(torch.uint8).reshape(-1, 8)[:, :bits]
     words = packed.reshape(-1).view(torch.int32).reshape(*lead, -(-length // 32) * bits)
     return words[..., : -(-length * bits // 32)].contiguous()
@@ -51,28 +51,28 @@ def dense_unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     for start in range(0, codes.numel(), PIECE):
         piece = octets[start // 8 : (start + PIECE) // 8]
         eights = torch.nn.functional.pad(piece, (0, 8 - bits)).contiguous().view(torch.int64)
-        codes[start : start + PIECE] = _open(eights.reshape(-1), bits).view(torch.uint8)
+        codes[start : start + PIECE] = _unpack_lanes(eights.reshape(-1), bits).view(torch.uint8)
     return codes.reshape(*lead, blocks * 32)[..., :length].contiguous()
 
 
-def _close(eights: Tensor, bits: int) -> Tensor:
+def _pack_lanes(eights: Tensor, bits: int) -> Tensor:
     """8 codes a byte apart become 8 codes ``bits`` apart; int64 (count,)."""
-    for lane, held in zip(LANES, (bits, 2 * bits, 4 * bits), strict=True):
-        if held < lane:
-            low = _every_other(lane, held)
-            eights = (eights & low) | ((eights >> (lane - held)) & (low << held))
+    for lane, filled in zip(LANES, (bits, 2 * bits, 4 * bits), strict=True):
+        if filled < lane:
+            low = _lane_mask(lane, filled)
+            eights = (eights & low) | ((eights >> (lane - filled)) & (low << filled))
     return eights
 
 
-def _open(eights: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`_close`."""
-    for lane, held in zip(reversed(LANES), (4 * bits, 2 * bits, bits), strict=True):
-        if held < lane:
-            low = _every_other(lane, held)
-            eights = (eights & low) | ((eights & (low << held)) << (lane - held))
+def _unpack_lanes(eights: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`_pack_lanes`."""
+    for lane, filled in zip(reversed(LANES), (4 * bits, 2 * bits, bits), strict=True):
+        if filled < lane:
+            low = _lane_mask(lane, filled)
+            eights = (eights & low) | ((eights & (low << filled)) << (lane - filled))
     return eights
 
 
-def _every_other(lane: int, held: int) -> int:
-    """The mask of the lowest ``held`` bits of every other lane; below 2^63, as held < lane."""
-    return sum(((1 << held) - 1) << place for place in range(0, 64, 2 * lane))
+def _lane_mask(lane: int, filled: int) -> int:
+    """The mask of the lowest ``filled`` bits of every other lane; below 2^63, as filled < lane."""
+    return sum(((1 << filled) - 1) << offset for offset in range(0, 64, 2 * lane))

@@ -8,23 +8,23 @@ For a Linear with weight (N, K), b bits (2, 3, 4 or 8), groups of g inputs, G = 
     g_idx    int32 (K,)                  group of each input; i // g where groups are neighbours
     bias     float16 (N,)                an ordinary tensor, where the Linear has one
 
-A code is stored as signed code + 2^(b-1), and so is a zero point; with act-order (``desc_act``) the codes
-stay in the order of the inputs and g_idx alone tells the groups. ``group_size: -1`` is one group, K.
+Codes and zero points are stored as signed + 2^(b-1). With act-order (``desc_act``) the codes stay in the
+order of the inputs, and only g_idx has the groups. ``group_size: -1`` is one group, K.
 
-Two versions differ in the zero points. In the first (``checkpoint_format: gptq``) one less is stored and the
-kernel adds it, in the second (``gptq_v2``) they are as they are. Symmetric weights, whose zero point is
-2^(b-1), can be written in both and are read everywhere in the first. An asymmetric zero point of 0 does not
-exist in the first: the second is written, where any Linear of a file is asymmetric.
+Two versions differ in the zero points: the first (``checkpoint_format: gptq``) stores one less, which the
+kernel adds; the second (``gptq_v2``) stores them unchanged. Symmetric weights, whose zero point is 2^(b-1),
+fit both and are read everywhere in the first. An asymmetric zero point of 0 does not exist in the first: the
+second is written where any Linear of a file is asymmetric.
 
-What GPTQModel does is done here: the first version is read by adding 1 to every field, for 2, 4 and 8 bits by
-one addition to the word (a borrow that a writer left between neighbours is undone so), for 3 bits, which
-straddle words, field by field. Readers disagree on files of the first version with zero points of 0.
+As GPTQModel does, the first version is read by adding 1 to every field: for 2, 4 and 8 bits with one addition
+to the word (which undoes a borrow that a writer left between neighbours), for 3 bits, which straddle words,
+field by field. Readers disagree on files of the first version with zero points of 0.
 
 Read as well: files without ``checkpoint_format`` (older than the second version, so of the first);
 ``quantize_config.json`` alone; ``dynamic`` overrides (``+:`` or no prefix) and skips (``-:``), regular
-expressions on module names, skips first; files without g_idx; symmetric files whose zero points are of the
-second version and whose label is not (kernels for symmetric weights do not look at them); biases of zeros
-that AutoGPTQ gave to every Linear, which are left out where the file is that old.
+expressions on module names, skips first; files without g_idx; symmetric files with zero points of the second
+version and the label of the first (kernels for symmetric weights ignore zero points); biases of zeros that
+AutoGPTQ gave to every Linear, which are left out where the file is that old.
 
 Sources: GPTQModel 7.6, nn_modules/qlinear/__init__.py (pack_original, dequantize_weight), utils/model.py
 (convert_gptq_v1_to_v2_format_module), quantization/config.py (dynamic); transformers 5, GPTQConfig; vLLM,
@@ -41,9 +41,9 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.coded import Coded
+from attar.formats.coded import Coded, TensorLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
-from attar.formats.patterns import begins
+from attar.formats.quantization_config import matches_start
 from attar.formats.qweight import (
     G_IDX,
     HEAD,
@@ -51,16 +51,13 @@ from attar.formats.qweight import (
     QZEROS,
     SCALES,
     QweightReader,
-    TensorSpecs,
     code_bytes,
-    decoded,
     half_scales,
+    kernel_weight,
     pattern,
-    read_state,
     signed,
 )
 from attar.formats.rules import WeightRule
-from attar.formats.stated import stated
 
 METHOD = "gptq"
 V1, V2 = "gptq", "gptq_v2"
@@ -68,17 +65,17 @@ BITS = (2, 3, 4, 8)
 
 
 def version_for(rules: Mapping[str, WeightRule]) -> str:
-    """The version that a file with Linears of these rules has."""
+    """The version in which a file with Linears of these rules is written."""
     return V1 if all(rule.symmetric for rule in rules.values()) else V2
 
 
 def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a Linear, by the last part of their names.
+    """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes; not changed.
-        rule: what they are.
-        version: ``gptq`` or ``gptq_v2``; None: what the rule asks for.
+        weight: the codes.
+        rule: of the weight.
+        version: ``gptq`` or ``gptq_v2``; None: as :func:`version_for` chooses.
 
     Raises:
         NumericsError: an asymmetric zero point of 0 in the first version.
@@ -103,12 +100,8 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
-    """Type and shape of the tensors that :func:`encode` makes, known before any weight is.
-
-    Args:
-        shape: (N, K).
-    """
+def layout(shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+    """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K)."""
     (rows, columns), groups = shape, rule.tiles(shape)[1]
     return {
         QWEIGHT: ("I32", (-(-columns * rule.bits // 32), rows)),
@@ -118,15 +111,9 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
     }
 
 
-def coded(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
-    """The codes of a Linear as they are.
-
-    Zero points that all are the middle of the codes come back as None, and so do groups that are neighbours.
-
-    Args:
-        tensors: by the last part of their names.
-        version: ``gptq`` or ``gptq_v2``.
-    """
+def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
+    """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as None,
+    and so is the order of groups that are neighbours."""
     bits, scales = rule.bits, half_scales(tensors[SCALES])
     columns = tensors[G_IDX].shape[0] if G_IDX in tensors else tensors[QWEIGHT].shape[0] * 32 // bits
     codes = dense_unpack(tensors[QWEIGHT].T.contiguous(), bits, columns)
@@ -134,7 +121,7 @@ def coded(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Code
     if rule.symmetric and version == V1 and bool((zero == 1).all()):
         zero = torch.zeros_like(zero)
     order = tensors.get(G_IDX)
-    if order is None or torch.equal(order, _neighbours(columns, rule, order.dtype)):
+    if order is not None and torch.equal(order.long(), torch.arange(columns) // (rule.group_size or columns)):
         order = None
     middle = not zero.any()
     return Coded(
@@ -145,15 +132,10 @@ def coded(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Code
     )
 
 
-def _neighbours(columns: int, rule: WeightRule, dtype: torch.dtype) -> Tensor:
-    """g_idx of groups that are neighbours."""
-    return (torch.arange(columns) // (rule.group_size or columns)).to(dtype)
-
-
 def _zeros(packed: Tensor, bits: int, rows: int, version: str) -> Tensor:
     """Zero points as a kernel sees them, (G, N), 0 to 2^b - 1."""
     if version == V1 and 32 % bits == 0:
-        ones = sum(1 << place for place in range(0, 32, bits))
+        ones = sum(1 << offset for offset in range(0, 32, bits))
         words = (packed.to(torch.int64) + ones) & 0xFFFFFFFF
         return dense_unpack(torch.where(words >= 2**31, words - 2**32, words).to(torch.int32), bits, rows)
     fields = dense_unpack(packed, bits, rows)
@@ -162,8 +144,8 @@ def _zeros(packed: Tensor, bits: int, rows: int, version: str) -> Tensor:
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule, version: str | None = None) -> Tensor:
     """The weight (N, K) of a Linear: half(s (q - z)), in the type of its scales (float16 for float32)."""
-    weight = coded(tensors, rule, version or version_for({"": rule}))
-    return decoded(weight, rule, half_scales(tensors[SCALES]).dtype)
+    weight = unpack(tensors, rule, version or version_for({"": rule}))
+    return kernel_weight(weight, rule, tensors[SCALES])
 
 
 def quantization_config(
@@ -172,8 +154,8 @@ def quantization_config(
     """The ``quantization_config`` of config.json.
 
     Linears that differ from most get ``dynamic`` entries, which GPTQModel and vLLM follow and transformers
-    does not. Where Linears of the blocks stay dense, ``dynamic`` says so to those two, and
-    ``modules_in_block_to_quantize`` to transformers.
+    does not. Dense Linears of the blocks are named by ``dynamic`` for those two, and left out of
+    ``modules_in_block_to_quantize`` for transformers.
 
     Args:
         rules: of the quantized Linears, by module name.
@@ -181,15 +163,18 @@ def quantization_config(
         head: name of the output head.
     """
     assert rules, "something is quantized"
-    plain = {name: _stated(rule) for name, rule in rules.items()}
-    base = dict(Counter(tuple(said.items()) for said in plain.values()).most_common(1)[0][0])
+    entries = {
+        name: {"bits": rule.bits, "group_size": rule.group_size or -1, "sym": rule.symmetric}
+        for name, rule in rules.items()
+    }
+    base = dict(Counter(tuple(entry.items()) for entry in entries.values()).most_common(1)[0][0])
     dense = [name for name in ignore if name != head]
     dynamic: dict[str, dict[str, Any]] = {f"-:{pattern(name)}": {} for name in dense}
-    for name, said in plain.items():
-        differs = {key: value for key, value in said.items() if value != base[key]}
+    for name, entry in entries.items():
+        differs = {key: value for key, value in entry.items() if value != base[key]}
         if differs:
             dynamic[f"+:{pattern(name)}"] = differs
-    made: dict[str, Any] = {
+    config: dict[str, Any] = {
         "quant_method": METHOD,
         **base,
         "desc_act": any(rule.ordered for rule in rules.values()),
@@ -198,109 +183,73 @@ def quantization_config(
         HEAD: head in rules,
     }
     if dynamic:
-        made["dynamic"] = dynamic
+        config["dynamic"] = dynamic
     if dense:
-        made["modules_in_block_to_quantize"] = [[name for name in rules if name != head]]
-    return made
-
-
-def _stated(rule: WeightRule) -> dict[str, Any]:
-    """What a config says of a rule."""
-    return {"bits": rule.bits, "group_size": rule.group_size or -1, "sym": rule.symmetric}
+        config["modules_in_block_to_quantize"] = [[name for name in rules if name != head]]
+    return config
 
 
 class GPTQReader(QweightReader):
     """Reads a GPTQ checkpoint tensor by tensor.
 
     Attributes:
-        checkpoint: what is read.
-        config: its ``quantization_config``, wherever it stands.
         version: ``gptq`` or ``gptq_v2``.
         old: written before versions had names.
     """
 
     def __init__(self, checkpoint: Any) -> None:
         super().__init__(checkpoint)
-        self.config = dict(stated(checkpoint) or {})
-        said = self.config.get("checkpoint_format") or self.config.get("format")
-        self.old = said is None
-        self.version = str(said or V1).lower()
+        version = self.config.get("checkpoint_format") or self.config.get("format")
+        self.old = version is None
+        self.version = str(version or V1).lower()
         if self.version not in (V1, V2) or self.config.get("is_marlin_format"):
             raise ModelError(
-                f"{checkpoint.path}: GPTQ in the format {said or 'marlin'!r}, which attar cannot read",
+                f"{checkpoint.path}: GPTQ in the format {version or 'marlin'!r}, which attar cannot read",
                 hint="attar reads gptq and gptq_v2",
             )
         overrides = self.config.get("dynamic") or {}
-        self._dynamic = [  # skips first, as GPTQModel has it
-            (key[2:] if key[:2] in ("-:", "+:") else key, None if key.startswith("-:") else dict(said or {}))
-            for key, said in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
+        self._dynamic = [  # skips first, as GPTQModel does
+            (key[2:] if key[:2] in ("-:", "+:") else key, None if key.startswith("-:") else dict(entry or {}))
+            for key, entry in sorted(overrides.items(), key=lambda item: not item[0].startswith("-:"))
         ]
         for expression, _ in self._dynamic:
-            begins(expression, "")  # a broken one is refused at once
+            matches_start(expression, "")  # refuses a broken one at once
 
     def rule(self, module: str) -> WeightRule:
-        """What the config says of a Linear.
-
-        Raises:
-            CheckpointError: it says that the Linear is dense, or nothing that GPTQ knows.
-        """
-        said = dict(self.config)
+        entry = dict(self.config)
         for expression, changes in self._dynamic:
-            if begins(expression, module):
+            if matches_start(expression, module):
                 if changes is None:
                     raise CheckpointError(
                         f"{self.checkpoint.path}: the config's dynamic skips {module}, which has codes",
                         hint="weights and config are of different versions",
                     )
-                said |= changes
+                entry |= changes
                 break
-        return self._rule(said)
+        bits, size = entry.get("bits"), entry.get("group_size", -1)
+        return self.read_group_rule(
+            bits,
+            size if bits in BITS else None,
+            entry.get("sym", True) is not False,
+            f"GPTQ with bits {bits!r} in groups of {size!r}",
+            f"attar reads {', '.join(map(str, BITS))} bits, in groups of 1 or more, or -1",
+        )
 
-    def _rule(self, said: Mapping[str, Any]) -> WeightRule:
-        bits, size = said.get("bits"), said.get("group_size", -1)
-        if bits not in BITS or not isinstance(size, int) or size == 0 or size < -1:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: GPTQ with bits {bits!r} in groups of {size!r}",
-                hint=f"attar reads {', '.join(map(str, BITS))} bits, in groups of 1 or more, or -1",
-            )
-        strategy = "group" if size > 0 else "channel"
-        return WeightRule("int", bits, strategy, max(size, 0), said.get("sym", True) is not False)
-
-    def shape(self, module: str, rule: WeightRule) -> tuple[int, int]:
-        """(N, K) of a Linear, from the shapes of its tensors."""
-        rows = self.checkpoint.tensors[f"{module}.{QWEIGHT}"].shape
+    def shape(self, qweight: tuple[int, int], module: str, rule: WeightRule) -> tuple[int, int]:
         info = self.checkpoint.tensors.get(f"{module}.{G_IDX}")
-        if len(rows) != 2:
-            raise CheckpointError(f"{self.checkpoint.path}: {module}.{QWEIGHT} has {len(rows)} axes, not 2")
-        return rows[1], info.shape[0] if info and len(info.shape) == 1 else rows[0] * 32 // rule.bits
+        return qweight[1], info.shape[0] if info and len(info.shape) == 1 else qweight[0] * 32 // rule.bits
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorSpecs:
-        """Types and shapes that its tensors must have."""
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
         return layout(shape, rule)
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:
-        """Its codes."""
-        return coded(tensors, rule, self.version)
+        return unpack(tensors, rule, self.version)
 
-    def aside(self, name: str) -> bool:
-        """Whether a tensor belongs to a weight and is none itself, or is a bias that the model has not."""
-        if super().aside(name):
+    def is_auxiliary(self, name: str) -> bool:
+        """Whether a tensor belongs to a weight, or is a bias that the model does not have."""
+        if super().is_auxiliary(name):
             return True
         base, _, leaf = name.rpartition(".")
         if not self.old or leaf != "bias" or f"{base}.{QWEIGHT}" not in self.checkpoint.tensors:
             return False
         return not self.checkpoint.load(name).any()
-
-
-def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
-    """Every tensor of a GPTQ checkpoint, decoded, under the names of the unquantized model.
-
-    Raises:
-        CheckpointError: a tensor is missing, or the config is another one's.
-    """
-    return read_state(GPTQReader(checkpoint))
-
-
-def is_packed(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config says that its weights are in this layout."""
-    return (config.get("quantization_config") or {}).get("quant_method") == METHOD

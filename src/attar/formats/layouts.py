@@ -1,4 +1,4 @@
-"""The tensors of one quantized Linear in each layout of compressed-tensors: codes in, bytes out, and back.
+"""The tensors of one quantized Linear in each layout of compressed-tensors: codes to bytes and back.
 
 For a weight (N, K), b bits, scales in a table (P, G) of tiles:
 
@@ -12,10 +12,9 @@ For a weight (N, K), b bits, scales in a table (P, G) of tiles:
                             float8_e4m3fn; weight_global_scale float32 (1,), which *divides* the scales
 ``mxfp4-pack-quantized``    weight_packed likewise; weight_scale uint8, 2^(byte - 127)
 
-weight_scale is (P, G) in the model's type; a single one is (1,). weight_g_idx, int32 (K,), stands beside
-packed weights whose groups are not neighbours. A decoded weight is code times scale, rounded once to the type
-of the scale; for both FP4 layouts that type is bfloat16, whatever the model's, as compressed-tensors decodes
-them.
+weight_scale is (P, G) in the model's type; a single one is (1,). Packed weights whose groups are not
+neighbours have weight_g_idx, int32 (K,). A decoded weight is code times scale, rounded once to the type of
+the scale; both FP4 layouts decode to bfloat16, whatever the model's type, as compressed-tensors does.
 """
 
 from __future__ import annotations
@@ -25,23 +24,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.formats.coded import Coded
+from attar.formats.coded import Coded, TensorLayout, fp4_levels, unpack_nibbles
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
 GLOBAL, ORDER, WEIGHT = "weight_global_scale", "weight_g_idx", "weight"
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a Linear, by the last part of their names.
+    """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes; not changed.
-        rule: what they are.
+        weight: the codes.
+        rule: of the weight.
         form: one of :data:`attar.formats.rules.FORMATS`.
-        dtype: of scales that have no type of their own.
+        dtype: of scales whose type the layout does not fix.
     """
     if form in (NVFP4, MXFP4):
         return _encode_fp4(weight, form)
@@ -54,7 +52,7 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     else:
         tensors[WEIGHT] = weight.codes.contiguous()
     if not rule.symmetric:
-        assert weight.zero is not None, "an asymmetric rule has zeros"
+        assert weight.zero is not None, "an asymmetric rule has zero points"
         tensors[ZERO] = _encode_zero(weight.zero, rule, form)
     if rule.ordered:
         assert weight.order is not None, "an ordered rule has the group of each input"
@@ -62,83 +60,74 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     return tensors
 
 
-def layout(
-    shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8"
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of the tensors that :func:`encode` makes, known before any weight is.
+def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8") -> TensorLayout:
+    """Type and shape of the tensors that :func:`encode` returns, without a weight.
 
     Args:
         shape: (N, K).
         dtype: safetensors' name of the scales' type.
-        code: safetensors' name of the codes' type, where they are stored as they are.
+        code: safetensors' name of the codes' type, where they are not packed.
     """
     (rows, columns), tiles = shape, rule.tiles(shape)
     if form in (NVFP4, MXFP4):
-        made: dict[str, tuple[str, tuple[int, ...]]] = {PACKED: ("U8", (rows, columns // 2))}
-        made[SCALE] = ("F8_E4M3" if form == NVFP4 else "U8", tiles)
-        return {**made, GLOBAL: ("F32", (1,))} if form == NVFP4 else made
+        specs: TensorLayout = {PACKED: ("U8", (rows, columns // 2))}
+        specs[SCALE] = ("F8_E4M3" if form == NVFP4 else "U8", tiles)
+        return {**specs, GLOBAL: ("F32", (1,))} if form == NVFP4 else specs
     single = rule.strategy == "tensor"
-    made = {SCALE: (dtype, (1,) if single else tiles)}
+    specs = {SCALE: (dtype, (1,) if single else tiles)}
     if form == PACK:
-        made[PACKED] = ("I32", (rows, -(-columns * rule.bits // 32)))
-        made[SHAPE] = ("I64", (2,))
+        specs[PACKED] = ("I32", (rows, -(-columns * rule.bits // 32)))
+        specs[SHAPE] = ("I64", (2,))
     else:
-        made[WEIGHT] = (code, shape)
+        specs[WEIGHT] = (code, shape)
     if not rule.symmetric:
         packed = form == PACK and not single
-        made[ZERO] = ("I32", (-(-rows * rule.bits // 32), tiles[1])) if packed else ("I8", made[SCALE][1])
+        specs[ZERO] = ("I32", (-(-rows * rule.bits // 32), tiles[1])) if packed else ("I8", specs[SCALE][1])
     if rule.ordered:
-        made[ORDER] = ("I32", (columns,))
-    return made
+        specs[ORDER] = ("I32", (columns,))
+    return specs
+
+
+def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Coded:
+    """The codes of stored tensors: the inverse of :func:`encode`."""
+    if form == NVFP4:
+        above = tensors[GLOBAL]
+        scale = tensors[SCALE].float() / above.float()
+        return Coded(unpack_nibbles(tensors[PACKED]), scale, global_scale=above)
+    if form == MXFP4:
+        return Coded(unpack_nibbles(tensors[PACKED]), torch.exp2(tensors[SCALE].float() - 127.0))
+    scale, zero, codes = tensors[SCALE].float(), tensors.get(ZERO), tensors.get(WEIGHT)
+    table = (1, 1) if scale.numel() == 1 else scale.shape
+    offset = 2 ** (rule.bits - 1)
+    if codes is None:
+        codes = dense_unpack(tensors[PACKED], rule.bits, int(tensors[SHAPE][1]))
+        codes = (codes - offset).view(torch.int8)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = dense_unpack(zero.T.contiguous(), rule.bits, table[0]).T.float() - offset
+    signed = None if zero is None else zero.float().reshape(table).contiguous()
+    return Coded(codes, scale.reshape(table), signed, order=tensors.get(ORDER))
 
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Tensor:
     """The weight (N, K) of a Linear, in the type of its scale (FP4: bfloat16)."""
-    codes, scale, zero, dtype = (
-        _codes(tensors, rule, form),
-        tensors[SCALE].float(),
-        None,
-        tensors[SCALE].dtype,
-    )
-    if form == NVFP4:
-        scale, dtype = scale / tensors[GLOBAL].float(), torch.bfloat16
-    elif form == MXFP4:
-        scale, dtype = torch.exp2(scale - 127.0), torch.bfloat16
-    if ZERO in tensors:
-        zero = _decode_zero(tensors[ZERO], rule, form, codes.shape[0])
-    if ORDER in tensors:
-        order = tensors[ORDER].long()
-        shifted = codes if zero is None else codes - zero[:, order]
-        return (shifted * scale[:, order]).to(dtype)
-    return _scaled(codes, scale, zero, rule).to(dtype)
-
-
-def _scaled(codes: Tensor, scale: Tensor, zero: Tensor | None, rule: WeightRule) -> Tensor:
-    """(code - zero) * scale, float32 (N, K); the tables are (P, G) or (1,)."""
+    weight = unpack(tensors, rule, form)
+    fp4 = form in (NVFP4, MXFP4)
+    dtype = torch.bfloat16 if fp4 else tensors[SCALE].dtype
+    codes = fp4_levels(weight.codes.device)[weight.codes.long()] if fp4 else weight.codes.float()
+    if weight.order is not None:
+        order = weight.order.long()
+        shifted = codes if weight.zero is None else codes - weight.zero[:, order]
+        return (shifted * weight.scale[:, order]).to(dtype)
     rows, columns = codes.shape
     height, width = rule.tile((rows, columns))
 
     def spread(table: Tensor) -> Tensor:
-        table = table.reshape(1, 1) if table.dim() < 2 else table
         return (table.repeat_interleave(height, 0)[:rows] if rule.block else table)[..., None]
 
     tiled = torch.nn.functional.pad(codes, (0, -columns % width)).reshape(rows, -1, width)
-    if zero is not None:
-        tiled = tiled - spread(zero)
-    return (tiled * spread(scale)).reshape(rows, -1)[:, :columns]
-
-
-def _codes(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Tensor:
-    """The codes as numbers, float32 (N, K)."""
-    if form == PACK:
-        columns = int(tensors[SHAPE][1])
-        return dense_unpack(tensors[PACKED], rule.bits, columns).float() - 2 ** (rule.bits - 1)
-    if form in (NVFP4, MXFP4):
-        packed = tensors[PACKED]
-        codes = torch.stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1).long()
-        levels = torch.tensor([*FP4, *(-value for value in FP4)])
-        return levels.to(packed.device)[codes]
-    return tensors[WEIGHT].float()
+    if weight.zero is not None:
+        tiled = tiled - spread(weight.zero)
+    return (tiled * spread(weight.scale)).reshape(rows, -1)[:, :columns].to(dtype)
 
 
 def _encode_zero(zero: Tensor, rule: WeightRule, form: str) -> Tensor:
@@ -147,13 +136,6 @@ def _encode_zero(zero: Tensor, rule: WeightRule, form: str) -> Tensor:
     if form != PACK:
         return zero.to(torch.int8)
     return dense_pack((zero + 2 ** (rule.bits - 1)).T.to(torch.int16), rule.bits).T.contiguous()
-
-
-def _decode_zero(stored: Tensor, rule: WeightRule, form: str, rows: int) -> Tensor:
-    """Signed zeros, float32 (P, G) or (1,)."""
-    if form != PACK or rule.strategy == "tensor":
-        return stored.float()
-    return dense_unpack(stored.T.contiguous(), rule.bits, rows).T.float() - 2 ** (rule.bits - 1)
 
 
 def _encode_fp4(weight: Coded, form: str) -> dict[str, Tensor]:

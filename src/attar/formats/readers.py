@@ -1,23 +1,67 @@
-"""Which reader a checkpoint needs: by the ``quant_method`` in its config, or none for a dense one."""
+"""The reader that a checkpoint needs, by its ``quant_method``, and a view that makes a packed checkpoint look
+dense."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from attar.errors import ModelError
+from attar.errors import CheckpointError, ModelError
 from attar.formats import awq, bitsandbytes, compressed_tensors, exl2, gptq, modelopt
-from attar.formats.coded import Coded
+from attar.formats.coded import Coded, UniformWeight, uniform_weight
 from attar.formats.gguf import reader as gguf
+from attar.formats.quantization_config import read_quantization_config
 from attar.formats.rules import WeightRule
-from attar.formats.stated import stated
 
-METHODS: dict[str, ModuleType] = {
-    module.METHOD: module for module in (compressed_tensors, bitsandbytes, gptq, awq, modelopt, exl2, gguf)
-}
+
+class FormatReader(Protocol):
+    """Reads a checkpoint tensor by tensor, whatever its layout (see PackedReader)."""
+
+    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Name, type and shape of what a stored tensor decodes to; None for scales and the like."""
+
+    def decode(self, name: str) -> Tensor | None:
+        """What a stored tensor decodes to; None for scales and the like."""
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a stored tensor holds the codes of a weight."""
+
+    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
+        """The unchanged codes of a stored weight, out x in, and their rule; None for any other tensor."""
+
+    def check(self, name: str) -> None:
+        """Raise NumericsError where codes or scales cannot be right."""
+
+
+class DenseReader:
+    """The reader of a checkpoint that is not quantized: every tensor is itself."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+
+    def header(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
+        """Its own name, type and shape."""
+        return info.name, info.dtype, info.shape
+
+    def decode(self, name: str) -> Tensor | None:
+        """The tensor itself."""
+        tensor: Tensor = self.checkpoint.load(name)
+        return tensor
+
+    def is_coded(self, name: str) -> bool:
+        """False."""
+        return False
+
+    def codes(self, name: str) -> None:
+        """None."""
+
+    def check(self, name: str) -> None:
+        """Nothing to check."""
+
+
 READERS: dict[str, Callable[[Any], FormatReader]] = {
     compressed_tensors.METHOD: compressed_tensors.CompressedTensorsReader,
     bitsandbytes.METHOD: bitsandbytes.BitsAndBytesReader,
@@ -27,64 +71,20 @@ READERS: dict[str, Callable[[Any], FormatReader]] = {
     exl2.METHOD: exl2.EXL2Reader,
     gguf.METHOD: gguf.GGUFReader,
 }
+"""Readers by ``quant_method``."""
 
 
-class FormatReader(Protocol):
-    """Reads a checkpoint tensor by tensor, whatever its layout."""
-
-    def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
-        """Name, type and shape of what a stored tensor stands for; None for scales and the like."""
-
-    def dense(self, name: str) -> Tensor | None:
-        """What a stored tensor stands for; None for scales and the like."""
-
-    def coded(self, name: str) -> bool:
-        """Whether a stored tensor holds the codes of a weight."""
-
-    def codes(self, name: str) -> tuple[Coded, WeightRule] | None:
-        """The codes of a stored weight as they are, out x in; None for any other tensor."""
-
-    def check(self, name: str) -> None:
-        """Raise NumericsError where codes or scales cannot be right."""
-
-
-class DenseReader:
-    """The reader of a checkpoint that is not quantized: everything stands for itself."""
-
-    def __init__(self, checkpoint: Any) -> None:
-        self.checkpoint = checkpoint
-
-    def slot(self, info: Any) -> tuple[str, str, tuple[int, ...]] | None:
-        """Its own name, type and shape."""
-        return info.name, info.dtype, info.shape
-
-    def dense(self, name: str) -> Tensor | None:
-        """The tensor itself."""
-        tensor: Tensor = self.checkpoint.load(name)
-        return tensor
-
-    def coded(self, name: str) -> bool:
-        """Nothing is."""
-        return False
-
-    def codes(self, name: str) -> None:
-        """There are none."""
-
-    def check(self, name: str) -> None:
-        """Nothing to check."""
-
-
-def method(checkpoint: Any) -> str | None:
+def quant_method(checkpoint: Any) -> str | None:
     """The ``quant_method`` of a checkpoint; None where it is dense.
 
     Raises:
         ModelError: attar cannot read it.
     """
-    said = stated(checkpoint)
-    if said is None:
+    config = read_quantization_config(checkpoint)
+    if config is None:
         return None
-    name = said.get("quant_method")
-    if name not in METHODS:
+    name = config.get("quant_method")
+    if name not in READERS:
         raise ModelError(
             f"{checkpoint.path}: quantized with {name!r}, which attar cannot read",
             hint="start from the dense model",
@@ -98,5 +98,83 @@ def reader(checkpoint: Any) -> FormatReader:
     Raises:
         ModelError: it is quantized in a way that attar cannot read.
     """
-    name = method(checkpoint)
+    name = quant_method(checkpoint)
     return READERS[name](checkpoint) if name else DenseReader(checkpoint)
+
+
+def dequantize_state(checkpoint: Any) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, decoded, under the names of the unquantized model.
+
+    Raises:
+        CheckpointError: a tensor is missing or does not fit the config.
+        ModelError: it is quantized in a way that attar cannot read.
+    """
+    decoded = Decoded(checkpoint)
+    return {name: decoded.load(name) for name in decoded.tensors}
+
+
+@dataclass(frozen=True)
+class DecodedInfo:
+    """A decoded tensor.
+
+    Attributes:
+        name: of the dense tensor.
+        dtype: its type, as safetensors names it.
+        shape: its shape.
+        stored: name of the stored tensor that it is decoded from.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stored: str
+
+
+class Decoded:
+    """A view of a packed checkpoint that looks dense: weights are decoded when they are loaded.
+
+    Attributes:
+        decodes: True: tensors have no bytes of their own in a file.
+        config: without ``quantization_config``.
+        tensors: headers by dense name.
+    """
+
+    decodes = True
+
+    def __init__(self, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint
+        self.path, self.name = checkpoint.path, checkpoint.name
+        self.config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
+        self._reader = reader(checkpoint)
+        self.tensors: dict[str, DecodedInfo] = {}
+        for info in checkpoint.tensors.values():
+            header = self._reader.header(info)
+            if header is not None:
+                self.tensors[header[0]] = DecodedInfo(*header, info.name)
+
+    def load(self, name: str) -> Tensor:
+        """One tensor, decoded.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its parts do not fit together.
+        """
+        tensor = self._reader.decode(self._stored(name))
+        assert tensor is not None, "a tensor with a header decodes"
+        return tensor
+
+    def is_coded(self, name: str) -> bool:
+        """Whether a tensor is stored as codes."""
+        return name in self.tensors and self._reader.is_coded(self.tensors[name].stored)
+
+    def uniform(self, name: str) -> UniformWeight | None:
+        """A weight on its uniform grid, out x in (a Conv1D's too); None for other tensors and other grids.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its parts do not fit together.
+        """
+        return uniform_weight(self._reader, self._stored(name))
+
+    def _stored(self, name: str) -> str:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}")
+        return self.tensors[name].stored

@@ -1,10 +1,9 @@
-"""What a scheme does to a weight and to what flows into it, in the words of compressed-tensors: plain data,
-no torch.
+"""How weights and activations are quantized, in the terms of compressed-tensors: plain data, no torch.
 
-A rule says which numbers there are (``kind``, ``bits``) and which of them share a scale (``strategy``):
-``tensor`` all, ``channel`` a row of the weight, ``group`` g neighbours in a row, ``block`` a rectangle,
-``tensor_group`` groups whose scales have one scale above them, ``token`` one vector of an activation,
-``attn_head`` one head of the KV cache.
+A rule names the number type (``kind``, ``bits``) and the values that share a scale (``strategy``): ``tensor``
+all, ``channel`` a row of the weight, ``group`` g neighbours in a row, ``block`` a rectangle, ``tensor_group``
+groups whose scales have a global scale, ``token`` one vector of an activation, ``attn_head`` one head of the
+KV cache.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from typing import Any
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 FORMATS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
-"""Layouts of one Linear, as compressed-tensors calls them; layouts.py knows their bytes."""
+"""Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """How a weight becomes codes.
+    """How a weight is coded.
 
     Attributes:
         kind: ``int``, ``float`` or ``nf4``.
         bits: of a code.
         strategy: ``tensor``, ``channel``, ``group``, ``block`` or ``tensor_group``.
-        group_size: g where the strategy has groups; 0: it has none.
+        group_size: g of a strategy with groups; 0: no groups.
         symmetric: no zero points.
         block: (rows, columns) of a block.
-        double: NF4 whose block scales are 8-bit codes themselves.
-        ordered: each input names its group in ``weight_g_idx`` (act-order ``group``).
+        double: NF4 whose block scales are 8-bit codes (double quantization).
+        ordered: ``weight_g_idx`` has the group of each input (act-order ``group``).
     """
 
     kind: str
@@ -58,7 +57,7 @@ class WeightRule:
 
     def config(self) -> dict[str, Any]:
         """The ``weights`` entry of a config group."""
-        said: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "num_bits": self.bits,
             "type": self.kind,
             "symmetric": self.symmetric,
@@ -67,28 +66,28 @@ class WeightRule:
             "dynamic": False,
         }
         if self.block:
-            said["block_structure"] = list(self.block)
+            entry["block_structure"] = list(self.block)
         if self.ordered:
-            said["actorder"] = "group"
+            entry["actorder"] = "group"
         if self.kind == "float" and self.bits == 4:
-            said["scale_dtype"] = "torch.float8_e4m3fn" if self.strategy == "tensor_group" else "torch.uint8"
-        return said
+            entry["scale_dtype"] = "torch.float8_e4m3fn" if self.strategy == "tensor_group" else "torch.uint8"
+        return entry
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> WeightRule:
-        """The rule that a ``weights`` entry states; what it leaves out is filled in as the library does."""
-        block = said.get("block_structure")
+    def read(cls, entry: Mapping[str, Any]) -> WeightRule:
+        """The rule of a ``weights`` entry, with the library's defaults."""
+        block = entry.get("block_structure")
         if isinstance(block, str):  # "128x128", as older files have it
             block = [int(size) for size in block.split("x")]
-        strategy, size = _sharing(said)
+        strategy, size = _sharing(entry)
         return cls(
-            kind=said.get("type") or "int",
-            bits=int(said.get("num_bits", 8)),
+            kind=entry.get("type") or "int",
+            bits=int(entry.get("num_bits", 8)),
             strategy=strategy,
             group_size=size,
-            symmetric=said.get("symmetric") is not False,
+            symmetric=entry.get("symmetric") is not False,
             block=(int(block[0]), int(block[1])) if block else None,
-            ordered=said.get("actorder") in ("group", "dynamic"),
+            ordered=entry.get("actorder") in ("group", "dynamic"),
         )
 
 
@@ -100,7 +99,7 @@ class ActivationRule:
         kind: ``int`` or ``float``.
         bits: of a code.
         strategy: ``token``, ``tensor``, ``group`` or ``attn_head``.
-        dynamic: the scale is taken from the numbers themselves; False: from the file.
+        dynamic: the scale is computed from the values; False: it is stored in the file.
         group_size: g of the strategy ``group``.
         symmetric: no zero points.
     """
@@ -131,24 +130,24 @@ class ActivationRule:
         }
 
     @classmethod
-    def read(cls, said: Mapping[str, Any]) -> ActivationRule:
-        """The rule that such an entry states."""
-        strategy, size = _sharing(said)
+    def read(cls, entry: Mapping[str, Any]) -> ActivationRule:
+        """The rule of such an entry."""
+        strategy, size = _sharing(entry)
         return cls(
-            kind=said.get("type") or "int",
-            bits=int(said.get("num_bits", 8)),
+            kind=entry.get("type") or "int",
+            bits=int(entry.get("num_bits", 8)),
             strategy=strategy,
-            dynamic=bool(said.get("dynamic")),
+            dynamic=bool(entry.get("dynamic")),
             group_size=size,
-            symmetric=said.get("symmetric") is not False,
+            symmetric=entry.get("symmetric") is not False,
         )
 
 
-def _sharing(said: Mapping[str, Any]) -> tuple[str, int]:
-    """Strategy and group size; a strategy that is not said follows from the group size."""
-    size = int(said.get("group_size") or 0)
+def _sharing(entry: Mapping[str, Any]) -> tuple[str, int]:
+    """Strategy and group size; a missing strategy follows from the group size."""
+    size = int(entry.get("group_size") or 0)
     implied = "group" if size > 0 else "channel" if size == -1 else "tensor"
-    return said.get("strategy") or implied, max(size, 0)
+    return entry.get("strategy") or implied, max(size, 0)
 
 
 def format_of(weights: WeightRule, activations: ActivationRule | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from attar.errors import MissingExtraError
 from attar.measure.generation import decode_tokens, generate_greedily, serving_llm
-from attar.measure.multiple_choice import TokenPair, log_likelihoods
+from attar.measure.multiple_choice import ScoredPair, log_likelihoods
 from attar.measure.subject import load_subject
 from attar.models.plain_config import end_tokens
 from attar.runtime.sampling.params import SamplingParams
@@ -115,14 +115,14 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """ln p of each text, in windows of the context whose scored tokens do not overlap."""
-        windows: list[list[TokenPair]] = [self._windows(request.args[0]) for request in requests]
+        windows: list[list[ScoredPair]] = [self._windows(request.args[0]) for request in requests]
         scores = iter(log_likelihoods(self.subject, [pair for pairs in windows for pair in pairs]))
         results = [sum(next(scores)[0] for _ in pairs) for pairs in windows]
         for request, answer in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answer)
         return results
 
-    def _windows(self, text: str) -> list[TokenPair]:
+    def _windows(self, text: str) -> list[ScoredPair]:
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,

@@ -36,7 +36,7 @@ from attar.runtime.scoring import prompt_logits
 
 BATCH = 16  # sequences in a forward pass of transformers
 
-TokenPair = tuple[list[int], list[int]]
+ScoredPair = tuple[list[int], list[int]]
 """Tokens of a context, and of its scored continuation."""
 
 
@@ -154,7 +154,7 @@ def _mean(values: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), error
 
 
-def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[TokenPair]:
+def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[ScoredPair]:
     for number, choice in enumerate(question.choices):
         context, after = encode_pair(subject.tokenizer, f"Question: {question.text}\nAnswer:", f" {choice}")
         if not after or (subject.context is not None and len(after) > subject.context):
@@ -165,7 +165,7 @@ def _pairs(subject: Subject, question: MultipleChoice) -> Iterator[TokenPair]:
         yield context, after
 
 
-def encode_pair(tokenizer: Any, context: str, continuation: str) -> TokenPair:
+def encode_pair(tokenizer: Any, context: str, continuation: str) -> ScoredPair:
     """Tokens of a context (not empty) and of its continuation, which gets the context's trailing spaces."""
     stripped = context.rstrip()
     together = tokenizer(context + continuation, verbose=False)["input_ids"]
@@ -174,7 +174,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> TokenPair:
 
 
 def log_likelihoods(
-    subject: Subject, pairs: Sequence[TokenPair], *, progress: Progress = SILENT
+    subject: Subject, pairs: Sequence[ScoredPair], *, progress: Progress = SILENT
 ) -> list[tuple[float, bool]]:
     """For each pair the sum of ln p over the continuation, and whether greedy decoding gives it.
 

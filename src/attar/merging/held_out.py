@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from attar.data.packing import pack, row_length
 from attar.errors import ModelError
+from attar.merging.settings import MergeSettings
 from attar.models.device import pick_device
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.models.stored import stored_names
@@ -55,35 +56,31 @@ class HeldOutText:
         cls,
         model: str | Path | Checkpoint,
         config: Mapping[str, Any],
+        settings: MergeSettings,
         *,
-        data: str,
-        samples: int,
-        sequence_length: int,
-        seed: int = 0,
         split: str = "calibration",
-        bos: str = "auto",
-        device: str = "cpu",
+        tokens: int | None = None,
     ) -> HeldOutText:
-        """Pack a source's text.
+        """Pack the text of the settings' data.
 
         Args:
             model: its tokenizer is used.
             config: content of a ``config.json``; rows are no longer than its context.
-            data, bos: as in :mod:`attar.data.sources` and :mod:`attar.data.packing`.
-            samples: maximum number of rows.
-            sequence_length: tokens a row.
-            seed: of the order of documents.
             split: ``calibration`` to choose by; ``evaluation`` is kept for measuring the result.
-            device: as a setting: ``auto``, ``cpu``, ``cuda``.
+            tokens: how many; None: ``settings.samples`` rows.
 
         Raises:
             DataError: the source holds less than one row.
             CheckpointError: the model has no tokenizer.
         """
         tokenizer = load_tokenizer(model)
-        length = row_length(sequence_length, dict(config))
-        rows = pack(tokenizer, data, split, length=length, rows=samples, seed=seed, bos=bos)
-        return cls(rows, tokenizer.mask_token_id, device)
+        length = min(settings.sequence_length, tokens or settings.sequence_length)
+        samples = -(-tokens // length) if tokens else settings.samples
+        length = row_length(length, dict(config))
+        rows = pack(
+            tokenizer, settings.data, split, length=length, rows=samples, seed=settings.seed, bos=settings.bos
+        )
+        return cls(rows, tokenizer.mask_token_id, settings.device)
 
     def loss(self, model: str | Path | Checkpoint) -> float:
         """Loss of a checkpoint. Raises as :func:`attar.models.load.load_model`."""

@@ -16,8 +16,7 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint, open_checkpoint
 from attar.errors import AttarError
-from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.merging.adapters.apply import AdaptedCheckpoint
 from attar.merging.adapters.files import CONFIG, WEIGHTS
 from attar.merging.config.documents import read_configs
@@ -69,7 +68,7 @@ class ParentModels:
 
     def _open(self, reference: ModelReference) -> ModelView:
         view: ModelView = self._checkpoint(reference.model)
-        if method(view) is not None:
+        if quant_method(view) is not None:
             self.notes.append(f"{reference.model} is quantized: its decoded weights are merged")
             view = Decoded(view)
         if reference.lora is None:

@@ -84,18 +84,7 @@ def texts_of_parents(prepared: PreparedMerge, settings: MergeSettings) -> list[H
 
 def _text(view: ModelView, settings: MergeSettings, prepared: PreparedMerge) -> HeldOutText:
     tokens = prepared.quality_tokens(settings)
-    length = min(settings.sequence_length, tokens)
-    return HeldOutText.of(
-        view.path,
-        view.config,
-        data=settings.data,
-        samples=-(-tokens // length),
-        sequence_length=length,
-        seed=settings.seed,
-        bos=settings.bos,
-        split="evaluation",
-        device=settings.device,
-    )
+    return HeldOutText.of(view.path, view.config, settings, split="evaluation", tokens=tokens)
 
 
 def _held_out_note(

@@ -1,4 +1,4 @@
-"""Settings of a merge: everything that mergekit's YAML does not say."""
+"""Settings of a merge that are not in mergekit's YAML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MergeSettings:
     compat: str = field(
         default="mergekit",
         metadata={
-            "help": "mergekit: its numbers; paper: each method as its paper has it, computed in float32",
+            "help": "mergekit: its numbers; paper: each method as in its paper, computed in float32",
             "choices": COMPATS,
         },
     )
@@ -44,7 +44,7 @@ class MergeSettings:
         },
     )
     samples: int = field(
-        default=32, metadata={"help": "search and greedy_soup: held-out sequences that a merge is judged by"}
+        default=32, metadata={"help": "search and greedy_soup: held-out sequences to score each merge on"}
     )
     sequence_length: int = field(
         default=256, metadata={"help": "tokens in a held-out sequence, at most the context"}
@@ -56,7 +56,7 @@ class MergeSettings:
     )
     device: str = field(
         default="auto",
-        metadata={"help": "of the models that are measured: cpu, cuda, cuda:0; auto: a GPU if any"},
+        metadata={"help": "where models run to be measured: cpu, cuda, cuda:0; auto: a GPU if any"},
     )
     seed: int = field(
         default=0, metadata={"help": "of random masks (DARE, DELLA), of the search and its text"}
@@ -75,19 +75,19 @@ class MergeSettings:
 
 
 INLINE = "config"
-"""What an error calls a text that came from no file."""
+"""Name of a text without a file in errors."""
 
 
 def yaml_text(config: str, name: str = INLINE) -> tuple[str, str]:
-    """The YAML that the setting ``config`` names or is, and what errors call it.
+    """The YAML text of the setting ``config``, and its name in errors.
 
     Args:
         config: a path, or a YAML text (it has a line break or a colon followed by a space).
-        name: what to call a text in errors.
+        name: name of a text in errors.
 
     Raises:
         RecipeError: there is no such file, or it is not text.
-        SettingsError: nothing was given.
+        SettingsError: the setting is empty.
     """
     if not config.strip():
         raise SettingsError("config", config, "mergekit's YAML: a file, or its text")

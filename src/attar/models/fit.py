@@ -11,8 +11,7 @@ from torch import nn
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.geometry import geometry
 from attar.errors import CheckpointError, ModelError
-from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.models.plain_config import HEAD, plain_shapes
 from attar.models.plain_tokenizer import plain_tokenizer
 
@@ -37,7 +36,7 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
             the config names no quantization; the tokenizer is missing, damaged or of another model.
         ModelError: a tensor has no place in the architecture.
     """
-    packed = method(checkpoint) is not None
+    packed = quant_method(checkpoint) is not None
     view: Any = Decoded(checkpoint) if packed else checkpoint
     _check_layers(checkpoint)
     model = None if _plainly_fits(view, packed) else _known_model(view.config)

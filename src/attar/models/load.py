@@ -36,7 +36,7 @@ def load_model(
 ) -> Any:
     """Load a model in evaluation mode, of the class that its config names.
 
-    Quantized checkpoints (those of :data:`attar.formats.readers.METHODS`) come back dense; where their scheme
+    Quantized checkpoints (those of :data:`attar.formats.readers.READERS`) come back dense; where their scheme
     rounds activations or the KV cache, the model does so too, by hooks (:mod:`attar.models.fake_quant`).
 
     Args:
@@ -57,12 +57,11 @@ def load_model(
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(checkpoint.path), "use_safetensors": True}
     from attar.formats import readers
 
-    packed = readers.method(checkpoint)
+    packed = readers.quant_method(checkpoint)
     if packed is not None:
-        layout = readers.METHODS[packed]
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        source = {"pretrained_model_name_or_path": None, "state_dict": layout.dequantize_state(checkpoint)}
+        source = {"pretrained_model_name_or_path": None, "state_dict": readers.dequantize_state(checkpoint)}
     with quiet():
         try:
             loaded, report = kind.from_pretrained(
@@ -86,14 +85,16 @@ def load_model(
 def round_activations(checkpoint: Checkpoint, model: Any) -> None:
     """Attach the rounding of activations and of the KV cache of a checkpoint's scheme."""
     from attar.formats import compressed_tensors, modelopt
-    from attar.formats.modelopt_conversion import BESIDE, ToCompressedTensors
+    from attar.formats.modelopt_conversion import KV_MODULES, ToCompressedTensors
+    from attar.formats.readers import quant_method
 
     quantization = checkpoint.config.get("quantization_config")
-    scale_modules = dict.fromkeys(BESIDE, "")  # path from attention to the scales of keys and values
-    if modelopt.is_packed(checkpoint.config):
+    scale_modules = dict.fromkeys(KV_MODULES, "")  # path from attention to the scales of keys and values
+    method = quant_method(checkpoint)
+    if method == modelopt.METHOD:
         quantization = ToCompressedTensors(checkpoint).config["quantization_config"]
-        scale_modules = {leaf: f"{name}." for leaf, name in BESIDE.items()}
-    elif not compressed_tensors.is_packed(checkpoint.config):
+        scale_modules = {leaf: f"{name}." for leaf, name in KV_MODULES.items()}
+    elif method != compressed_tensors.METHOD:
         return
     assert quantization is not None
     scheme = compressed_tensors.CompressedTensorsConfig(quantization)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from attar.errors import CheckpointError
-from attar.formats.readers import method
+from attar.formats.readers import quant_method
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
     """
     if any(info.block for info in checkpoint.tensors.values()):
         return torch.bfloat16
-    if method(checkpoint) is not None and (named := _named(checkpoint.config)) is not None:
+    if quant_method(checkpoint) is not None and (named := _named(checkpoint.config)) is not None:
         return named
     sizes = dict.fromkeys(KINDS, 0)
     for info in checkpoint.tensors.values():
@@ -88,7 +88,7 @@ def stored_precision(checkpoint: Checkpoint) -> torch.dtype:
 
 def precision_note(checkpoint: Checkpoint) -> str | None:
     """One line on the type of :func:`stored_precision` where the checkpoint is quantized; None elsewhere."""
-    if method(checkpoint) is None:
+    if quant_method(checkpoint) is None:
         return None
     name = str(stored_precision(checkpoint)).removeprefix("torch.")
     return f"{checkpoint.name} is quantized: its weights are decoded and stored dense, as {name}"

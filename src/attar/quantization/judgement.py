@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attar.data.packing import PackedRows, evaluation_rows, row_length
 from attar.data.seen import held_out_note
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer, round_activations
 from attar.progress import SILENT, Progress

@@ -14,8 +14,8 @@ from torch import nn
 from attar.errors import ModelError, SettingsError, nearest
 from attar.formats import bitsandbytes, compressed_tensors
 from attar.formats.compressed_tensors import EMBEDDING, ConfigGroup
+from attar.formats.quantization_config import refuse_packed
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule
-from attar.formats.stated import refuse_packed
 from attar.models.anatomy import discover, is_linear
 from attar.models.load import empty_model
 from attar.models.parts import Anatomy
@@ -324,7 +324,7 @@ def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any
     sites = list(found.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
-        return bitsandbytes.quantization_config(
+        return bitsandbytes.nf4_config(
             list(found.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
         )
     transposed = any(site.transposed for site in sites)

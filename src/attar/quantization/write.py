@@ -106,7 +106,7 @@ def site_slots(site: LayerPlan, base: str) -> list[TensorSpec]:
     """
     rule, dtype = site.scheme.weights, stored_dtype(site.grid.storage)
     if rule.kind == "nf4":
-        made = bitsandbytes.layout(site.shape, rule.group_size, site.grid.storage, rule.double)
+        made = bitsandbytes.layout_nf4(site.shape, rule.group_size, site.grid.storage, rule.double)
     else:
         made = layouts.layout(site.shape, rule, site.scheme.form, dtype, stored_dtype(site.grid.code_dtype))
     slots = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
@@ -123,7 +123,7 @@ def site_tensors(
     if rule.kind == "nf4":
         levels = made.grid.level(torch.arange(16))
         nested = parameters.stored if rule.double else None
-        found = bitsandbytes.encode(made.codes, parameters.scale, levels, site.grid.storage, nested)
+        found = bitsandbytes.encode_nf4(made.codes, parameters.scale, levels, site.grid.storage, nested)
     else:
         stored = parameters.stored
         coded = Coded(made.codes, parameters.scale, parameters.zero, stored.get("global_scale"), made.g_idx)

@@ -1,26 +1,26 @@
-"""How long a stage will take and what it needs, said with 'about'.
+"""Estimates of a stage's time, memory and disk.
 
     P parameters of the model (B of them inside its blocks), Q of the teacher, h width, f width inside the
-    MLP, T tokens that pass through, V vocabulary; a pass through the blocks is 2 B T operations
+    MLP, T tokens, V vocabulary; a pass through the blocks is 2 B T operations
 
     training       6 P T + 2 Q T' operations, T' tokens that the teacher reads; 12 V T elements of losses;
-                   muon 30 h B operations a step; held-out losses on E tokens: E (2 P + 2 Q) each; 10 P
-                   elements of an optimizer's step
+                   muon 30 h B operations per step; each held-out loss on E tokens E (2 P + 2 Q); 10 P
+                   elements of an optimizer step
     prune          6 P T operations, rows one at a time
-    a sweep        every block twice (what comes in, what goes out rounded): 4 B T; Hessians 2 K^2 T for each
-                   group of Linears with K inputs; with the original's inputs too (gptaq, qronos, yaqa): twice
-    solving        for each Linear (N, K): K columns for the rounding and K for each pass of refinement, each
-                   some small operations; N K^2 operations for each of them; a search of scales
-    yaqa           and for each round forward and backward through the model
+    sweep          every block twice (its input, its rounded output): 4 B T; Hessians 2 K^2 T for each group
+                   of Linears with K inputs; twice with the original's inputs (gptaq, qronos, yaqa)
+    solving        for each Linear (N, K): K columns for the rounding and for each pass of refinement, each
+                   some small operations and N K^2 operations in total; a search of scales
+    yaqa           in addition, a forward and backward pass through the model for each round
     autoround      for each block ``iterations`` batches forward and backward: 6 B times their tokens
     smoothing      a sweep with its Hessians; a search: N' K^2 operations for each candidate, N' rows tried
     qat            training, after the rounding that it starts from
     rounding       the weights' elements
-    check          both models on held-out tokens, and a short text of each where the model is small
-    text           characters tokenized: a source of many documents is read some hundred at a time
+    check          both models on held-out tokens, and a short completion of each small model
+    text           characters tokenized: many documents are read a few hundred at a time
 
-Each kind of work becomes seconds at the rate that a short trial of this machine shows (machine.py), times
-what such work reaches of it, and a run that has done stages multiplies by how wrong their estimates were.
+Work becomes seconds by the measured rates of this machine (machine.py) and the fraction that such work
+reaches of them. The errors of a run's finished stages correct the later estimates.
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ if TYPE_CHECKING:
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
 _START = 1.0  # seconds to load models and data
-_KEPT_LOGITS = 512e6  # the most that a kept reference takes
-_REACHED = 0.7  # of the products' rate, in models
-_SWEPT = 0.6  # of what a pass costs in training: sweeps keep nothing for a backward pass
-_CALLS_A_COLUMN = 200.0  # a solver's work on a column, in small operations
-_CALLS_A_LAYER = 1000.0  # a layer's forward pass of a few tokens, likewise
-_MEMORY_RATE = 1e10  # bytes per second, of weights that a decoded token reads
-_SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # of a measurement of speed, one to warm up; seconds of the others
+_REACHED = 0.7  # fraction of the rate of products that models reach
+_SWEPT = 0.6  # cost of a sweep's pass over one of training: it keeps nothing for a backward pass
+_CALLS_A_COLUMN = 200.0  # small operations of a solver for one column
+_CALLS_A_LAYER = 1000.0  # small operations of a layer's forward pass of a few tokens
+_MEMORY_RATE = 1e10  # bytes per second of weights read by decoding
+_SPEED_ROUNDS, _SPEED_BUDGET = 8, 2.0  # most runs of a speed measurement; seconds of all but the first
 _CANDIDATES = 20  # of a search for scales
-_SEARCHED_ROWS = 512  # of a weight, on which channels' candidates are tried with the Hessian, two for each
-_CHARACTERS_AN_ELEMENT = 0.005  # tokenizing, beside an element-wise operation
-_DOCUMENTS, _DOCUMENT = 256, 14e3  # that are tokenized at a time, characters of one
+_SEARCHED_ROWS = 512  # rows of a weight on which a smoothing's candidates are tried, times two
+_CHARACTERS_AN_ELEMENT = 0.005  # characters tokenized in the time of one element-wise operation
+_DOCUMENTS, _DOCUMENT = 256, 14e3  # tokenized at a time; characters of one
 _CHARACTERS_A_TOKEN = 4.0
-_HELD_OUT = 16_384  # tokens of a training's held-out loss
-_SPOKEN = 24 * 44  # tokens of a check's greedy text, without a cache
-_SMALL = 2**30  # bytes of a model of which a check makes a text
+_HELD_OUT = 16_384  # tokens of a held-out loss
+_SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
+_SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 _SEES_ORIGINAL = ("gptaq", "qronos", "yaqa")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, in the units of :class:`attar.recipe.machine.Rates`, and characters of text."""
+    """Work in the units of :class:`attar.recipe.machine.Rates`, and characters of text."""
 
     products: float = 0.0
     elements: float = 0.0
@@ -77,7 +76,7 @@ class Work:
         )
 
     def seconds(self, rates: Rates) -> float:
-        """On a machine of these rates."""
+        """Time on a machine with these rates."""
         return (
             self.products / (_REACHED * rates.products)
             + self.elements / rates.elements
@@ -88,14 +87,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Estimate:
-    """About what a stage will need.
+    """Estimated needs of a stage.
 
     Args:
-        seconds: duration.
-        plain: the same before it was multiplied by the error of earlier estimates.
-        memory_bytes: the most memory of the process.
-        disk_bytes: of the finished checkpoint.
-        scratch_bytes: beside it while it works.
+        seconds: time, corrected by the errors of earlier estimates.
+        plain: the same without the correction.
+        memory_bytes: peak memory of the process.
+        disk_bytes: size of the checkpoint.
+        scratch_bytes: additional disk space during the stage.
     """
 
     seconds: float
@@ -108,15 +107,11 @@ class Estimate:
 def estimate(
     entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape, rates: Rates, factor: float = 1.0
 ) -> Estimate:
-    """About what a stage needs.
+    """Estimate a stage.
 
     Args:
-        entry: the stage and its settings.
-        source: the checkpoint it takes.
-        teacher: the checkpoint it learns from, where there is one.
-        result: the checkpoint it makes.
-        rates: of this machine.
-        factor: time over estimate of earlier work.
+        source, teacher, result: the checkpoints that it takes, learns from, and makes.
+        factor: time over estimate of earlier stages.
     """
     memory, scratch = _memory(entry, source, teacher, result)
     work = stage_work(entry, source, teacher, result)
@@ -125,7 +120,7 @@ def estimate(
 
 
 def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
-    """About how long the evaluation of one checkpoint takes, with a kept reference."""
+    """Estimated time of the evaluation of one checkpoint, with a stored reference."""
     tokens = getattr(settings, "tokens", 16384)
     work = Work(2.0 * shape.parameters * tokens, 6.0 * shape.vocabulary * tokens)
     work += _text(settings, tokens)
@@ -136,7 +131,7 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
 
 
 def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> Work:
-    """What a stage has to do."""
+    """The work of a stage."""
     settings = entry.settings
     if entry.stage in ("distill", "recover"):
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
@@ -152,7 +147,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
 
 
 def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
-    """Steps, and the held-out losses between them and at the end."""
+    """Training steps and held-out losses."""
     steps = float(settings.steps)
     batch = getattr(settings, "batch_size", 1) * getattr(settings, "accumulate", 1)
     tokens = steps * batch * getattr(settings, "sequence_length", 1)
@@ -167,7 +162,7 @@ def _training(settings: Any, result: Shape, teacher: Shape) -> Work:
 
 
 def _taught(settings: Any, tokens: float) -> float:
-    """Tokens that the teacher reads: each once where what it predicts is kept."""
+    """Tokens that the teacher reads: each once if its predictions are stored."""
     if not getattr(settings, "teacher_top", 0) or not settings.rows:
         return tokens
     return min(tokens, float(settings.rows * settings.sequence_length))
@@ -192,7 +187,7 @@ def _quantizing(settings: Any, source: Shape) -> Work:
 
 
 def _exporting(settings: Any, source: Shape) -> Work:
-    """What an export computes from text: nothing with nearest rounding, exl2 excepted."""
+    """An export's work with text: none for nearest rounding, except exl2."""
     rounding = getattr(settings, "rounding", "nearest")
     if getattr(settings, "format", "") == "exl2" or rounding != "nearest":
         return _solving(settings, source, rounding) + _text(settings, _calibration(settings))
@@ -220,7 +215,7 @@ def _solving(settings: Any, source: Shape, rounding: str) -> Work:
 
 
 def _sweeping(settings: Any, source: Shape, models: int = 1) -> Work:
-    """All blocks with their Hessians, of the quantized model and perhaps of the original."""
+    """A pass over all blocks with their Hessians, of the quantized model and optionally the original."""
     hessians = 2.0 * source.layers * (3 * source.hidden**2 + _inner(source) ** 2)
     return Work(_SWEPT * models * _calibration(settings) * (4.0 * source.blocks + hessians))
 
@@ -231,19 +226,19 @@ def _squares(source: Shape) -> float:
 
 
 def _inner(source: Shape) -> float:
-    """The MLP's inner width, of gate, up and down."""
+    """f, from the parameters of gate, up and down."""
     return max(source.mlp / source.layers / (3 * source.hidden), 1.0)
 
 
 def _check(settings: Any, source: Shape) -> Work:
-    """The comparison of what was written with the original."""
+    """The comparison of the written checkpoint with the original."""
     tokens = settings.check_tokens
     if not tokens:
         return Work()
-    spoken = 2 * _SPOKEN if source.bytes <= _SMALL else 0
-    calls = _CALLS_A_LAYER * source.layers * spoken / 44  # a forward pass reads 44 tokens of it
+    sampled = 2 * _SAMPLED if source.bytes <= _SMALL else 0
+    calls = _CALLS_A_LAYER * source.layers * sampled / 44  # a forward pass reads 44 of the tokens
     both = Work(4 * source.parameters * tokens, 40.0 * source.vocabulary * tokens)
-    return both + Work(2 * source.parameters * spoken, calls=calls) + _text(settings, tokens)
+    return both + Work(2 * source.parameters * sampled, calls=calls) + _text(settings, tokens)
 
 
 def _calibration(settings: Any) -> float:
@@ -252,7 +247,7 @@ def _calibration(settings: Any) -> float:
 
 
 def _text(settings: Any, tokens: float) -> Work:
-    """Reading and tokenizing so many tokens of the settings' text."""
+    """Reading and tokenizing a number of tokens of the settings' text."""
     data = str(getattr(settings, "data", ""))
     wanted = max(tokens * _CHARACTERS_A_TOKEN, _DOCUMENTS * _DOCUMENT)
     path = Path(data)
@@ -263,7 +258,7 @@ def _text(settings: Any, tokens: float) -> Work:
 
 
 def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> tuple[float, float]:
-    """Bytes of memory beside the base, and of scratch on disk."""
+    """Bytes of memory above the base, and of scratch on disk."""
     settings = entry.settings
     if entry.stage in ("distill", "recover"):
         other = teacher or source
@@ -280,7 +275,7 @@ def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Sha
 
 
 def _activations(settings: Any, shape: Shape) -> float:
-    """What a forward pass keeps for the backward pass, and the logits with their gradient."""
+    """Bytes kept for the backward pass, and of the logits with their gradient."""
     tokens = getattr(settings, "batch_size", 1) * getattr(settings, "sequence_length", 1)
     return float(tokens) * (34 * shape.hidden * shape.layers + 12 * shape.vocabulary)
 
@@ -292,12 +287,12 @@ _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers.
+    """A model's size.
 
     Args:
         attention: parameters of all attention layers.
-        mlp: parameters of all other matrices inside blocks.
-        outside: parameters outside the blocks (embeddings, head, norms) as they take part in a forward pass.
+        mlp: parameters of all other matrices in blocks.
+        outside: parameters outside the blocks (embeddings, head, norms).
         layers: number of blocks.
         hidden: width of the hidden state.
         vocabulary: number of tokens.
@@ -324,7 +319,7 @@ class Shape:
 
 
 def shape_of(checkpoint: Checkpoint) -> Shape:
-    """Read a checkpoint's shape from its headers and config."""
+    """The shape of a checkpoint, from its headers and config."""
     attention = mlp = outside = 0.0
     layers = 0
     for name, info in checkpoint.tensors.items():
@@ -354,7 +349,7 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
 
 
 def after(entry: StageEntry, shape: Shape) -> Shape:
-    """The shape of what a stage will make."""
+    """The shape of a stage's result."""
     settings = entry.settings
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
@@ -384,12 +379,12 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
 
 
 def _layers(settings: Any, shape: Shape) -> int:
-    asked = int(getattr(settings, "layers", 0))
-    return min(asked, shape.layers) if asked else max(int(shape.layers * settings.keep_layers), 1)
+    layers = int(getattr(settings, "layers", 0))
+    return min(layers, shape.layers) if layers else max(int(shape.layers * settings.keep_layers), 1)
 
 
 def _quantized(settings: Any, shape: Shape) -> float:
-    """Bytes of the codes, one 16-bit scale a group, and what stays as it is."""
+    """Bytes of the codes, of a 16-bit scale per group, and of the unquantized tensors."""
     digits = re.match(r"W(\d+)", getattr(settings, "scheme", "W16"))
     bits = int(digits[1]) if digits else 16
     wanted = getattr(settings, "group_size", 0)

@@ -1,4 +1,4 @@
-"""What a run ran on, for run.json; and how fast the machine multiplies, for estimates."""
+"""The machine of a run, for run.json, and its speed, for estimates."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PACKAGES = (
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory and system; the GPU where torch is loaded and has one."""
-    found = {
+    """Processor, cores, memory and system; the GPU if torch is loaded and has one."""
+    description = {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu(),
         "cores": _cores(),
@@ -34,17 +34,17 @@ def machine() -> dict[str, Any]:
     }
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        description["gpu"] = torch.cuda.get_device_name()
+    return description
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of the packages whose results a run depends on."""
+    """Versions of Python and of the packages that a run's results depend on."""
     return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 
 def memory_bytes() -> int | None:
-    """Memory of the machine, or None where the system does not say."""
+    """Memory of the machine, or None if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -53,12 +53,12 @@ def memory_bytes() -> int | None:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast this machine is at each kind of work, in units a second.
+    """The speed of this machine, per second.
 
     Attributes:
         products: floating-point operations of float32 matrix products, on all processors of this process.
         elements: numbers that an element-wise operation reads and writes.
-        calls: small operations on some hundred numbers, one after the other, as solvers do column by column.
+        calls: sequential operations on a few hundred numbers, as solvers do column by column.
     """
 
     products: float
@@ -67,33 +67,33 @@ class Rates:
 
 
 def measure_rates(seconds: float = 0.1) -> Rates:
-    """Each kind of work, tried for so many seconds with numpy: plans import no torch.
+    """Measure each rate for ``seconds`` with numpy: plans import no torch.
 
-    Products are so small that one thread does them, and count once for each processor: threads that wait for
-    each other on a busy machine show a hundredth of what it can do, or all of it, by chance.
+    Products small enough for one thread are measured and multiplied by the number of threads: on a busy
+    machine, threads that wait for each other vary by a factor of 100.
     """
     import numpy as np
 
     size = 64
     matrix = np.full((size, size), 0.5, dtype=np.float32)
     many, few = np.full(1 << 20, 0.5, dtype=np.float32), np.full(256, 0.5, dtype=np.float32)
-    made, product = np.empty_like(many), np.empty_like(matrix)
+    result, product = np.empty_like(many), np.empty_like(matrix)
     one = 2.0 * size**3 * _per_second(lambda: np.matmul(matrix, matrix, out=product), seconds, repeat=20)
     return Rates(
         one * threads(),
-        many.size * _per_second(lambda: np.exp(many, out=made), seconds),
+        many.size * _per_second(lambda: np.exp(many, out=result), seconds),
         _per_second(lambda: np.add(few, few), seconds, repeat=100),
     )
 
 
 def threads() -> int:
-    """How many threads torch will use: ``OMP_NUM_THREADS``, or a thread for each processor."""
+    """The number of threads that torch will use: ``OMP_NUM_THREADS``, or one for each processor."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(wanted) if wanted.isdigit() and int(wanted) else _cores()
 
 
 def _per_second(work: Callable[[], object], seconds: float, repeat: int = 1) -> float:
-    """How often it is done in a second: by the fastest try, which other work disturbed least."""
+    """Repetitions per second, by the fastest try."""
     work()  # starts threads
     tries: list[float] = []
     begun = time.perf_counter()

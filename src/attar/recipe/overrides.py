@@ -1,6 +1,6 @@
 """``--set stages.2.ratio=0.3``: change one value of a recipe from the command line.
 
-The value is read as YAML, and every later error about it names the override instead of a line of the file.
+The value is parsed as YAML; later errors about it name the option instead of a line of the file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ Names = Callable[[Located], list[str]]
 
 
 def override(root: Located, text: str, names: Names) -> Located:
-    """The recipe with one value replaced; the given one is not changed.
+    """A copy of the recipe ``root`` with one value replaced.
 
     Args:
-        root: the recipe.
-        text: ``path=value``; a path is keys joined by dots; a stage is its place (from 0) or its name.
-        names: gives the stages' names, for paths such as ``stages.recover.steps``.
+        text: ``path=value``; a path is keys joined by dots; a stage is its index (from 0) or its name.
+        names: returns the stages' names, for paths such as ``stages.recover.steps``.
 
     Raises:
         RecipeError: no ``=``, an empty part, a stage that does not exist, a path into a scalar.
@@ -43,9 +42,7 @@ def _replace(node: Located, parts: list[str], new: Located, where: str, names: N
             for i, item in enumerate(node.value)
         ]
         return Located(items, node.where)
-    if node.value is None or isinstance(
-        node.value, bool
-    ):  # `evaluate: false` gives way to evaluate.tokens=100
+    if node.value is None or isinstance(node.value, bool):  # evaluate.tokens=100 replaces `evaluate: false`
         node = Located({}, where)
     if not isinstance(node.value, dict):
         raise RecipeError(f"{where}: {node.value!r} has no keys, so {head!r} cannot be set in it")
@@ -56,7 +53,7 @@ def _replace(node: Located, parts: list[str], new: Located, where: str, names: N
 
 
 def _index(node: Located, head: str, where: str, names: Names) -> int:
-    """Place in the list: a number counted from 0, as paths into lists are, or a stage's name."""
+    """The index in the list: a number counted from 0, or a stage's name."""
     if head.isdigit():
         if int(head) < len(node.value):
             return int(head)

@@ -1,8 +1,7 @@
-"""What a run will do: which stages are done, which go on, which start; and about what they will need.
+"""The plan of a run: the state of every stage (done, resumable, changed, new), and estimates.
 
-A step's key is a hash of its verb, code version, settings, data and the keys of what it reads, up to the
-fingerprint of the original model. Equal key, equal bytes: so a step whose receipt has its key is done,
-whatever happened around it.
+A step's key is a hash of its verb, code version, settings, data and the keys of its inputs, down to the
+fingerprint of the original model. Equal keys mean equal bytes, so a step whose receipt has its key is done.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from attar.recipe.settings import plain
 from attar.recipe.stages import EVALUATE_VERSION, STAGES, load
 
 DONE, HALF, CHANGED, NEW = "done", "goes on", "changed", "new"
-"""States of a step: done; interrupted and resumable; done with other settings; never done."""
+"""States of a step: finished; interrupted and resumable; finished with other settings; never started."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class RecipeStep:
 
     Args:
         entry: the stage and its settings.
-        folder: where its checkpoint stands or will stand.
+        folder: of its checkpoint.
         key: identity of its work.
-        state: ``done``, ``goes on``, ``changed`` or ``new``.
-        estimate: about what it needs.
-        evaluation_key: identity of its evaluation; empty where the recipe has none.
-        evaluated: whether the measurements are there already.
-        evaluation_seconds: about how long the evaluation takes, 0 where it is not needed.
+        state: :data:`DONE`, :data:`HALF`, :data:`CHANGED` or :data:`NEW`.
+        estimate: of time, memory and disk.
+        evaluation_key: identity of its evaluation; empty without evaluation.
+        evaluated: whether its measurements exist.
+        evaluation_seconds: estimated time of its evaluation, 0 if it is not needed.
     """
 
     entry: StageEntry
@@ -59,7 +58,7 @@ class RecipeStep:
 
     @property
     def seconds(self) -> float:
-        """About how long it still takes, evaluation included."""
+        """Estimated remaining time, evaluation included."""
         return (0.0 if self.state == DONE else self.estimate.seconds) + self.evaluation_seconds
 
 
@@ -68,10 +67,10 @@ class RecipePlan:
     """All steps of a run.
 
     Args:
-        original: the model the recipe starts from.
+        original: the recipe's model.
         original_key: its fingerprint.
-        original_evaluation_key: identity of its evaluation; empty where the recipe has none.
-        original_seconds: about how long its evaluation takes, 0 where it is done.
+        original_evaluation_key: identity of its evaluation; empty without evaluation.
+        original_seconds: estimated time of its evaluation, 0 if it is done.
     """
 
     recipe: Recipe
@@ -84,7 +83,7 @@ class RecipePlan:
 
     @property
     def seconds(self) -> float:
-        """About how long the run still takes."""
+        """Estimated remaining time of the run."""
         return self.original_seconds + sum(step.seconds for step in self.steps)
 
     def folder_of(self, name: str) -> Path:
@@ -95,13 +94,11 @@ class RecipePlan:
 
 
 def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> RecipePlan:
-    """Decide what is to be done.
+    """Compare a recipe with the run's folder ``out``, which need not exist.
 
     Args:
-        recipe: the recipe.
-        out: the run's folder; need not exist.
         original: the recipe's model, opened.
-        fresh: plan as if nothing had been done.
+        fresh: ignore an earlier run.
 
     Raises:
         AttarError: the data cannot be read.
@@ -112,13 +109,13 @@ def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = 
 
 
 def fitted(recipe: Recipe, original: Checkpoint, progress: Progress = SILENT) -> Recipe:
-    """The recipe with the text that fits its model wherever it says ``auto``; what was chosen is told."""
+    """The recipe with ``data: auto`` replaced by the text that fits its model; logs the choice."""
 
     def fit_one(settings: Any) -> Any:
         return fit(settings, original) if hasattr(settings, "data") else settings  # evaluate may be None
 
-    every = [recipe.evaluate, *(entry.settings for entry in recipe.stages)]
-    for data in dict.fromkeys(each.data for each in every if hasattr(each, "data")):
+    settings = [recipe.evaluate, *(entry.settings for entry in recipe.stages)]
+    for data in dict.fromkeys(item.data for item in settings if hasattr(item, "data")):
         fit(replace(recipe, data=data), original, progress)
     stages = tuple(replace(entry, settings=fit_one(entry.settings)) for entry in recipe.stages)
     return replace(fit(recipe, original), evaluate=fit_one(recipe.evaluate), stages=stages)
@@ -141,12 +138,12 @@ class _RecipePlanner:
         for entry in self.recipe.stages:
             keys[entry.name] = self._key(entry, keys, data)
             source, teacher = shapes[entry.source], shapes[entry.teacher] if entry.teacher else None
-            shapes[entry.name] = made = after(entry, source)
-            needs = estimate(entry, source, teacher, made, rates, _factor(errors, entry))
+            shapes[entry.name] = result = after(entry, source)
+            needs = estimate(entry, source, teacher, result, rates, _factor(errors, entry))
             state = self._state(entry, keys[entry.name])
             evaluation = self._evaluation_key(keys[entry.name], root, data)
             evaluated = state == DONE and self._evaluated(entry.folder, evaluation)
-            seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(made, rates)
+            seconds = 0.0 if evaluated or not evaluation else self._evaluation_seconds(result, rates)
             folder = self.out / entry.folder
             steps.append(
                 RecipeStep(entry, folder, keys[entry.name], state, needs, evaluation, evaluated, seconds)
@@ -187,7 +184,7 @@ class _RecipePlanner:
         if receipt is not None and receipt.key == key and receipt.holds(folder):
             return DONE
         if (receipt is None or not receipt.finished) and _card_key(folder) == key:
-            return DONE  # killed between the checkpoint's last rename and its receipt
+            return DONE  # killed between the rename of the checkpoint and its receipt
         if _work_key(folder) == key:
             return HALF
         return CHANGED if folder.exists() else NEW
@@ -195,26 +192,26 @@ class _RecipePlanner:
 
 def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
     names = [ORIGINAL_RECEIPT, *(entry.folder for entry in recipe.stages)]
-    found = {name: read_receipt(out, name) for name in names}
-    return {name: receipt for name, receipt in found.items() if receipt is not None}
+    receipts = {name: read_receipt(out, name) for name in names}
+    return {name: receipt for name, receipt in receipts.items() if receipt is not None}
 
 
 def error_factor(recipe: Recipe, out: Path, entry: StageEntry, *, without: str = "") -> float:
-    """Time over estimate of the stages done in a run's folder, see :func:`_factor`; one may be left out."""
+    """The :func:`_factor` of the finished stages in a run's folder, except ``without``."""
     receipts = _receipts(recipe, out)
     receipts.pop(without, None)
     return _factor(_errors(recipe, receipts), entry)
 
 
 def _errors(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, list[float]]:
-    """Time over estimate of what was done here, by kind of stage, and under ``""`` of all."""
-    found: dict[str, list[float]] = {}
+    """Time over estimate of the finished stages, by kind; under ``""`` of all."""
+    errors: dict[str, list[float]] = {}
     for entry in recipe.stages:
         receipt = receipts.get(entry.folder)
         if receipt and receipt.finished and receipt.estimated > 0 and receipt.seconds > 0:
             for kind in (_kind(entry), ""):
-                found.setdefault(kind, []).append(receipt.seconds / receipt.estimated)
-    return found
+                errors.setdefault(kind, []).append(receipt.seconds / receipt.estimated)
+    return errors
 
 
 def _kind(entry: StageEntry) -> str:
@@ -222,12 +219,12 @@ def _kind(entry: StageEntry) -> str:
 
 
 def _factor(errors: Mapping[str, list[float]], entry: StageEntry) -> float:
-    """What an estimate is multiplied by: the median error of the same verb and method, else of all stages."""
+    """The correction of an estimate: the median error of the same verb and method, else of all stages."""
     return median(errors.get(_kind(entry)) or errors.get("") or [1.0])
 
 
 def _data(settings: Any, known: dict[str, str]) -> list[str]:
-    """The fingerprint of the text that a stage reads, so that an edited file makes it run again."""
+    """The fingerprint of the text that a stage reads: an edited file changes the stage's key."""
     name = getattr(settings, "data", None)
     if not isinstance(name, str):
         return []
@@ -245,7 +242,7 @@ def _card_key(folder: Path) -> str | None:
 
 
 def _work_key(folder: Path) -> str | None:
-    """The key of the half-done work beside a folder."""
+    """The key of the interrupted work of a folder."""
     try:
         return str(read_json(hidden(folder, "work") / "key.json").get("key"))
     except CheckpointError:

@@ -1,14 +1,14 @@
-"""Run a recipe: make what is missing, go on with what is half done, measure every checkpoint, keep receipts.
+"""Run a recipe: make missing checkpoints, resume interrupted ones, measure each, write receipts and report.
 
-    RUN/recipe.yaml          the recipe with every default written out
-    RUN/run.json             what was done and measured, rewritten after each stage
+    RUN/recipe.yaml          the recipe with all defaults
+    RUN/run.json             stages and measurements so far, rewritten after each stage
     RUN/01-distill/ ...      one checkpoint per stage
     RUN/receipts/*.json      one receipt per stage
-    RUN/.signal/ ...         until the end, what a teacher predicted and several stages learn from
+    RUN/.signal/ ...         a teacher's stored predictions, which stages share; removed at the end
     RUN/report.html          at the end
 
-A stage's work is either on disk under its final name or in its own work folder, so the run may be killed at
-any moment; the same command goes on from there.
+A stage's work is either complete under its final name or in its own work folder, so a run that is killed at
+any moment is resumed by the same command.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a run borrows from the room ``measure``, by import path, so that a plan imports none of it."""
+    """The functions of ``measure`` that a run calls, by import path, so that a plan imports none of them."""
 
     evaluate: str = "attar.measure.evaluate:evaluate"
     make_reference: str = "attar.measure.reference:make_reference"
@@ -70,24 +70,19 @@ class Tools:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run.
-
-    Args:
-        path: the run's folder.
-        content: what ``run.json`` holds.
-    """
+    """A finished run: its folder, and the content of ``run.json``."""
 
     path: Path
     content: dict[str, Any]
 
     @property
     def report(self) -> Path:
-        """The run's report."""
+        """The path of the report."""
         return self.path / REPORT
 
     @property
     def run(self) -> RunRecord:
-        """The run as the room ``measure`` reads it."""
+        """The run as a record of ``measure``."""
         from attar.measure.run_folder import run_from_dict
 
         return run_from_dict(self.content, self.path)
@@ -99,37 +94,34 @@ class RunResult:
         return plain_table(self.run)
 
     def verdict(self) -> str:
-        """The last checkpoint in one line: how much smaller, how much is kept."""
+        """One line about the last checkpoint: how much smaller, how much quality is kept."""
         from attar.measure.verdict import verdict
 
         return verdict(self.run)
 
     def findings(self) -> list[str]:
-        """What recovery won back and what one method gained over another, a sentence each."""
+        """Sentences: the gain by recovery, and of one method over another."""
         from attar.measure.verdict import findings
 
         return findings(self.run)
 
     def to_dict(self) -> dict[str, Any]:
-        """``run.json`` with the places of the run and of its report."""
+        """``run.json`` with the paths of the run and of its report."""
         return {"path": str(self.path), "report": str(self.report), "verdict": self.verdict()} | self.content
 
 
 def run_recipe(
     recipe: Recipe, out: Path, *, fresh: bool = False, progress: Progress = SILENT, tools: Tools | None = None
 ) -> RunResult:
-    """Run a recipe in a folder, or go on where an earlier run stopped.
+    """Run a recipe in the folder ``out``, or resume an earlier run.
 
     Args:
-        recipe: the recipe.
-        out: the run's folder.
-        fresh: remove what an earlier run of this folder made, and start over.
-        progress: where to report to.
-        tools: what measures and reports; None: the room ``measure``.
+        fresh: remove the files of an earlier run, and start over.
+        tools: functions that measure and report; None: those of ``measure``.
 
     Raises:
-        AttarError: the model, the data or a stage is at fault; what was finished before stays.
-        OutputError: the folder holds something else, or another run is at work there.
+        AttarError: an error in the model, the data or a stage; finished stages stay.
+        OutputError: the folder holds other files, or another run uses it.
     """
     original = open_checkpoint(recipe.model)
     check_folder(out, recipe.model, fresh=fresh)
@@ -139,7 +131,7 @@ def run_recipe(
             remove_own(out)
         try:
             plan = make_plan(fitted(recipe, original, progress), out, original)
-            _check_strangers(plan)
+            _check_foreign(plan)
             progress.log(plan_text(plan))
             return _RecipeRun(plan, progress, tools or Tools()).run()
         except AttarError:
@@ -147,8 +139,8 @@ def run_recipe(
             raise
 
 
-def _check_strangers(plan: RecipePlan) -> None:
-    """Refuse to replace a folder that this run did not make."""
+def _check_foreign(plan: RecipePlan) -> None:
+    """Refuse to replace a folder that is not of this run."""
     own = own_folders(plan.out)
     for step in plan.steps:
         if step.folder.exists() and step.state != DONE and step.folder.name not in own:
@@ -167,7 +159,7 @@ class _RecipeRun:
 
     def run(self) -> RunResult:
         plan, on = self.plan, versions()
-        write_run(plan, on, [original_entry(plan)], finished=False)  # announces the folders
+        write_run(plan, on, [original_entry(plan)], finished=False)  # lists the folders as the run's own
         write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
         self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)
         entries = [original_entry(plan)]
@@ -182,14 +174,14 @@ class _RecipeRun:
         return RunResult(plan.out, content)
 
     def make(self, step: RecipeStep) -> None:
-        """Have the checkpoint of a step: from disk, or from its stage."""
+        """Run the stage of a step unless its checkpoint is finished; write its receipt."""
         name = step.folder.name
         receipt = read_receipt(self.plan.out, name)
         if receipt is None or receipt.key != step.key:
-            # the time of a piece of work says nothing about the speed
+            # the time of a resumed stage is not comparable with its estimate
             receipt = Receipt(key=step.key, estimated=0.0 if step.state == HALF else step.estimate.plain)
         if step.state == DONE:
-            finished(step.folder, step.key)  # cleans what a kill just after its end left
+            finished(step.folder, step.key)  # removes what a kill after its end left
             self.progress.log(f"{name}: done already")
         else:
             factor = error_factor(self.plan.recipe, self.plan.out, step.entry)  # of the stages done by now
@@ -200,7 +192,7 @@ class _RecipeRun:
             write_receipt(self.plan.out, name, replace(receipt, finished=True, files=sizes(step.folder)))
 
     def work(self, step: RecipeStep, receipt: Receipt) -> Receipt:
-        """Call the stage function; the time it took is kept even when it is interrupted."""
+        """Call the stage function; an interruption keeps its time too."""
         entry = step.entry
         function, peak = STAGES[entry.stage].run(), load(self.tools.peak)
         self.release()
@@ -208,7 +200,7 @@ class _RecipeRun:
         start = time.monotonic()
         try:
             self.call(function, step)
-        except SettingsError as error:  # a setting that does not fit this model
+        except SettingsError as error:  # a setting is wrong for this model
             raise RecipeError(f"{entry.where}: {error.message}", hint=error.hint) from error
         finally:
             seconds = receipt.seconds + time.monotonic() - start
@@ -218,7 +210,7 @@ class _RecipeRun:
         return receipt
 
     def call(self, function: Any, step: RecipeStep) -> None:
-        """Call a stage function with the models it takes."""
+        """Call a stage function with its models."""
         entry = step.entry
         common: dict[str, Any] = {"progress": self.progress, "force": True, "key": step.key}
         if getattr(entry.settings, "teacher_top", 0):
@@ -231,11 +223,11 @@ class _RecipeRun:
         function(self.model(entry.source), step.folder, entry.settings, **teacher, **common)
 
     def model(self, name: str) -> str | Path:
-        """What to hand to a stage: the original by the name the recipe gave it, so that cards keep it."""
+        """The model of a name; the original as the recipe names it, so that cards have that name."""
         return self.plan.recipe.model if name == ORIGINAL else self.plan.folder_of(name)
 
     def evaluate(self, name: str, model: str | Path, key: str, evaluation_key: str) -> None:
-        """Measure a checkpoint against the original, unless its receipt has these measurements."""
+        """Compare a checkpoint with the original, unless its receipt has these measurements."""
         receipt = read_receipt(self.plan.out, name) or Receipt(key=key)
         if not evaluation_key or receipt.measurements_key == evaluation_key:
             return
@@ -247,20 +239,20 @@ class _RecipeRun:
         write_receipt(self.plan.out, name, receipt)
 
     def measure(self, model: str | Path) -> dict[str, Any]:
-        """Evaluate a checkpoint; the reference is made when it is first needed."""
+        """Evaluate a checkpoint; makes the reference at the first call."""
         recipe = self.plan.recipe
         evaluate, make_reference = load(self.tools.evaluate), load(self.tools.make_reference)
         try:
             if self.reference is None:
                 self.reference = make_reference(recipe.model, recipe.evaluate, progress=self.progress)
-            found = evaluate(model, recipe.evaluate, reference=self.reference, progress=self.progress)
+            results = evaluate(model, recipe.evaluate, reference=self.reference, progress=self.progress)
         except SettingsError as error:
             raise RecipeError(f"{recipe.path}: in evaluate, {error.message}", hint=error.hint) from error
-        measurements: dict[str, Any] = jsonable(found.to_dict())
+        measurements: dict[str, Any] = jsonable(results.to_dict())
         return measurements
 
     def release(self) -> None:
-        """Let a reference go that is a whole model: the stage needs the memory more."""
+        """Free a reference that is a loaded model: the stage needs the memory."""
         if self.reference is not None and not self.reference.kept:
             self.reference = None
         gc.collect()
@@ -269,16 +261,12 @@ class _RecipeRun:
 def write_run(
     plan: RecipePlan, versions: dict[str, str], entries: list[dict[str, Any]], *, finished: bool
 ) -> dict[str, Any]:
-    """Write ``run.json``, whole; ``folders`` are those that the run may replace or remove.
+    """Write ``run.json`` and return its content; ``folders`` are those that the run may replace or remove.
 
     Args:
-        plan: the plan.
-        versions: of what the run runs on.
-        entries: the rows so far, the original's first.
-        finished: whether these are all rows.
-
-    Returns:
-        what was written.
+        versions: of Python and packages.
+        entries: the stages so far, the original first.
+        finished: whether these are all.
     """
     announced = [step.folder.name for step in plan.steps]
     content = {
@@ -297,7 +285,7 @@ def write_run(
 
 
 def original_entry(plan: RecipePlan) -> dict[str, Any]:
-    """The row of the model that the recipe starts from."""
+    """The entry of the recipe's model in ``run.json``."""
     receipt = read_receipt(plan.out, ORIGINAL_RECEIPT)
     return _entry(
         ORIGINAL, ORIGINAL, plan.recipe.model, plan.original.path, receipt, plan.original_evaluation_key
@@ -308,17 +296,17 @@ def original_entry(plan: RecipePlan) -> dict[str, Any]:
 
 
 def stage_entry(plan: RecipePlan, step: RecipeStep) -> dict[str, Any]:
-    """The row of a finished stage."""
+    """The entry of a finished stage."""
     entry = step.entry
     receipt = read_receipt(plan.out, entry.folder)
-    made = open_checkpoint(step.folder)
-    title_ = title(entry.settings)
-    return _entry(entry.name, entry.stage, title_, Path(entry.folder), receipt, step.evaluation_key) | {
+    checkpoint = open_checkpoint(step.folder)
+    text = title(entry.settings)
+    return _entry(entry.name, entry.stage, text, Path(entry.folder), receipt, step.evaluation_key) | {
         "settings": plain(entry.settings),
         "parents": list(entry.parents),
         "key": step.key,
-        "bytes": made.nbytes,
-        "details": made.card.details if made.card else {},
+        "bytes": checkpoint.nbytes,
+        "details": checkpoint.card.details if checkpoint.card else {},
     }
 
 

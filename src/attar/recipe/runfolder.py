@@ -1,7 +1,11 @@
-"""The folder of a run: what may be written there, what belongs to the run, what a fresh start removes.
+"""The folder of a run: its lock, its receipts, and the files that belong to it.
 
-A run touches only what it made itself: the stage folders that its ``run.json`` announces, its receipts, and
-its own files.
+A run replaces and removes only its own files: the stage folders listed in its ``run.json``, its receipts, and
+the files named below. One run at a time holds a record lock on ``.lock``, which the system releases when the
+process ends; the file shows the process id.
+
+A receipt describes a finished stage in a small JSON file. It is valid while the checkpoint exists with every
+file at its recorded size.
 """
 
 from __future__ import annotations
@@ -22,19 +26,19 @@ from attar.checkpoint.readme import FILE as README
 from attar.errors import CheckpointError, OutputError
 
 RUN, RECIPE, REPORT = "run.json", "recipe.yaml", "report.html"
-"""What a run writes beside its stages."""
+"""Files of a run besides its stages."""
 
 SIGNAL = ".signal"
-"""Folder of what teachers predicted, which the stages of a run share until it ends."""
+"""Folder of teachers' stored predictions, which the stages of a run share until it ends."""
 
 
 def default_folder(recipe: str | Path) -> Path:
-    """Where a recipe runs unless told otherwise: ``runs/<name of the recipe's file>``."""
+    """The default folder of a run: ``runs/<name of the recipe's file>``."""
     return Path("runs") / Path(recipe).stem
 
 
 def read_run(run: Path) -> dict[str, Any] | None:
-    """The content of ``run.json``, or None where there is none that can be read."""
+    """The content of ``run.json``, or None if it is missing or damaged."""
     try:
         content = read_json(run / RUN)
     except CheckpointError:
@@ -43,7 +47,7 @@ def read_run(run: Path) -> dict[str, Any] | None:
 
 
 def own_folders(run: Path) -> list[str]:
-    """Names of the stage folders that this run made or announced."""
+    """Names of the stage folders of this run, planned ones included."""
     announced = (read_run(run) or {}).get("folders", [])
     receipts = sorted(path.stem for path in (run / RECEIPTS).glob("*.json"))
     names = dict.fromkeys([*(str(name) for name in announced), *receipts])
@@ -56,11 +60,7 @@ def own_folders(run: Path) -> list[str]:
 
 
 def check_folder(run: Path, model: str, *, fresh: bool) -> None:
-    """Refuse a folder that is not a run, or that is the run of another model.
-
-    Raises:
-        OutputError: says which.
-    """
+    """Refuse a folder that is not a run, or is a run of another model. Raises OutputError."""
     if not run.exists():
         return
     if not run.is_dir():
@@ -83,7 +83,7 @@ def check_folder(run: Path, model: str, *, fresh: bool) -> None:
 
 
 def remove_own(run: Path) -> None:
-    """Remove what this run created, and nothing else: a file that attar did not put there stays."""
+    """Remove the files of this run, and no others."""
     names = own_folders(run)
     for name in names:
         for path in (run / name, *(hidden(run / name, suffix) for suffix in ("work", "partial", "old"))):
@@ -99,16 +99,15 @@ def remove_own(run: Path) -> None:
 
 
 def missing_folders(run: Path) -> list[Path]:
-    """The folder and those of its parents that do not exist yet, the deepest first."""
+    """The folder and its parents that do not exist, the deepest first."""
     return [path for path in (run, *run.parents) if not path.exists()]
 
 
 def undo(run: Path, created: list[Path]) -> None:
-    """After a failure in a new run: remove it again, unless something in it was finished or can be resumed.
+    """Remove a new run after a failure, unless a stage is finished or can be resumed.
 
     Args:
-        run: the run's folder.
-        created: what :func:`missing_folders` said before the run; empty for a run that existed: it stays.
+        created: :func:`missing_folders` before the run; a run that existed (empty) stays.
     """
     if not created or not run.is_dir():
         return
@@ -130,10 +129,10 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold the run folder (made if need be) while the block runs.
+    """Create and lock the run folder while the block runs.
 
     Raises:
-        OutputError: another run is at work there, or the folder cannot be written.
+        OutputError: another run holds the lock, or the folder cannot be written.
     """
     path = run / LOCK
     with explain_os_errors(path):
@@ -145,7 +144,7 @@ def locked(run: Path) -> Iterator[None]:
             ) from None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _take(descriptor, run)
+        _lock(descriptor, run)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -153,9 +152,9 @@ def locked(run: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _take(descriptor: int, run: Path) -> None:
+def _lock(descriptor: int, run: Path) -> None:
     try:
-        # not flock: forked children would inherit that, and an orphaned worker would block the next run
+        # not flock: forked children inherit it, and an orphaned worker would block the next run
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
@@ -165,23 +164,22 @@ def _take(descriptor: int, run: Path) -> None:
 
 RECEIPTS = "receipts"
 ORIGINAL_RECEIPT = "00-original"
-"""Name of the receipt of the model that the recipe starts from: it has measurements and no folder."""
+"""Name of the receipt of the recipe's model: measurements without a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What is known of one stage's work.
+    """The record of one stage's work.
 
     Args:
         key: identity of the work (stage, code version, settings, inputs).
         finished: the checkpoint was written.
-        seconds: time spent on it so far, over all attempts.
-        peak_rss_bytes: the most memory the process held while it worked.
-        estimated: seconds it was estimated to take; with ``seconds`` it says by how much estimates of such
-            work are wrong here; 0 where the time is not that of the whole work.
-        files: file name to size in bytes, card and README.md excepted.
-        measurements_key: identity of the evaluation, empty where there was none.
-        measurements: what the evaluation found.
+        seconds: time spent so far, over all attempts.
+        peak_rss_bytes: peak memory of the process during the stage.
+        estimated: estimated seconds, to correct later estimates; 0 if ``seconds`` is not of the full stage.
+        files: file name to size in bytes, without card and README.md.
+        measurements_key: identity of the evaluation; empty without.
+        measurements: results of the evaluation.
     """
 
     key: str
@@ -194,7 +192,7 @@ class Receipt:
     measurements: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, folder: Path) -> bool:
-        """Whether the finished checkpoint still stands there, with every file at its size."""
+        """Whether the finished checkpoint exists with every file at its size."""
         if not self.finished or not (folder / CARD).is_file():
             return False
         return all(
@@ -204,25 +202,24 @@ class Receipt:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Relative name to size of every file of a checkpoint; not the card and README.md, which get measurements
-    later."""
-    later = (folder / CARD, folder / README)
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path not in later)
-    return {str(path.relative_to(folder)): path.stat().st_size for path in found}
+    """Size of every file of a checkpoint, without card and README.md, which evaluation rewrites."""
+    rewritten = (folder / CARD, folder / README)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path not in rewritten)
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def read_receipt(run: Path, name: str) -> Receipt | None:
-    """The receipt of a stage folder, or None where there is none that can be read: the work is done again."""
+    """The receipt of a stage folder, or None if it is missing or damaged: the stage runs again."""
     try:
         content = read_json(run / RECEIPTS / f"{name}.json")
         known = {item.name: content[item.name] for item in fields(Receipt) if item.name in content}
-        return Receipt(**known)  # an earlier version's may lack a field
+        return Receipt(**known)  # one of an earlier version may lack fields
     except (CheckpointError, TypeError):
         return None
 
 
 def write_receipt(run: Path, name: str, receipt: Receipt) -> None:
-    """Write a receipt, whole. Raises OutputError."""
+    """Write a receipt. Raises OutputError."""
     folder = run / RECEIPTS
     with explain_os_errors(folder):
         folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
-"""A recipe: a model, data, and a list of stages, read from YAML into dataclasses with exact errors.
+"""Recipes: a model, data, and a list of stages, read from YAML into dataclasses; errors name file and line.
 
     model: attar:tiny              # a folder, a hub id, attar:tiny
-    data: notes.txt                # default of every stage; absent: auto, what fits the model
+    data: notes.txt                # default of every stage; absent: auto, the text that fits the model
     seed: 0                        # default of every stage
     evaluate: {tokens: 16384}      # or false
     stages:
@@ -10,9 +10,18 @@
       - {stage: quantize, name: rtn, method: rtn, from: recover}
 
 Keys of every stage: ``stage`` (the verb), ``name`` (default: the verb, made unique with -2, -3), ``from``
-(the stage whose checkpoint it takes; default: the one before). A recovery also has ``teacher`` (default: the
-model before the prunings that lead to it). A merge has no ``from``: its ``config`` names its models (see
-merges.py). All other keys are the stage's settings. This file imports nothing heavy.
+(the stage whose checkpoint it takes; default: the previous one). A recovery also has ``teacher`` (default:
+the model before the prunings). All other keys are the stage's settings.
+
+A merge has no ``from``; its ``config`` (in place, or a file) names the models, also by stage:
+
+      - stage: merge
+        config:
+          merge_method: ties
+          base_model: original
+          models:
+            - {model: code, parameters: {weight: 0.5, density: 0.4}}     # the stage named code
+            - {model: org/other, parameters: {weight: 0.5}}              # any other model
 """
 
 from __future__ import annotations
@@ -41,17 +50,17 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\Z")
 
 @dataclass(frozen=True)
 class StageEntry:
-    """One stage of a recipe.
+    """One stage of a recipe. Checkpoints are named by their stage, or "original".
 
     Args:
-        number: its place, from 1.
+        number: counted from 1.
         stage: the verb.
         name: its unique name.
-        source: name of the stage whose checkpoint it takes, or "original".
-        teacher: name of the stage that teaches it, or "original"; None where none does.
-        merged: names of the stages that a merge takes, or "original"; ``source`` is the first of them.
+        source: the checkpoint that it takes.
+        teacher: the checkpoint that it learns from, or None.
         settings: the verb's settings dataclass.
         where: ``file:line``.
+        merged: the checkpoints of a merge; ``source`` is the first of them.
     """
 
     number: int
@@ -65,12 +74,12 @@ class StageEntry:
 
     @property
     def folder(self) -> str:
-        """Name of its folder inside the run: ``02-prune``."""
+        """Name of its folder in the run: ``02-prune``."""
         return f"{self.number:02d}-{self.name}"
 
     @property
     def parents(self) -> tuple[str, ...]:
-        """Names of the checkpoints it reads: the source, then the teacher; or those that it merges."""
+        """The checkpoints that it reads: source and teacher, or those of a merge."""
         if STAGES[self.stage].merges:
             return self.merged
         return (self.source,) if self.teacher is None else (self.source, self.teacher)
@@ -78,10 +87,10 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, data, and the stages to apply.
+    """A model, data and stages.
 
     Args:
-        path: the file it was read from, or a name for it.
+        path: its file, or a name for errors.
         evaluate: EvaluateSettings, or None for no measurements.
     """
 
@@ -93,11 +102,11 @@ class Recipe:
     stages: tuple[StageEntry, ...]
 
     def entry(self, name: str) -> StageEntry:
-        """The stage of that name."""
+        """The stage with a name."""
         return next(entry for entry in self.stages if entry.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved recipe, every default written out; reading it back gives the same recipe."""
+        """The recipe with all defaults; reading it gives the same recipe."""
         stages = []
         for entry in self.stages:
             common = {"stage": entry.stage, "name": entry.name}
@@ -130,13 +139,13 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
             are counted from 0; their names work as well.
 
     Raises:
-        RecipeError: one line with file, line, key and what is wrong.
+        RecipeError: names file, line and key.
     """
     return _recipe(read_yaml(Path(path)), str(path), overrides)
 
 
 def parse_recipe(text: str, name: str = "recipe", overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe from a string; ``name`` stands for the file in errors."""
+    """Read a recipe from a string; errors name ``name`` as its file."""
     return _recipe(parse_yaml(text, name), name, overrides)
 
 
@@ -163,7 +172,7 @@ def _recipe(root: Located, path: str, overrides: Iterable[str]) -> Recipe:
 
 
 def _typed(mapping: Mapping[str, YamlEntry], name: str, kind: type, allowed: str, default: Any = None) -> Any:
-    """A scalar of a known type, or the default where the key is absent."""
+    """A scalar of a type, or the default of an absent key."""
     if name not in mapping:
         return default
     value = mapping[name].value.plain()
@@ -173,16 +182,16 @@ def _typed(mapping: Mapping[str, YamlEntry], name: str, kind: type, allowed: str
 
 
 def _evaluate(entry: YamlEntry | None, defaults: Mapping[str, YamlEntry], root: Located) -> Any | None:
-    """EvaluateSettings, or None where the recipe says false."""
-    given = True if entry is None else entry.value.value
-    if given is False:
+    """EvaluateSettings, or None for ``evaluate: false``."""
+    value = True if entry is None else entry.value.value
+    if value is False:
         return None
     where = entry.where if entry else root.where
-    if given is True:
-        given = {}
-    if not isinstance(given, dict):
-        raise RecipeError(f"{where}: evaluate is {given!r}, but must be false or a mapping of settings")
-    return _settings(load(EVALUATE_SETTINGS), given, defaults, "evaluate", where, ())
+    if value is True:
+        value = {}
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where}: evaluate is {value!r}, but must be false or a mapping of settings")
+    return _settings(load(EVALUATE_SETTINGS), value, defaults, "evaluate", where, ())
 
 
 def _settings(
@@ -193,14 +202,14 @@ def _settings(
     where: str,
     extra: tuple[str, ...],
 ) -> Any:
-    """Settings of a stage: its own keys, and data and seed of the recipe where it has such settings."""
+    """Settings of a stage: its own keys, and the recipe's data and seed if it has such settings."""
     known = {setting.name for setting in settings_of(cls)}
     merged = {name: entry for name, entry in defaults.items() if name in known} | {
         name: entry for name, entry in given.items() if name not in extra
     }
-    places = {name: entry.where for name, entry in merged.items()}
+    locations = {name: entry.where for name, entry in merged.items()}
     values = {name: entry.value.plain() for name, entry in merged.items()}
-    return parse(cls, values, RecipeOrigin(what, where, places, extra))
+    return parse(cls, values, RecipeOrigin(what, where, locations, extra))
 
 
 def _stages(root: Located, defaults: Mapping[str, YamlEntry], path: str) -> tuple[StageEntry, ...]:
@@ -217,12 +226,12 @@ def _stages(root: Located, defaults: Mapping[str, YamlEntry], path: str) -> tupl
 
 
 def stage_names(stages: Located) -> list[str]:
-    """The name of each stage: as given, or the verb made unique with -2, -3.
+    """The name of each stage: its ``name``, or the verb made unique with -2, -3.
 
     Raises:
-        RecipeError: an item is not a stage, a verb is unknown, a name is taken or cannot name a folder.
+        RecipeError: an item is not a stage, a verb is unknown, a name is used twice or cannot name a folder.
     """
-    taken = [
+    used = [
         ORIGINAL,
         *(item.value["name"].value.plain() for item in stages.value if _is_stage(item, "name")),
     ]
@@ -231,8 +240,8 @@ def stage_names(stages: Located) -> list[str]:
         verb = _verb(item)
         if "name" not in item.value:
             candidates = [verb.verb, *(f"{verb.verb}-{n}" for n in range(2, len(stages.value) + 2))]
-            names.append(next(name for name in candidates if name not in taken))
-            taken.append(names[-1])
+            names.append(next(name for name in candidates if name not in used))
+            used.append(names[-1])
             continue
         entry = item.value["name"]
         name = entry.value.plain()
@@ -283,7 +292,7 @@ def _stage(
 def _merge(
     item: Located, name: str, done: list[StageEntry], defaults: Mapping[str, YamlEntry], path: str
 ) -> StageEntry:
-    """A stage that takes the models that its configuration names."""
+    """A merge, which takes the models of its configuration."""
     keys: dict[str, YamlEntry] = dict(item.value)
     what = f"stage {name!r}"
     if "from" in keys:
@@ -314,7 +323,7 @@ def _reference(keys: Mapping[str, YamlEntry], key: str, done: list[StageEntry], 
 
 
 def _unpruned(source: str, done: list[StageEntry]) -> str:
-    """The model before the prunings that lead to ``source``; the original where none does."""
+    """The model before the prunings that made ``source``; the original without any."""
     by_name = {entry.name: entry for entry in done}
     name = source
     while name in by_name and by_name[name].stage == "prune":
@@ -324,12 +333,7 @@ def _unpruned(source: str, done: list[StageEntry]) -> str:
 
 @dataclass(frozen=True)
 class MergeEntry:
-    """What a recipe's merge reads.
-
-    Args:
-        config: the configuration's text, in place of what the recipe said.
-        stages: the earlier stages that it names, in its order, "original" included.
-    """
+    """A merge's configuration as text, and the earlier stages that it names, "original" included."""
 
     config: YamlEntry
     stages: tuple[str, ...]
@@ -339,8 +343,7 @@ def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntr
     """Read the configuration of a merge.
 
     Args:
-        entry: the recipe's key ``config``: a mapping, a path beside the recipe, or a text.
-        recipe: the recipe's file.
+        entry: the key ``config``: a mapping, a text, or a path relative to the file ``recipe``.
         known: names of earlier stages.
 
     Raises:

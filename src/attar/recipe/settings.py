@@ -1,8 +1,11 @@
-"""One settings dataclass, four uses: recipe schema, command-line options, Python keywords, documentation.
+"""One settings dataclass for recipes, command-line options, Python keywords and documentation.
 
 A settings class is a flat, frozen dataclass. Each field has a default and metadata: ``help``, ``choices``.
 Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``,
 ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
+
+An origin makes the errors: a recipe's name file and line, the command line's ``--group-size``, Python's
+``group_size``.
 """
 
 from __future__ import annotations
@@ -19,20 +22,19 @@ from attar.yaml import scalar
 
 T = TypeVar("T")
 
-_SELF_EVIDENT = ("scheme", "method", "format")  # their values speak for themselves
-_TELLING = (*_SELF_EVIDENT, "ratio")  # always told; steps where training is all that a stage does
+_UNNAMED = ("scheme", "method", "format")  # titles show their values without the name
+_ALWAYS = (*_UNNAMED, "ratio")  # in every title; also steps, for a stage without a method
 
 
 @dataclass(frozen=True)
 class SettingField:
-    """One field of a settings class, as recipe, command line and documentation see it.
+    """One field of a settings class.
 
     Args:
-        name: the field's name.
         kind: its type.
         default: its default, or ``dataclasses.MISSING``.
         help: one line.
-        choices: the values allowed, or empty.
+        choices: the allowed values, or empty.
     """
 
     name: str
@@ -71,15 +73,10 @@ def settings_of(cls: type) -> tuple[SettingField, ...]:
 
 
 def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> T:
-    """Make settings from a mapping.
-
-    Args:
-        cls: a settings dataclass.
-        given: name to value; what is absent keeps its default.
-        origin: who speaks when something is wrong.
+    """Make settings of a class from names and values; absent ones keep their default.
 
     Raises:
-        UsageError: an unknown name, a wrong type, a value that is not allowed (in the origin's words).
+        UsageError: an unknown name, a wrong type, or a value that is not allowed; made by the origin.
     """
     fields = {setting.name: setting for setting in settings_of(cls)}
     for name in given:
@@ -102,19 +99,19 @@ def plain(settings: Any) -> dict[str, Any]:
 
 
 def title(settings: Any) -> str:
-    """One line for people: the stage's method, ratio or steps, and every setting that is not its default.
+    """One line: the stage's method, ratio or steps, and every setting that is not its default.
 
-    ``data`` and ``seed`` belong to the whole recipe and are left out, and so is a whole ``config``.
+    Without ``data`` and ``seed``, which belong to the recipe, and ``config``, which is long.
     """
     words = []
-    telling = _TELLING if hasattr(settings, "method") else (*_TELLING, "steps")
+    always = _ALWAYS if hasattr(settings, "method") else (*_ALWAYS, "steps")
     for setting in settings_of(type(settings)):
         value = getattr(settings, setting.name)
         if setting.name in ("data", "seed", "config") or (
-            value == setting.default and setting.name not in telling
+            value == setting.default and setting.name not in always
         ):
             continue
-        name = "" if setting.name in _SELF_EVIDENT else setting.name.replace("_", " ") + " "
+        name = "" if setting.name in _UNNAMED else setting.name.replace("_", " ") + " "
         words.append(name + short(value))
     return ", ".join(words)
 
@@ -145,7 +142,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def short(value: Any) -> str:
-    """A value as people write it."""
+    """A value as text."""
     if value is None or value in ("", ()):
         return "none"
     if isinstance(value, tuple):
@@ -158,7 +155,7 @@ class _WrongTypeError(Exception):
 
 
 def _value(setting: SettingField, value: object, origin: SettingsOrigin) -> Any:
-    """The value in the field's type, one of its choices."""
+    """The value in the field's type, checked against its choices."""
     try:
         result = _convert(setting.kind, value, origin.text)
     except _WrongTypeError:
@@ -180,7 +177,7 @@ def _convert(kind: Any, value: object, text: bool) -> Any:
     """``value`` as ``kind``, without guessing: no text for numbers, no 1 for true."""
     members = _members(kind)
     if len(members) > 1:
-        for member in sorted(members, key=lambda member: member is str):  # text last: it takes anything
+        for member in sorted(members, key=lambda member: member is str):  # text last: it accepts everything
             try:
                 return _convert(member, value, text)
             except _WrongTypeError:
@@ -220,11 +217,11 @@ def _number(kind: type, value: numbers.Real) -> int | float:
 
 
 class SettingsOrigin(Protocol):
-    """Makes the error for a setting that is unknown or has a wrong value."""
+    """Makes the errors for unknown settings and wrong values."""
 
     @property
     def text(self) -> bool:
-        """Whether every value arrives as text and is to be read as one (the command line)."""
+        """Whether every value is text that must be parsed (the command line)."""
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """The error for a setting that does not exist."""
@@ -235,11 +232,7 @@ class SettingsOrigin(Protocol):
 
 @dataclass(frozen=True)
 class PythonOrigin:
-    """Keyword arguments of a Python verb.
-
-    Args:
-        verb: name of the function.
-    """
+    """Keyword arguments of a Python verb."""
 
     verb: str
     text: bool = False
@@ -255,24 +248,20 @@ class PythonOrigin:
 
 @dataclass(frozen=True)
 class CommandOrigin:
-    """Options of the command line.
-
-    Args:
-        verb: name of the verb.
-    """
+    """Options of a verb on the command line."""
 
     verb: str
     text: bool = True
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
-        options = [option(each) for each in known]
+        options = [option(setting) for setting in known]
         return UsageError(
             f"no option {option(name)!r} in attar {self.verb}{did_you_mean(option(name), options)}"
         )
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
-        """Name the option, and point to the verb's help."""
+        """Name the option, and hint at the verb's help."""
         return _settings_error(option(name), value, allowed, hint or f"attar {self.verb} --help")
 
 
@@ -281,27 +270,28 @@ class RecipeOrigin:
     """Keys of a mapping in a recipe.
 
     Args:
-        what: the mapping in words, e.g. ``stage 'prune'``.
+        what: name of the mapping, such as ``stage 'prune'``.
         where: ``file:line`` of the mapping.
-        places: ``file:line`` of each key.
-        extra: keys that are allowed beside the settings; named when a misspelt key is close to one.
+        locations: ``file:line`` of each key.
+        extra: other allowed keys, for suggestions.
     """
 
     what: str
     where: str
-    places: Mapping[str, str]
+    locations: Mapping[str, str]
     extra: Sequence[str] = field(default=())
     text: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name file, line, key and the nearest key."""
         tail = did_you_mean(name, [*known, *self.extra])
-        return RecipeError(f"{self.places.get(name, self.where)}: unknown key {name!r} in {self.what}{tail}")
+        where = self.locations.get(name, self.where)
+        return RecipeError(f"{where}: unknown key {name!r} in {self.what}{tail}")
 
     def wrong(self, name: str, value: object, allowed: str, hint: str | None = None) -> UsageError:
-        """Name file, line, key, value and what is allowed."""
-        place = self.places.get(name, self.where)
-        return RecipeError(f"{place}: {name} is {value!r}, but must be {allowed}", hint=hint)
+        """Name file, line, key, value and the allowed values."""
+        where = self.locations.get(name, self.where)
+        return RecipeError(f"{where}: {name} is {value!r}, but must be {allowed}", hint=hint)
 
 
 def option(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A plan for people and for scripts."""
+"""A plan as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from attar.recipe.schema import ORIGINAL
 from attar.recipe.settings import plain, title
 
 _PLAN = ("#", "stage", "what", "from", "state", "about: time", "memory", "disk")
-_WIDTH = 120  # of the table where no terminal says
-_LEAST = 12  # of a column that is shortened to fit
+_WIDTH = 120  # columns of the table without a terminal
+_LEAST = 12  # columns of a shortened cell
 
 
 def plan_text(plan: RecipePlan) -> str:
-    """The plan as a table, and what it will take altogether."""
+    """The plan as a table, and the total of its estimates."""
     rows = [_row("0", ORIGINAL, plan.recipe.model, "", "", plan.original_seconds, None)]
     for step in plan.steps:
         entry = step.entry
@@ -32,11 +32,11 @@ def plan_text(plan: RecipePlan) -> str:
 
 
 def _fitting(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The rows with settings and parents shortened until the table fits the terminal."""
-    room = shutil.get_terminal_size((_WIDTH, 24)).columns
+    """The rows with settings and parents shortened so that the table fits the terminal."""
+    available = shutil.get_terminal_size((_WIDTH, 24)).columns
     for column in (_PLAN.index("what"), _PLAN.index("from")):
         widths = [max(map(len, cells)) for cells in zip(_PLAN, *rows, strict=True)]
-        excess = sum(widths) + 2 * (len(widths) - 1) - room
+        excess = sum(widths) + 2 * (len(widths) - 1) - available
         width = max(widths[column] - max(excess, 0), _LEAST)
         rows = [(*row[:column], _shorter(row[column], width), *row[column + 1 :]) for row in rows]
     return rows

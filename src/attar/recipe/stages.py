@@ -1,4 +1,4 @@
-"""The table of stages: which verb has which settings and which function. Nothing registers itself.
+"""The table of stages: verb, settings class, function.
 
 Entries are import paths, so that reading a recipe imports neither torch nor the algorithms.
 """
@@ -20,10 +20,10 @@ class StageSpec:
         summary: one line for help.
         settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is its code version.
         function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
-        teacher: whether the function takes ``teacher=`` as well.
-        merges: whether it takes several models, which its setting ``config`` names, instead of one: it is
-            called as ``function(out, settings, *, models, progress, force, key)``.
-        example: a command that shows the verb at work.
+        example: a command for help.
+        teacher: whether the function also takes ``teacher=``.
+        merges: whether it takes the models that its setting ``config`` names instead of one model: called as
+            ``function(out, settings, *, models, progress, force, key)``.
     """
 
     verb: str
@@ -41,7 +41,7 @@ class StageSpec:
         return loaded
 
     def version(self) -> int:
-        """Code version of the stage: part of a step's identity."""
+        """Code version of the stage, part of a step's key."""
         return int(import_module(self.settings.partition(":")[0]).VERSION)
 
     def run(self) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ class StageSpec:
 
 
 def load(path: str) -> Any:
-    """The object that ``module:name`` names."""
+    """The object named by ``module:name``."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
@@ -90,7 +90,7 @@ STAGES: dict[str, StageSpec] = {
         ),
         StageSpec(
             verb="merge",
-            summary="Make one model out of several, as mergekit's YAML says.",
+            summary="Make one model out of several, by mergekit's YAML.",
             settings="attar.merging.settings:MergeSettings",
             function="attar.merging.stage:merge",
             example="attar merge ties.yml -o out/merged",
@@ -108,7 +108,7 @@ STAGES: dict[str, StageSpec] = {
 
 EVALUATE_SETTINGS = "attar.measure.settings:EvaluateSettings"
 EVALUATE_VERSION = "attar.measure.settings:VERSION"
-"""Not a stage: a recipe evaluates the checkpoint of every stage."""
+"""No stage: a recipe evaluates the checkpoint of every stage."""
 
 EXTRACT_SETTINGS = "attar.merging.adapters.settings:ExtractSettings"
-"""Not a stage: what it makes is an adapter, not a model."""
+"""No stage: its output is an adapter."""

@@ -16,7 +16,7 @@ from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
 from attar.errors import ModelError, SettingsError
 from attar.formats import readers
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
 from attar.kernels.decode import pool_bytes
 from attar.models.device import pick_device
@@ -124,7 +124,7 @@ def load(
 def _compiled(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | None) -> Compiled:
     """The compiled runner, weights read one at a time."""
     config = step_config(checkpoint)
-    packed = readers.method(checkpoint)
+    packed = readers.quant_method(checkpoint)
     view = Decoded(checkpoint)
 
     def load(name: str) -> Tensor:
@@ -133,12 +133,12 @@ def _compiled(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | No
         return value
 
     def coded(name: str) -> PackedCodes | None:
-        grid = view.uniform(name) if view.coded(name) else None
+        grid = view.uniform(name) if view.is_coded(name) else None
         return None if grid is None else codes_of(grid)
 
     kind: Any = asked.weights or "bf16"
     whole = torch.bfloat16 if packed or asked.dtype == "bfloat16" else None
-    if EMBEDDING in view.tensors and view.coded(EMBEDDING):
+    if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
         whole = torch.float16  # nearer to codes times a scale
     made = model_weights(config, view.tensors, load, coded, weights=kind, embedding=whole)
     kept = {8: "bfloat16", 16: "float16"}[asked.bits] if asked.kv_dtype == "auto" else asked.kv_dtype
@@ -157,7 +157,7 @@ def _modules(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | Non
     from attar.runtime.runner.probe import probe
 
     loaded = None
-    if asked.dtype == "auto" and readers.method(checkpoint) and pick_device(asked.device).type == "cpu":
+    if asked.dtype == "auto" and readers.quant_method(checkpoint) and pick_device(asked.device).type == "cpu":
         try:
             loaded = packed_model(checkpoint, bits=asked.bits)
         except ModelError as problem:

@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from attar.checkpoint.open import Checkpoint, open_checkpoint
-from attar.formats.gguf.architectures import placements
 from attar.formats.gguf.metadata import metadata
+from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 from attar.formats.gguf.writer import GGUFTensorInfo, GGUFWriter, stored_form
 

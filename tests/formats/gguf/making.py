@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from attar.formats.gguf.pretokenizers import pre_tokenizer
+from attar.formats.gguf.tokenizer.pretokenizers import pre_tokenizer
 
 NASTY = [
     "",

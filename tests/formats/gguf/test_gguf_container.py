@@ -20,7 +20,7 @@ from gguf import GGUFWriter as PeerWriter
 
 from attar.errors import CheckpointError, ModelError, OutputError
 from attar.formats.gguf import container
-from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
 
 EVERY = {
     "general.architecture": "llama",
@@ -104,7 +104,7 @@ def some_tensors() -> dict[str, Any]:
 
 
 def test_bytes_by_hand(tmp_path: Path, small: Path) -> None:
-    opened = read(small)
+    opened = read_gguf(small)
     assert opened.metadata == {"general.architecture": "llama", "n.list": [-1, 0, 1]}
     assert opened.kinds == {"general.architecture": "str", "n.list": "[i16]"}
     assert opened.tensors["w"].shape == (2, 4) and opened.tensors["w"].kind == "F16"
@@ -118,7 +118,7 @@ def test_bytes_by_hand(tmp_path: Path, small: Path) -> None:
 def test_version_2_reads_the_same(tmp_path: Path) -> None:
     path = tmp_path / "old.gguf"
     path.write_bytes(TWO[:4] + struct.pack("<I", 2) + TWO[8:])
-    assert read(path).version == 2 and set(read(path).tensors) == {"w", "b"}
+    assert read_gguf(path).version == 2 and set(read_gguf(path).tensors) == {"w", "b"}
 
 
 def test_the_gguf_library_reads_what_we_write(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_we_read_what_the_gguf_library_writes(tmp_path: Path) -> None:
     peer.write_kv_data_to_file()
     peer.write_tensors_to_file()
     peer.close()
-    opened = read(path)
+    opened = read_gguf(path)
     assert opened.metadata["x.i64"] == -5 and opened.metadata["x.f64"] == 0.1
     assert opened.metadata["x.no"] is False and opened.metadata["x.tokens"] == ["a", "ü", ""]
     assert opened.metadata["x.numbers"] == [1, -2, 3] and opened.kinds["x.numbers"] == "[i32]"
@@ -177,7 +177,7 @@ def test_every_type_survives(tmp_path: Path) -> None:
     metadata = {**EVERY, "c.nested": nested, "c.deep": deep}
     tensors = some_tensors()
     written(tmp_path / "m.gguf", metadata, tensors)
-    opened = read(tmp_path / "m.gguf")
+    opened = read_gguf(tmp_path / "m.gguf")
     assert opened.metadata == {**PLAIN, "c.nested": nested.value, "c.deep": deep}
     assert opened.kinds["c.nested"] == "[[i16]]" and opened.kinds["a.i8"] == "i8"
     assert list(opened.tensors) == list(tensors)
@@ -204,7 +204,7 @@ def test_order_does_not_matter(tmp_path: Path) -> None:
 
 def test_alignment(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", {"general.architecture": "x"}, some_tensors(), alignment=256)
-    opened = read(tmp_path / "m.gguf")
+    opened = read_gguf(tmp_path / "m.gguf")
     assert opened.metadata["general.alignment"] == 256
     assert all(tensor.offset % 256 == 0 for tensor in opened.tensors.values())
     assert len(GGUFReader(tmp_path / "m.gguf").tensors) == 6
@@ -214,15 +214,15 @@ def test_alignment(tmp_path: Path) -> None:
 def test_tensors_may_have_gaps(tmp_path: Path) -> None:
     path = tmp_path / "gap.gguf"
     path.write_bytes(file_of([], [info("b", [1], 0, 96), info("a", [1], 0, 0)], bytes(100)))
-    assert list(read(path).tensors) == ["b", "a"]
+    assert list(read_gguf(path).tensors) == ["b", "a"]
 
 
 def test_no_tensors_at_all(tmp_path: Path) -> None:
     assert written(tmp_path / "vocab.gguf", {"x.y": 1}, {}) == [tmp_path / "vocab.gguf"]
-    assert read(tmp_path / "vocab.gguf").tensors == {}
+    assert read_gguf(tmp_path / "vocab.gguf").tensors == {}
     path = tmp_path / "bare.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
-    assert read(path).metadata == {}
+    assert read_gguf(path).metadata == {}
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def test_split_files(tmp_path: Path, parts: list[Path]) -> None:
         assert fields["split.no"].types == [GGUFValueType.UINT16]
         assert fields["split.tensors.count"].types == [GGUFValueType.INT32]
         assert ("x.y" in fields) == (number == 0)
-        opened = read(path)
+        opened = read_gguf(path)
         assert opened.files == tuple(parts) and opened.metadata == {"general.architecture": "llama", "x.y": 3}
         assert list(opened.tensors) == [*(f"t{index}" for index in range(7)), "large"]
         assert float(opened.load("t5")[0]) == 5 and float(opened.load("large")[-1]) == 399
@@ -266,7 +266,7 @@ def test_faulty_splits(tmp_path: Path, parts: list[Path]) -> None:
 
     def refused(match: str, path: Path = parts[0]) -> None:
         with pytest.raises(CheckpointError, match=match):
-            read(path)
+            read_gguf(path)
         for path, data in held.items():
             path.write_bytes(data)
 
@@ -354,15 +354,15 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
-        read(path)
+        read_gguf(path)
     assert message in caught.value.message and caught.value.message.startswith(str(path))
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no\.gguf: no such file"):
-        read(tmp_path / "no.gguf")
+        read_gguf(tmp_path / "no.gguf")
     with pytest.raises(CheckpointError, match=r"cannot be read: Is a directory"):
-        read(tmp_path)
+        read_gguf(tmp_path)
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
@@ -371,15 +371,15 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     for length in range(end):
         path.write_bytes(TWO[:length])
         with pytest.raises(CheckpointError):
-            read(path)
+            read_gguf(path)
     path.write_bytes(TWO[:end])
-    assert torch.equal(read(path).load("b"), torch.arange(3).float())
+    assert torch.equal(read_gguf(path).load("b"), torch.arange(3).float())
 
 
 def test_flipped_bytes_parse_or_are_refused(tmp_path: Path) -> None:
     written(tmp_path / "m.gguf", {**EVERY, "c.nested": [[1], [2, 3]]}, some_tensors())
     data = (tmp_path / "m.gguf").read_bytes()
-    start = min(tensor.offset for tensor in read(tmp_path / "m.gguf").tensors.values())
+    start = min(tensor.offset for tensor in read_gguf(tmp_path / "m.gguf").tensors.values())
     draw, path, parsed = random.Random(0), tmp_path / "flip.gguf", 0
     for _ in range(600):
         changed = bytearray(data)
@@ -387,7 +387,7 @@ def test_flipped_bytes_parse_or_are_refused(tmp_path: Path) -> None:
             changed[draw.randrange(start)] = draw.randrange(256)
         path.write_bytes(changed)
         try:
-            opened = read(path)
+            opened = read_gguf(path)
             for name in opened.tensors:
                 opened.load(name)
             parsed += 1
@@ -405,7 +405,7 @@ def test_a_large_vocabulary_parses_at_once(tmp_path: Path) -> None:
     }
     written(tmp_path / "v.gguf", metadata, {})
     start = time.perf_counter()
-    opened = read(tmp_path / "v.gguf")
+    opened = read_gguf(tmp_path / "v.gguf")
     assert time.perf_counter() - start < 1.5  # 0.1 s on an idle machine
     assert opened.metadata["t.tokens"] == tokens and opened.metadata["t.scores"][-1] == -149_999
 
@@ -414,7 +414,7 @@ def test_only_the_head_is_read(tmp_path: Path) -> None:
     path, columns = tmp_path / "sparse.gguf", 1 << 34
     path.write_bytes(file_of([], [info("w", [columns], 0, 0), info("v", [4], 0, 4 * columns)], b""))
     os.truncate(path, path.stat().st_size + 4 * columns + 16)  # 64 GB, none of it on the disk
-    assert torch.equal(read(path).load("v"), torch.zeros(4))
+    assert torch.equal(read_gguf(path).load("v"), torch.zeros(4))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_what_the_format_cannot_hold(
 def test_wrong_tensors_are_bugs(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "m.gguf", {}, [GGUFTensorInfo("w", "Q8_0", (2, 32))])
     for tensor in (torch.zeros(2, 32), torch.zeros(2, 33, dtype=torch.uint8)):
-        with pytest.raises(AssertionError, match="layout says"):
+        with pytest.raises(AssertionError, match="must be"):
             writer.add("w", tensor)
     with pytest.raises(AssertionError, match="never added, first w"):
         writer.finish()
@@ -509,7 +509,7 @@ def test_a_long_table_of_bytes_is_kept_as_bytes(tmp_path):
     first, again = tmp_path / "a.gguf", tmp_path / "b.gguf"
     GGUFWriter(first, {"general.architecture": "llama", "x": TypedValue("[u8]", list(table))}, []).finish()
     tracemalloc.start()
-    opened = read(first)
+    opened = read_gguf(first)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert bytes(opened.metadata["x"]) == table and opened.kinds["x"] == "[u8]"

@@ -19,10 +19,9 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.companions import tokenizer_files
 from attar.checkpoint.open import open_checkpoint
 from attar.errors import CheckpointError, ModelError, NumericsError, OutputError
-from attar.formats.decoded import Decoded
-from attar.formats.gguf.coded import with_positive_scales
-from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read
-from attar.formats.readers import reader
+from attar.formats.gguf.codes import with_positive_scales
+from attar.formats.gguf.container import GGUFTensorInfo, GGUFWriter, TypedValue, read_gguf
+from attar.formats.readers import Decoded, reader
 from attar.formats.rules import WeightRule
 from attar.models.load import load_model
 from tests import tiny_models
@@ -82,7 +81,8 @@ def test_what_only_gguf_has_stands_for_nothing(tmp_path: Path) -> None:
     found = reader(opened)
     assert "rope_freqs.weight" in opened.tensors
     assert (
-        found.slot(opened.tensors["rope_freqs.weight"]) is None and found.dense("rope_freqs.weight") is None
+        found.header(opened.tensors["rope_freqs.weight"]) is None
+        and found.decode("rope_freqs.weight") is None
     )
     found.check("rope_freqs.weight")
     before, after = load_model(source, dtype=torch.float32), load_model(opened, dtype=torch.float32)
@@ -114,9 +114,9 @@ def test_blocks_decode_as_the_gguf_library_has_it(tmp_path: Path, model: Path, k
     opened, q, down = with_blocks(model, tmp_path / "m.gguf", kind)
     info, found = opened.tensors[Q], reader(opened)
     assert (info.dtype, info.shape, info.block) == ("U8", (256, info.nbytes // 256), kind)
-    assert found.slot(info) == (STORED_Q, "F32", (256, 256)) and opened.config["dtype"] == "float32"
-    assert torch.equal(found.dense(Q), q)
-    assert torch.equal(found.dense("blk.1.ffn_down.weight"), down)
+    assert found.header(info) == (STORED_Q, "F32", (256, 256)) and opened.config["dtype"] == "float32"
+    assert torch.equal(found.decode(Q), q)
+    assert torch.equal(found.decode("blk.1.ffn_down.weight"), down)
     found.check(Q)
     assert torch.equal(load_model(opened).get_parameter(STORED_Q), q)
 
@@ -158,7 +158,7 @@ def test_minimums_that_are_zero_points(tmp_path: Path, model: Path, kind: str, b
     assert rule == WeightRule("int", bits, "group", 32, symmetric=False)
     assert weight.zero.min() == -(2 ** (bits - 1)) and weight.zero.max() == 2 ** (bits - 1) - 1
     values = (weight.codes - weight.zero.repeat_interleave(32, 1)) * weight.scale.repeat_interleave(32, 1)
-    assert torch.equal(values, reader(opened).dense(Q))
+    assert torch.equal(values, reader(opened).decode(Q))
     spoilt = blocks.clone()
     spoilt[7, 2:4] = torch.tensor([0.001]).half().view(torch.uint8)
     replace = {Q: (kind, spoilt.view(256, -1))}
@@ -203,10 +203,10 @@ def test_vectors_keep_every_bit(tmp_path: Path, model: Path) -> None:
         write_gguf(model, tmp_path / "b.gguf", "BF16", replace={"output_norm.weight": ("F32", norm)})
     )
     half = open_checkpoint(write_gguf(model, tmp_path / "c.gguf", "F16"))
-    slots = [reader(opened).slot(opened.tensors["output_norm.weight"]) for opened in (plain, odd, half)]
+    slots = [reader(opened).header(opened.tensors["output_norm.weight"]) for opened in (plain, odd, half)]
     assert [slot[1] for slot in slots] == ["BF16", "F32", "F16"]
-    assert reader(plain).slot(plain.tensors[Q])[1] == reader(odd).slot(odd.tensors[Q])[1] == "BF16"
-    assert torch.equal(reader(odd).dense("output_norm.weight"), norm)
+    assert reader(plain).header(plain.tensors[Q])[1] == reader(odd).header(odd.tensors[Q])[1] == "BF16"
+    assert torch.equal(reader(odd).decode("output_norm.weight"), norm)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path, model: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, model: Path, monkeypatch
 
 
 def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer"), []
+    stand_in, calls = types.ModuleType("attar.formats.gguf.tokenizer.from_gguf"), []
 
     def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
         calls.append(metadata["tokenizer.ggml.tokens"])
@@ -273,7 +273,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
             raise ModelError("of a kind that nobody knows", hint="no")
 
     stand_in.write_tokenizer = write_tokenizer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer", stand_in)
+    monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer.from_gguf", stand_in)
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b"]}
     file = write_gguf(model, tmp_path / "m.gguf", extra=keys)
     assert tokenizer_files(open_checkpoint(file).path) == ["tokenizer.json"]
@@ -294,7 +294,7 @@ def test_split_files_and_folders(tmp_path: Path, model: Path) -> None:
     assert {one.path for one in opened} == {opened[0].path} and opened[0].name == "m"
     assert opened[0].weight_files == parts and opened[0].source == first
     whole = open_checkpoint(write_gguf(model, tmp_path / "m.gguf", "Q8_0"))
-    assert torch.equal(reader(opened[0]).dense(Q), reader(whole).dense(Q))
+    assert torch.equal(reader(opened[0]).decode(Q), reader(whole).decode(Q))
     writer = GGUFWriter(
         folder / "imatrix.gguf", {"general.type": "imatrix"}, [GGUFTensorInfo("x.in_sum2", "F32", (4,))]
     )
@@ -323,7 +323,7 @@ def test_the_card_of_a_file(tmp_path: Path, model: Path) -> None:
 
 def rewritten(file: Path, **changes: Any) -> Path:
     """The same tensors under other metadata; keys are written with two underscores for a dot."""
-    opened = read(file)
+    opened = read_gguf(file)
     keys = opened.typed() | {key.replace("__", "."): value for key, value in changes.items()}
     keys = {key: value for key, value in keys.items() if value is not None}
     slots = [GGUFTensorInfo(tensor.name, tensor.kind, tensor.shape) for tensor in opened.tensors.values()]
@@ -376,7 +376,7 @@ def test_tensors_that_make_no_model(tmp_path: Path, model: Path) -> None:
 def test_flipped_bytes_give_a_model_or_an_error(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", "mistral", num_hidden_layers=1)
     data = write_gguf(source, tmp_path / "m.gguf").read_bytes()
-    start = min(tensor.offset for tensor in read(tmp_path / "m.gguf").tensors.values())
+    start = min(tensor.offset for tensor in read_gguf(tmp_path / "m.gguf").tensors.values())
     draw, opened = random.Random(0), 0
     for number in range(200):
         changed = bytearray(data)

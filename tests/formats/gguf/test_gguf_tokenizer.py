@@ -11,15 +11,24 @@ from transformers import AutoTokenizer
 
 from attar.checkpoint import open_checkpoint
 from attar.errors import CheckpointError, ModelError, SettingsError
-from attar.formats.gguf import pretokenizers
-from attar.formats.gguf.merges import complete, derive, merges_of, read_merges, scores
-from attar.formats.gguf.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
-from attar.formats.gguf.sentencepiece import read_model
-from attar.formats.gguf.tokenizer import tokenizer_metadata, write_tokenizer
-from attar.formats.gguf.tokenizer_bpe import ALPHABET
-from attar.formats.gguf.tokenizer_limits import tokenizer_limits
-from attar.formats.gguf.tokenizer_pipeline import PIPELINE
-from attar.formats.gguf.tokenizer_source import read_tokenizer_files
+from attar.formats.byte_alphabet import BYTE_ALPHABET
+from attar.formats.gguf.tokenizer import pretokenizers
+from attar.formats.gguf.tokenizer.files import read_tokenizer_files
+from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
+from attar.formats.gguf.tokenizer.pretokenizer_table import CODED, GPT2, LLAMA3, QWEN2, TABLE
+from attar.formats.gguf.tokenizer.sentencepiece import read_model
+from attar.formats.gguf.tokenizer.to_gguf import (
+    PIPELINE,
+    tokenizer_differences,
+    tokenizer_metadata,
+)
+from attar.formats.gguf.tokenizer.vocabulary import (
+    apply_merges,
+    merge_scores,
+    merges_make_all,
+    merges_of,
+    read_merges,
+)
 from tests.formats.gguf import making
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, template, unigram
 
@@ -223,14 +232,14 @@ def test_spellings_that_are_taken_for_the_same_cut_alike(tree, name):
 
 
 def test_a_repeated_count_is_not_possessive():
-    assert pretokenizers.canonical(r"\p{N}{1,3}+") == r"\p{N}{1,3}+"
+    assert pretokenizers.canonical_regex(r"\p{N}{1,3}+") == r"\p{N}{1,3}+"
     cutter = making._stage("pre_tokenizer", split(r"\p{N}{1,3}+"))
     assert [piece for piece, _ in cutter.pre_tokenize_str("a12345")] == ["a", "12345"]
 
 
 def test_a_rule_on_bytes_is_not_the_rule_on_text():
     tree = sequence(level(True), {"type": "Digits", "individual_digits": True})
-    assert pretokenizers.rules(tree) == (GPT2, CODED + r"\p{N}")
+    assert pretokenizers.pre_tokenizer_rules(tree) == (GPT2, CODED + r"\p{N}")
     with pytest.raises(ModelError, match="bytes: "):
         pretokenizers.recognise(tree, False, lambda: True, "x")
 
@@ -269,7 +278,7 @@ def test_steps_that_cut_in_another_way_are_refused(tree):
 
 def test_the_nearest_is_itself_for_each():
     for row in TABLE:
-        name, share = pretokenizers.nearest(pretokenizers.pre_tokenizer(row.name))
+        name, share = pretokenizers.nearest_pre_tokenizer(pretokenizers.pre_tokenizer(row.name))
         assert share == 1.0
         assert row.rules == pretokenizers.by_name(name).rules
 
@@ -303,7 +312,7 @@ def test_a_token_with_a_space_keeps_its_id_and_harms_no_merge(tmp_path):
     vocabulary["a bc"] = size + 1
     content["added_tokens"].pop()  # it had that id
     metadata = made(tmp_path / "in", content, END)
-    assert metadata["tokenizer.ggml.tokens"][size] == f"a{ALPHABET[32]}b"
+    assert metadata["tokenizer.ggml.tokens"][size] == f"a{BYTE_ALPHABET[32]}b"
     assert all(merge.count(" ") == 1 for merge in metadata["tokenizer.ggml.merges"])
     assert_same(library(tmp_path / "in"), back(tmp_path / "out", metadata))
 
@@ -336,20 +345,20 @@ def test_scores_do_what_merges_do(seed):
     tokens, pairs = random_merges(generator, "abc", 12)
     ranks = read_merges(pairs, "x")
     texts = ["".join(generator.choices("abc", k=14)) for _ in range(60)]
-    if any(len(derive(token, ranks)[0]) == 2 for token in tokens):
+    if any(len(apply_merges(token, ranks)[0]) == 2 for token in tokens):
         with pytest.raises(ModelError, match="would join"):
-            scores(tokens, ranks, "x")
+            merge_scores(tokens, ranks, "x")
         return
-    score = dict(zip(tokens, scores(tokens, ranks, "x"), strict=True))
+    score = dict(zip(tokens, merge_scores(tokens, ranks, "x"), strict=True))
     for text in texts:
-        assert joined_by_score(text, score) == derive(text, ranks)[0], text
+        assert joined_by_score(text, score) == apply_merges(text, ranks)[0], text
 
 
 def test_the_scores_of_random_merges_are_tried_both_ways():
     kinds = set()
     for seed in range(40):
         tokens, pairs = random_merges(random.Random(seed), "abc", 12)
-        kinds.add(any(len(derive(token, read_merges(pairs, "x"))[0]) == 2 for token in tokens))
+        kinds.add(any(len(apply_merges(token, read_merges(pairs, "x"))[0]) == 2 for token in tokens))
     assert kinds == {True, False}
 
 
@@ -362,7 +371,7 @@ def test_merges_do_what_scores_do(seed):
     ranks = read_merges(merges_of(tokens, score), "x")
     for _ in range(60):
         text = "".join(generator.choices("abc", k=14))
-        assert derive(text, ranks)[0] == joined_by_score(text, score), text
+        assert apply_merges(text, ranks)[0] == joined_by_score(text, score), text
 
 
 def test_derive_is_what_the_library_does():
@@ -370,10 +379,10 @@ def test_derive_is_what_the_library_does():
     tokenizer = Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "pre_tokenizer": level()}))
     ranks = read_merges(content["model"]["merges"], "x")
     for text in NASTY[1:]:
-        coded = "".join(ALPHABET[byte] for byte in text.encode())
-        assert derive(coded, ranks)[0] == tokenizer.encode(text).tokens
-    assert complete(content["model"]["vocab"].keys() - set(making.SPECIAL), ranks)
-    assert not complete(["<|user|>"], ranks)
+        coded = "".join(BYTE_ALPHABET[byte] for byte in text.encode())
+        assert apply_merges(coded, ranks)[0] == tokenizer.encode(text).tokens
+    assert merges_make_all(content["model"]["vocab"].keys() - set(making.SPECIAL), ranks)
+    assert not merges_make_all(["<|user|>"], ranks)
 
 
 # ---- SentencePiece files
@@ -782,11 +791,11 @@ def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path):
     def limits(content, settings, generation=None):
         folder = save(tmp_path, content, **settings)
         (folder / "generation_config.json").write_text(json.dumps(generation or {}))
-        return tokenizer_limits(read_tokenizer_files(folder, {}), bare(tokenizer_metadata(folder, {})))
+        return tokenizer_differences(read_tokenizer_files(folder, {}), bare(tokenizer_metadata(folder, {})))
 
     checkpoint = open_checkpoint("attar:tiny")
     metadata = bare(tokenizer_metadata(checkpoint.path, checkpoint.config))
-    assert tokenizer_limits(read_tokenizer_files(checkpoint.path, checkpoint.config), metadata) == []
+    assert tokenizer_differences(read_tokenizer_files(checkpoint.path, checkpoint.config), metadata) == []
     plain = byte_level("gpt-2")
     assert limits(plain, END) == []
     assert "NFC" in limits(byte_level("qwen2", normalizer={"type": "NFC"}), END)[0]

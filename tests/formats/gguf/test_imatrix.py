@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from attar.errors import CheckpointError
-from attar.formats.gguf.imatrix import ImportanceEntry, read, read_origin, write
+from attar.formats.gguf.container import read_gguf
+from attar.formats.gguf.imatrix import (
+    CHUNK_COUNT,
+    CHUNK_SIZE,
+    DATASETS,
+    ImportanceEntry,
+    read_imatrix,
+    write_imatrix,
+)
 
 
 def random_entry(inputs, tokens=512.0, seed=0):
@@ -38,7 +46,7 @@ def test_the_gguf_package_reads_what_is_written(tmp_path):
         "blk.0.ffn_down.weight": random_entry(96, 1024.0, 1),
         "blk.0.attn_q.weight": random_entry(64, seed=2),
     }
-    write(tmp_path / "imatrix.gguf", entries, datasets=["python-stdlib"], chunks=12, chunk_size=256)
+    write_imatrix(tmp_path / "imatrix.gguf", entries, datasets=["python-stdlib"], chunks=12, chunk_size=256)
     reader = gguf.GGUFReader(tmp_path / "imatrix.gguf")
     assert reader.fields["general.type"].contents() == "imatrix"
     assert reader.fields["imatrix.datasets"].contents() == ["python-stdlib"]
@@ -59,8 +67,8 @@ def test_the_gguf_package_reads_what_is_written(tmp_path):
 def test_what_is_written_is_read_back(tmp_path):
     experts = ImportanceEntry(torch.rand(4, 32), torch.tensor([[5.0], [0.0], [3.0], [8.0]]))
     entries = {"blk.0.attn_q.weight": random_entry(64), "blk.0.ffn_up_exps.weight": experts}
-    write(tmp_path / "i.gguf", entries, datasets=[], chunks=3, chunk_size=128)
-    found = read(tmp_path / "i.gguf")
+    write_imatrix(tmp_path / "i.gguf", entries, datasets=[], chunks=3, chunk_size=128)
+    found = read_imatrix(tmp_path / "i.gguf")
     assert sorted(found) == sorted(entries)
     for name, entry in entries.items():
         assert torch.equal(found[name].in_sum2, entry.in_sum2)
@@ -69,8 +77,8 @@ def test_what_is_written_is_read_back(tmp_path):
     importance = found["blk.0.ffn_up_exps.weight"].importance()
     assert torch.equal(importance[0], experts.in_sum2[0] / 5)
     assert torch.equal(importance[1], torch.ones(32))  # an expert that no token reached
-    origin = read_origin(tmp_path / "i.gguf")
-    assert (origin.datasets, origin.chunks, origin.chunk_size) == ((), 3, 128)
+    metadata = read_gguf(tmp_path / "i.gguf").metadata
+    assert [metadata[key] for key in (DATASETS, CHUNK_COUNT, CHUNK_SIZE)] == [[], 3, 128]
 
 
 def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
@@ -85,13 +93,11 @@ def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
         "blk.1.ffn_up_exps.weight.counts": [[4.0], [8.0]],
     }
     file = write_theirs(tmp_path / "theirs.gguf", tensors)
-    found = read(file)
+    found = read_imatrix(file)
     assert list(found) == ["blk.0.attn_q.weight", "blk.1.attn_q.weight", "blk.1.ffn_up_exps.weight"]
     assert found["blk.0.attn_q.weight"].in_sum2.tolist() == sums.tolist()
     assert found["blk.0.attn_q.weight"].importance().tolist() == (sums / 16).tolist()
     assert found["blk.1.ffn_up_exps.weight"].importance()[1].tolist() == (sums[32:] / 8).tolist()
-    origin = read_origin(file)
-    assert (origin.datasets, origin.chunks, origin.chunk_size) == (("wiki.txt", "code.txt"), 7, 512)
 
 
 @pytest.mark.parametrize(
@@ -107,19 +113,21 @@ def test_a_file_of_llama_cpps_shapes_is_read(tmp_path):
 def test_what_is_no_importance_matrix_is_refused(tmp_path, tensors, why):
     file = write_theirs(tmp_path / "theirs.gguf", tensors)
     with pytest.raises(CheckpointError, match=why) as caught:
-        read(file)
+        read_imatrix(file)
     assert str(file) in str(caught.value)
 
 
 def test_other_number_types_are_refused(tmp_path):
     tensors = {"a.in_sum2": np.ones(4), "a.counts": np.ones(1)}
     with pytest.raises(CheckpointError, match="in F32"):
-        read(write_theirs(tmp_path / "theirs.gguf", tensors, dtype=np.float16))
+        read_imatrix(write_theirs(tmp_path / "theirs.gguf", tensors, dtype=np.float16))
 
 
 def test_entries_that_are_not_finite_are_not_written(tmp_path):
     with pytest.raises(CheckpointError, match="no sum of squares"):
-        write(tmp_path / "i.gguf", {"a": ImportanceEntry(torch.tensor([math.inf]), 1.0)}, ["text"], 1, 1)
+        write_imatrix(
+            tmp_path / "i.gguf", {"a": ImportanceEntry(torch.tensor([math.inf]), 1.0)}, ["text"], 1, 1
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,23 +144,16 @@ ENTRIES = [("blk.0.attn_k.weight", 4, [4.0, 8.0, 2.0]), ("output.weight", 0, [3.
 
 
 @pytest.mark.parametrize(
-    ("tail", "chunks", "datasets"),
-    [
-        (b"", 0, ()),
-        (struct.pack("<i", 9), 9, ()),
-        (struct.pack("<ii", 9, 0), 9, ()),
-        (struct.pack("<ii", 9, 8) + b"wiki.txt", 9, ("wiki.txt",)),
-    ],
+    "tail",
+    [b"", struct.pack("<i", 9), struct.pack("<ii", 9, 0), struct.pack("<ii", 9, 8) + b"wiki.txt"],
 )
-def test_the_older_flavour_is_read(tmp_path, tail, chunks, datasets):
+def test_the_older_format_is_read(tmp_path, tail):
     file = tmp_path / "imatrix.dat"
     file.write_bytes(binary(ENTRIES, tail))
-    found = read(file)
+    found = read_imatrix(file)
     assert list(found) == ["blk.0.attn_k.weight", "output.weight"]
     assert found["blk.0.attn_k.weight"].importance().tolist() == [1.0, 2.0, 0.5]
     assert found["output.weight"].importance().tolist() == [3.0]  # llama.cpp divides by no calls
-    origin = read_origin(file)
-    assert (origin.chunks, origin.datasets, origin.chunk_size) == (chunks, datasets, 0)
 
 
 def test_a_cut_or_foreign_file_is_refused_by_name(tmp_path):
@@ -162,9 +163,9 @@ def test_a_cut_or_foreign_file_is_refused_by_name(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"imatrix\.dat: is no imatrix of llama\.cpp's, or is cut off"
         ):
-            read(file)
+            read_imatrix(file)
     file.write_bytes(binary([]))
     with pytest.raises(CheckpointError, match="holds no importance matrix"):
-        read(file)
+        read_imatrix(file)
     with pytest.raises(CheckpointError, match=r"missing\.dat"):
-        read(tmp_path / "missing.dat")
+        read_imatrix(tmp_path / "missing.dat")

@@ -3,7 +3,7 @@
 import pytest
 
 from attar.errors import SettingsError
-from attar.formats.gguf.mixes import MIXES, bits, fitting, mix, more, quantizable
+from attar.formats.gguf.mixes import MIXES, bits, fitting, mix, quantizable, use_more_bits
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 
@@ -196,5 +196,22 @@ def test_bits_and_bytes():
 
 
 def test_more_bits_for_every_third_between_the_ends():
-    assert [i for i in range(32) if more(i, 32)] == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
-    assert [i for i in range(5) if more(i, 5)] == [2, 4]
+    assert [i for i in range(32) if use_more_bits(i, 32)] == [
+        0,
+        1,
+        2,
+        3,
+        6,
+        9,
+        12,
+        15,
+        18,
+        21,
+        24,
+        27,
+        28,
+        29,
+        30,
+        31,
+    ]
+    assert [i for i in range(5) if use_more_bits(i, 5)] == [2, 4]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attar.formats.gguf.placement import Placement, paired, sorted_groups
+from attar.formats.gguf.tensor_map import Placement, paired, sorted_groups
 
 
 def numbers(*shape, dtype=torch.float32, seed=0):

@@ -38,7 +38,7 @@ def target(folder: Path) -> Callable[[bytes], bool]:
             reader = GGUFReader(checkpoint)
             for name in list(checkpoint.tensors)[:3]:
                 reader.check(name)
-                reader.dense(name)
+                reader.decode(name)
             return True
         except AttarError:
             return False

@@ -18,7 +18,7 @@ def seeds(folder: Path) -> list[bytes]:
     entries = {
         f"blk.{layer}.ffn_up.weight": imatrix.ImportanceEntry(torch.rand(8), 4.0) for layer in range(2)
     }
-    imatrix.write(path, entries, datasets=["text"], chunks=2, chunk_size=4)
+    imatrix.write_imatrix(path, entries, datasets=["text"], chunks=2, chunk_size=4)
     name = b"blk.0.ffn_up.weight"
     old = struct.pack("<i", 1) + struct.pack("<i", len(name)) + name + struct.pack("<ii8f", 3, 8, *[1.0] * 8)
     return [path.read_bytes(), old]
@@ -31,7 +31,7 @@ def target(folder: Path) -> Callable[[bytes], bool]:
     def handle(data: bytes) -> bool:
         path.write_bytes(data)
         try:
-            for entry in imatrix.read(path).values():
+            for entry in imatrix.read_imatrix(path).values():
                 entry.importance()
             return True
         except AttarError:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attar.errors import SettingsError
-from attar.formats import exl2_tensors
+from attar.formats import exl2 as exl2_format
 from attar.quantization.grids import QuantizedTensor
 from attar.quantization.grids.exl2 import EXL2Grid, bounded, fit, scales
 from attar.quantization.hessian import output_error
@@ -46,10 +46,8 @@ def test_decoded_as_a_reader_of_the_file_does(grid, weight):
     made = rtn(weight, grid)
     stored = made.parameters.stored
     order = torch.randperm(K, generator=torch.Generator().manual_seed(3))
-    tensors = exl2_tensors.encode(
-        made.codes, stored["scale_codes"], stored["scale_max"], grid.sections, order
-    )
-    decoded = exl2_tensors.decode(tensors, N).float()
+    tensors = exl2_format.encode(made.codes, stored["scale_codes"], stored["scale_max"], grid.sections, order)
+    decoded = exl2_format.decode(tensors, N).float()
     assert torch.equal(decoded[:, order], made.dequantize())
     bits = sum(8 * tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert grid.bits_per_weight((N, K)) * N * K == pytest.approx(bits, rel=1e-12)

@@ -7,7 +7,7 @@ import torch
 
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError, NumericsError, SettingsError
-from attar.formats import exl2_tensors
+from attar.formats import exl2 as exl2_format
 from attar.models.load import load_model
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods import exl2
@@ -34,11 +34,11 @@ def test_the_layer_is_what_the_file_decodes_to():
     before = weight.clone(), H.clone()
     made = exl2.quantize_layer(weight, H, SMALL)
     sections = SMALL.sections(160)
-    assert exl2_tensors.layout((40, 160), sections) == {
+    assert exl2_format.layout((40, 160), sections) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in made.tensors.items()
     }
-    assert torch.equal(exl2_tensors.decode(made.tensors, 40).float(), made.weight)
-    assert exl2_tensors.sections_of(made.tensors) == list(sections)
+    assert torch.equal(exl2_format.decode(made.tensors, 40).float(), made.weight)
+    assert exl2_format.sections_of(made.tensors) == list(sections)
     assert made.report["error"] == pytest.approx(output_error(weight, made.weight, H), rel=1e-3)
     bits = sum(8 * value.numel() * value.element_size() for value in made.tensors.values())
     assert made.report["bits"] * weight.numel() == pytest.approx(bits)
@@ -107,7 +107,7 @@ def test_layers_of_the_embedded_model(pattern, tiny):
     for name, (weight, H) in tiny.items():
         made = exl2.quantize_layer(weight, H, pattern)
         assert made.report["error"] < 0.6 * made.report["rtn_error"], name
-        assert torch.equal(exl2_tensors.decode(made.tensors, len(weight)).float(), made.weight)
+        assert torch.equal(exl2_format.decode(made.tensors, len(weight)).float(), made.weight)
 
 
 def test_the_loop_is_gptq_with_its_groups_one_after_the_other():
@@ -167,7 +167,7 @@ def test_patterns_are_groups_of_the_format():
         bits = [pattern.stored_bits((1024, columns)) for pattern in found]
         assert bits == sorted(bits) and len(found) >= 5
         for pattern in (*found, *exl2.HEADS.values()):
-            exl2_tensors.check_sections(pattern.sections(columns), columns)
+            exl2_format.check_sections(pattern.sections(columns), columns)
     whole = [pattern.stored_bits((4096, 4096)) / 4096**2 for pattern in exl2.patterns((4096, 4096))]
     assert whole[0] < 2.2 and whole[-1] < 8.1
     assert max(after / before for before, after in itertools.pairwise(whole)) < 1.2

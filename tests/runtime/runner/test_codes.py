@@ -5,13 +5,13 @@ import itertools
 import pytest
 import torch
 
-from attar.formats.uniform import Uniform
+from attar.formats.coded import UniformWeight
 from attar.kernels.packed import unpack
 from attar.kernels.product import ThreadPool
 from attar.runtime.runner.codes import codes_of, fused
 from attar.runtime.runner.compiled_weights import _joined
-from attar.runtime.runner.linear import PackedLinear
-from tests.formats.test_uniform import values
+from attar.runtime.runner.packed_model import PackedLinear
+from tests.formats.test_coded import values
 
 ROWS, COLUMNS = 40, 384
 
@@ -23,7 +23,7 @@ def weight(bits, width=128, *, zeros=False, order=None, seed=0, rows=ROWS, colum
     codes = torch.randint(low, -low, (rows, columns), generator=generator, dtype=torch.int8)
     scale = (torch.rand(rows, groups, generator=generator) + 0.1).bfloat16().float()
     zero = torch.randint(low, -low, (rows, groups), generator=generator).float() if zeros else None
-    return Uniform(codes, bits, scale, zero, width, order)
+    return UniformWeight(codes, bits, scale, zero, width, order)
 
 
 def seen(codes, columns=COLUMNS):
@@ -54,8 +54,8 @@ def test_groups(width, group):
 
 def test_rows_that_share_a_scale():
     made = weight(4)
-    shared = Uniform(made.codes, 4, made.scale[:2], None, 128)  # tiles of 20 rows
-    wanted = values(Uniform(made.codes, 4, made.scale[:2].repeat_interleave(20, 0), None, 128))
+    shared = UniformWeight(made.codes, 4, made.scale[:2], None, 128)  # tiles of 20 rows
+    wanted = values(UniformWeight(made.codes, 4, made.scale[:2].repeat_interleave(20, 0), None, 128))
     assert torch.equal(seen(codes_of(shared)), wanted)
 
 

@@ -11,9 +11,9 @@ from attar.errors import ModelError, UsageError
 from attar.kernels import decode
 from attar.kernels.build import load
 from attar.kernels.structures import batch_struct
-from attar.runtime.runner.compiled import Compiled, compiled, seen
+from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import StepInput, TokenSpan
+from attar.runtime.step import StepInput, TokenSpan, ancestors
 from tests import tiny_models
 
 pytestmark = pytest.mark.skipif(load("decode") is None, reason="no C++ compiler")
@@ -198,10 +198,10 @@ def test_a_tree_under_a_window(models):
     torch.testing.assert_close(rows[[2, 3, 4]], expected[-3:], **CLOSE)
 
 
-def test_seen():
+def test_ancestors():
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
-    assert seen([-1, 0, 0, 2]).astype(int).tolist() == expected
-    assert np.array_equal(seen([-1, -1]), np.eye(2, dtype=bool))
+    assert ancestors([-1, 0, 0, 2]).astype(int).tolist() == expected
+    assert np.array_equal(ancestors([-1, -1]), np.eye(2, dtype=bool))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

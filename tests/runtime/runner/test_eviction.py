@@ -15,8 +15,8 @@ from attar.runtime.kv.compose import reason
 from attar.runtime.kv.evict import H2O, Reread, SnapKV, Streaming
 from attar.runtime.runner.attention import AttentionOptions, attention
 from attar.runtime.runner.modules import Modules
-from attar.runtime.runner.rotary import Rotary
-from attar.runtime.runner.watching import LastQueries, StridedQueries
+from attar.runtime.runner.observers import LastQueries, StridedQueries
+from attar.runtime.runner.probe import Rotary
 from attar.runtime.step import StepInput, TokenSpan
 from tests import tiny_models
 from tests.runtime.kv.evict.test_choices import streaming_blocks
@@ -244,7 +244,7 @@ def test_h2o_against_the_oracle(family, slack):
                 oracle.cache[layer] = tuple(x[keep.T, heads] for x in oracle.cache[layer])
                 oracle.sums[layer] = sums.gather(1, keep)
     assert most == method.most(1, 4)
-    assert not np.array_equal(*(managed.runner._watch.sums[0][layer] for layer in (0, 1)))
+    assert not np.array_equal(*(managed.runner._observer.records[0][layer] for layer in (0, 1)))
 
 
 def test_h2o_in_chunks_stays_inside_its_bound():
@@ -256,7 +256,7 @@ def test_h2o_in_chunks_stays_inside_its_bound():
         managed.pack(True)
     assert managed.manager.table(0).length == 8
     managed.runner.forget(0)
-    assert not managed.runner._watch.sums
+    assert not managed.runner._observer.records
 
 
 @pytest.mark.parametrize("chunks", [(30,), (11, 14, 3, 2)])
@@ -280,18 +280,18 @@ def test_snapkv_against_the_oracle(family, chunks):
         want = oracle.token(tokens[position], position)
         torch.testing.assert_close(managed.run(1)[0], want, atol=3e-5, rtol=1e-4)
     assert managed.manager.table(0).length == 14 + 6
-    assert not managed.runner._watch.tails[0]  # nothing more is kept of a packed sequence
+    assert not managed.runner._observer.records[0]  # nothing more is kept of a packed sequence
 
 
 def test_queries_of_rejected_drafts_have_no_vote():
     watch, how = LastQueries(SnapKV(capacity=8, window=4)), AttentionOptions(1.0, None, None, True)
     q, k = torch.arange(20.0).view(20, 1, 1), torch.randn(20, 1, 1)
     for start, stop, new in ((0, 6, q[:6]), (6, 9, q[6:9]), (7, 10, q[17:])):  # tokens 7 and 8 are rejected
-        watch.see(0, TokenSpan(0, start, stop, (0,), 1), new, k[:stop], None, how)
-    assert watch.tails[0][0][0].flatten().tolist() == [6, 17, 18, 19]
+        watch.observe(0, TokenSpan(0, start, stop, (0,), 1), new, k[:stop], None, how)
+    assert watch.records[0][0][0].flatten().tolist() == [6, 17, 18, 19]
     whole = LastQueries(watch.method)
-    whole.tails = {0: {0: (q[[5, 6, 17]], how, 8)}}
-    watch.tails = {0: {0: (q[[5, 6, 17, 18]], how, 9)}}
+    whole.records = {0: {0: (q[[5, 6, 17]], how, 8)}}
+    watch.records = {0: {0: (q[[5, 6, 17, 18]], how, 9)}}
     packing = Packing(0, (0,), (0,), 8, 8)
     found = [each.choose(packing, 0, lambda n: k[:n]) for each in (watch, whole)]
     assert np.array_equal(*found)
@@ -316,7 +316,7 @@ def test_a_fork_is_packed_like_its_parent():
 @pytest.mark.parametrize(("family", "stride"), [("llama3", 1), ("qwen3", 3), ("gpt_neox", 2)])
 def test_reread_against_the_oracle(family, stride, chunks, monkeypatch):
     """Scores with loops, heads of which each sees places of its own, tokens that are generated behind."""
-    monkeypatch.setattr("attar.runtime.runner.watching.REREAD", 8)
+    monkeypatch.setattr("attar.runtime.runner.observers.PIECE", 8)
     method, tokens = Reread(capacity=13, recent=5, sinks=2, stride=stride), prompt(36)
     managed, oracle = Managed(make(family, method), 20, tokens), Oracle(family)
     for position in range(LENGTH):
@@ -336,9 +336,9 @@ def test_reread_against_the_oracle(family, stride, chunks, monkeypatch):
     found = [managed.run(1), managed.run(3, 3), managed.run(2, 2)]
     want = torch.stack([oracle.token(tokens[position], position) for position in range(LENGTH, 36)])
     torch.testing.assert_close(torch.cat(found), want, atol=3e-3, rtol=1e-3)
-    assert not managed.runner._watch.queries[0]  # nothing more is kept of a packed sequence
+    assert not managed.runner._observer.records[0]  # nothing more is kept of a packed sequence
     managed.runner.forget(0)
-    assert not managed.runner._shares and not managed.runner._watch.queries
+    assert not managed.runner._shares and not managed.runner._observer.records
 
 
 def reread(queries, k, stride, period, turned, layer):
@@ -372,8 +372,8 @@ def test_rejected_queries_are_not_asked_again():
     watch = StridedQueries(Reread(capacity=200, stride=2), None)
     q, how = torch.arange(20.0).view(20, 1, 1), AttentionOptions(1.0, None, None, True)
     for start, stop, new in ((0, 7, q[:7]), (7, 10, q[7:10]), (8, 11, q[11:14])):
-        watch.see(0, TokenSpan(0, start, stop, (0,), 1), new, q[:stop], None, how)
-    pieces = watch.queries[0][0]
+        watch.observe(0, TokenSpan(0, start, stop, (0,), 1), new, q[:stop], None, how)
+    pieces = watch.records[0][0]
     assert [(start, piece.flatten().tolist()) for start, piece in pieces] == [
         (0, [0, 2, 4, 6]),
         (8, []),

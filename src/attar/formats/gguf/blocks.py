@@ -1,4 +1,4 @@
-"""The bytes of ggml's blocks: codes and scales in, rows of bytes out, and back.
+"""The bytes of ggml's blocks: codes and scales to rows of bytes, and back.
 
 ggml, ``ggml-common.h`` (the structs) and ``ggml-quants.c`` (``dequantize_row_*``). There is no paper.
 
@@ -42,11 +42,11 @@ class BlockLayout:
     """A block.
 
     Attributes:
-        codes: where q is.
-        halves: the float16 numbers by name, and their first bytes.
-        tiles: c of a block.
+        codes: planes of q.
+        halves: first bytes of the float16 numbers, by name.
+        tiles: number of c in a block.
         whole: names of c, c_m or e.
-        planes: where these are, c before c_m; none for the 6 bits of Q4_K and Q5_K.
+        planes: of these, c before c_m; none for the 6 bits of Q4_K and Q5_K.
         zero: h.
         bias: k.
         levels: T; None: T[q] = q - h.
@@ -107,9 +107,9 @@ def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
     Args:
         kind: a name of :data:`LAYOUTS`, or F32, F16, BF16.
         codes: q, whole numbers (N, K), int8 for Q8_0, from 0 on for the others; for a float type the weights.
-        stored: by name and as the file has them: "d", "dmin", "m" float16 (N, K / block); "scale_codes" and
-            "minimum_codes" (N, tiles), c with its k (0 to 63 for Q3_K and IQ4_XS), int8 for Q6_K; for MXFP4
-            "exponent" uint8 (N, K / 32).
+        stored: the other fields of the file by name: "d", "dmin", "m" float16 (N, K / block); "scale_codes"
+            and "minimum_codes" (N, tiles), c with its k (0 to 63 for Q3_K and IQ4_XS), int8 for Q6_K; for
+            MXFP4 "exponent" uint8 (N, K / 32).
 
     Returns:
         uint8 (N, row bytes).
@@ -122,17 +122,17 @@ def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
     layout, block = LAYOUTS[kind], TYPES[kind].block
     data = torch.empty((len(codes), row_bytes(kind, codes.shape[1])), dtype=torch.uint8, device=codes.device)
     out, flat = data.view(-1, TYPES[kind].size), codes.reshape(-1, block)
-    kept = {name: stored[name].reshape(len(out), -1) for name in (*layout.halves, *layout.whole)}
-    for part in _parts(len(out), block):
-        join(out[part], layout.codes, _octets(kind, "codes", flat[part]))
+    fields = {name: stored[name].reshape(len(out), -1) for name in (*layout.halves, *layout.whole)}
+    for chunk in _chunks(len(out), block):
+        join(out[chunk], layout.codes, _octets(kind, "codes", flat[chunk]))
         for name, at in layout.halves.items():
-            out[part, at : at + 2] = kept[name][part].half().contiguous().view(torch.uint8)
-        _join_whole(kind, out[part], {name: kept[name][part] for name in layout.whole})
+            out[chunk, at : at + 2] = fields[name][chunk].half().contiguous().view(torch.uint8)
+        _join_whole(kind, out[chunk], {name: fields[name][chunk] for name in layout.whole})
     return data
 
 
 def unpack(kind: str, data: Tensor, columns: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The inverse of :func:`pack`: codes (N, K), and by name what is stored beside them.
+    """The inverse of :func:`pack`: codes (N, K), and the other fields by name.
 
     Args:
         kind: as there.
@@ -148,12 +148,12 @@ def unpack(kind: str, data: Tensor, columns: int) -> tuple[Tensor, dict[str, Ten
     block, rows = TYPES[kind].block, len(data)
     blocks = data.reshape(-1, TYPES[kind].size)
     codes = torch.empty((rows, columns), dtype=torch.uint8, device=data.device)
-    kept: dict[str, list[Tensor]] = {}
-    for part in _parts(len(blocks), block):
-        codes.view(-1, block)[part] = cut(blocks[part], LAYOUTS[kind].codes, block)
-        for name, value in _stored(kind, blocks[part]).items():
-            kept.setdefault(name, []).append(value)
-    stored = {name: torch.cat(values).reshape(rows, -1) for name, values in kept.items()}
+    fields: dict[str, list[Tensor]] = {}
+    for chunk in _chunks(len(blocks), block):
+        codes.view(-1, block)[chunk] = cut(blocks[chunk], LAYOUTS[kind].codes, block)
+        for name, value in _stored(kind, blocks[chunk]).items():
+            fields.setdefault(name, []).append(value)
+    stored = {name: torch.cat(values).reshape(rows, -1) for name, values in fields.items()}
     return codes.view(torch.int8) if (kind, "codes") in SIGNED else codes, stored
 
 
@@ -174,13 +174,13 @@ def dequantize(kind: str, data: Tensor, columns: int) -> Tensor:
     blocks = data.reshape(-1, TYPES[kind].size)
     weights = torch.empty((len(data), columns), dtype=torch.float32, device=data.device)
     out = weights.view(-1, TYPES[kind].block)
-    for part in _parts(len(blocks), TYPES[kind].block):
-        _decode(kind, blocks[part], out[part])
+    for chunk in _chunks(len(blocks), TYPES[kind].block):
+        _decode(kind, blocks[chunk], out[chunk])
     return weights
 
 
 def scales(kind: str, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """s and m of what :func:`unpack` gave, float32 (N, tiles); no m where the type has none."""
+    """s and m of the fields from :func:`unpack`, float32 (N, tiles); m is None where the type has none."""
     layout = LAYOUTS[kind]
     rows = len(next(iter(stored.values())))
     flat = {
@@ -194,7 +194,7 @@ def check_blocks(kind: str, data: Tensor, name: str) -> None:
     """Raise where weights, or the scales and minimums of blocks, are not finite.
 
     Args:
-        kind: as for :func:`pack`; other types hold whole numbers, and nothing is checked.
+        kind: as for :func:`pack`; other types hold whole numbers and are not checked.
         data: uint8 (N, row bytes).
         name: of the tensor.
 
@@ -232,8 +232,8 @@ def _overflow(blocks: Tensor) -> Tensor:
     return wrong
 
 
-def _parts(count: int, block: int) -> list[slice]:
-    """So many blocks, some at a time."""
+def _chunks(count: int, block: int) -> list[slice]:
+    """Slices of ``count`` blocks, CHUNK weights each."""
     step = CHUNK // block
     return [slice(start, start + step) for start in range(0, count, step)]
 
@@ -262,7 +262,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _octets(kind: str, name: str, numbers: Tensor) -> Tensor:
-    """Whole numbers as bytes, in memory of their own."""
+    """Whole numbers as bytes, copied."""
     dtype = torch.int8 if (kind, name) in SIGNED else torch.uint8
     return numbers.to(dtype, copy=True, memory_format=torch.contiguous_format).view(torch.uint8)
 
@@ -277,7 +277,7 @@ def _join_whole(kind: str, out: Tensor, numbers: Mapping[str, Tensor]) -> None:
 
 
 def _stored(kind: str, blocks: Tensor) -> dict[str, Tensor]:
-    """What stands beside the codes, each (B, 1) or (B, tiles)."""
+    """The fields other than the codes, each (B, 1) or (B, tiles)."""
     layout = LAYOUTS[kind]
     stored = {name: _half(blocks, at) for name, at in layout.halves.items()}
     if not layout.whole:
@@ -296,7 +296,7 @@ def _decode(kind: str, blocks: Tensor, out: Tensor) -> None:
     layout, stored = LAYOUTS[kind], _stored(kind, blocks)
     codes = cut(blocks, layout.codes, out.shape[1])
     if layout.levels is not None:
-        out.copy_(_looked_up(codes, layout.levels))
+        out.copy_(_look_up_levels(codes, layout.levels))
     elif (kind, "codes") in SIGNED:
         out.copy_(codes.view(torch.int8))
     else:
@@ -325,9 +325,9 @@ def _power(exponent: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent.int() - 128)
 
 
-def _looked_up(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
+def _look_up_levels(codes: Tensor, levels: tuple[int, ...]) -> Tensor:
     """T[q], float32 of the same shape: two neighbours at a time, as one number of 64 bits."""
     pairs = torch.arange(1 << 12, dtype=torch.int16, device=codes.device).view(torch.uint8) & 15
     table = torch.tensor(levels, dtype=torch.float32, device=codes.device)[pairs.int()].view(torch.float64)
-    found = table.index_select(0, codes.view(torch.int16).flatten().int())
-    return found.view(torch.float32).view(codes.shape)
+    levels_of_pairs = table.index_select(0, codes.view(torch.int16).flatten().int())
+    return levels_of_pairs.view(torch.float32).view(codes.shape)

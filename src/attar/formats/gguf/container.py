@@ -1,7 +1,6 @@
-"""Reading a GGUF file: its metadata, and where each tensor's bytes are. writer.py tells the layout.
+"""Reading a GGUF file: its metadata, and where each tensor's bytes are. writer.py has the layout.
 
-Read are versions 2 and 3, little-endian; version 1 counted with 32 bits and is nobody's any more. Nothing is
-mapped, and nothing is believed: before a length is allocated it is compared with what is left of the file.
+Versions 2 and 3, little-endian, are read; version 1, with 32-bit counts, is not in use. Files are not mapped.
 Tensors may have gaps between them, as ggml's ``docs/gguf.md`` allows, but no overlaps. Opening any part of a
 split file opens all of them.
 """
@@ -11,16 +10,15 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.tensors import TensorInfo, read_tensor
 from attar.errors import CheckpointError
-from attar.formats.gguf.cursor import HINT, LARGEST, Cursor
 from attar.formats.gguf.types import TYPES, by_id
-from attar.formats.gguf.values import ARRAY, BY_ID, LONGEST_KEY, STRING, MetadataValue, TypedValue
+from attar.formats.gguf.values import HINT, LONGEST_KEY, Cursor, MetadataValue, TypedValue, read_value
 from attar.formats.gguf.writer import (
     ALIGNMENT,
     DIMENSIONS,
@@ -36,11 +34,9 @@ from attar.formats.gguf.writer import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GGUF", "GGUFTensor", "GGUFTensorInfo", "GGUFWriter", "MetadataValue", "TypedValue", "read"]
+__all__ = ["GGUF", "GGUFTensor", "GGUFTensorInfo", "GGUFWriter", "MetadataValue", "TypedValue", "read_gguf"]
 
-DEEPEST = 4  # arrays in arrays
 MOST_ALIGNED = 1 << 20
-BYTES = 1024  # numbers of u8 beyond which an array stays bytes: a table, which says nothing of single blocks
 SMALLEST_KEY, SMALLEST_INFO = 8 + 4 + 1, 8 + 4 + 4 + 8  # bytes of an entry with an empty name
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
@@ -50,12 +46,11 @@ class GGUFTensor:
     """A tensor of a file, known from its info.
 
     Attributes:
-        name: its name.
         kind: its ggml type, such as ``"Q4_K"``.
-        shape: torch's way round: (N, K).
+        shape: in torch's order: (N, K).
         file: the file that holds it.
-        offset: where its bytes begin in that file.
-        nbytes: how many there are.
+        offset: of its bytes in that file.
+        nbytes: of its data.
     """
 
     name: str
@@ -107,7 +102,7 @@ class GGUF:
         return {key: TypedValue(self.kinds[key], value) for key, value in self.metadata.items()}
 
 
-def read(path: str | Path) -> GGUF:
+def read_gguf(path: str | Path) -> GGUF:
     """Open a GGUF file, with all its parts where it is one of several. Reads no tensor.
 
     Raises:
@@ -135,11 +130,11 @@ def read(path: str | Path) -> GGUF:
 
 
 def _joined(parts: list[GGUF]) -> GGUF:
-    """The parts of a model as one, after a look at what they say of each other."""
+    """The parts of a model as one, after their split keys are checked."""
     tensors: dict[str, GGUFTensor] = {}
     for number, part in enumerate(parts):
         if len(parts) > 1:
-            _check_part(part, number, len(parts), sum(len(each.tensors) for each in parts))
+            _check_part(part, number, len(parts), sum(len(one.tensors) for one in parts))
         for name, tensor in part.tensors.items():
             if name in tensors:
                 raise CheckpointError(f"{tensor.file}: tensor {name!r} is also in {tensors[name].file.name}")
@@ -165,7 +160,7 @@ def _check_part(part: GGUF, number: int, count: int, tensors: int) -> None:
 
 
 def _split(part: GGUF, key: str, default: int | None) -> int:
-    """A whole number that tells of a split."""
+    """The value of a split key, a whole number."""
     value = part.metadata.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(f"{part.files[0]}: {key} is {value!r}, not a whole number", hint=HINT)
@@ -191,7 +186,7 @@ def _parse(cursor: Cursor) -> GGUF:
         key = cursor.string("a key", LONGEST_KEY)
         if key in metadata or not key.isascii() or not key:
             raise cursor.bad(f"key {key!r} {'stands twice' if key in metadata else 'is not ASCII'}")
-        kinds[key], metadata[key] = _value(cursor, cursor.number("I", f"the type of {key}"), key, 0)
+        kinds[key], metadata[key] = read_value(cursor, cursor.number("I", f"the type of {key}"), key, 0)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= MOST_ALIGNED or alignment % 8:
         raise cursor.bad(f"general.alignment is {alignment!r}, not a multiple of 8 up to {MOST_ALIGNED}")
@@ -202,16 +197,14 @@ def _parse(cursor: Cursor) -> GGUF:
             raise cursor.bad(f"tensor {tensor.name!r} stands twice")
         tensors[tensor.name] = tensor
     start = -(-cursor.position // alignment) * alignment
-    placed = {
-        tensor.name: tensor
-        for tensor in _placed(cursor.path, cursor.size, list(tensors.values()), start, alignment)
-    }
-    return GGUF((cursor.path,), version, metadata, kinds, {name: placed[name] for name in tensors})
+    for tensor in _with_file_offsets(cursor.path, cursor.size, list(tensors.values()), start, alignment):
+        tensors[tensor.name] = tensor
+    return GGUF((cursor.path,), version, metadata, kinds, tensors)
 
 
 def _header(cursor: Cursor) -> tuple[int, int, int]:
     """Version, number of tensors, number of keys."""
-    magic = cursor.take(4, "the header")
+    magic = cursor.read_bytes(4, "the header")
     if magic != MAGIC:
         raise cursor.bad(f"begins with {magic!r}, not {MAGIC!r}", hint="this is no GGUF file")
     version = cursor.number("I", "the header")
@@ -227,51 +220,6 @@ def _header(cursor: Cursor) -> tuple[int, int, int]:
     return version, tensors, keys
 
 
-def _value(cursor: Cursor, number: int, key: str, depth: int) -> tuple[str, Any]:
-    """Type and value of a key."""
-    what = f"the value of {key}"
-    if number == STRING:
-        return "str", cursor.string(what)
-    if number == ARRAY:
-        return _array(cursor, key, depth)
-    if number not in BY_ID:
-        raise cursor.bad(f"{what} has the unknown type {number}")
-    name, letter = BY_ID[number]
-    return name, _numbers(cursor, letter, 1, what)[0]
-
-
-def _array(cursor: Cursor, key: str, depth: int) -> tuple[str, Sequence[Any]]:
-    what = f"the value of {key}"
-    inner, length = cursor.number("I", what), cursor.number("Q", what)
-    if length > LARGEST:
-        raise cursor.bad(f"{what} has {length} elements, more than {LARGEST}")
-    if inner in BY_ID:
-        name, letter = BY_ID[inner]
-        return f"[{name}]", _numbers(cursor, letter, length, what)
-    if inner == STRING:
-        return "[str]", cursor.strings(length, what)
-    if inner != ARRAY or depth + 1 >= DEEPEST:
-        raise cursor.bad(f"{what} has elements of the type {inner}, unknown or too deep")
-    cursor.expect(length * 12, what)
-    items = []
-    for _ in range(length):
-        items.append(_array(cursor, key, depth + 1))
-    kinds = list(dict.fromkeys(kind for kind, _ in items)) or ["[str]"]
-    if len(kinds) > 1:
-        raise cursor.bad(f"{what} mixes {' and '.join(kinds)}")
-    return f"[{kinds[0]}]", [value for _, value in items]
-
-
-def _numbers(cursor: Cursor, letter: str, length: int, what: str) -> Sequence[Any]:
-    """Numbers of one type; many of u8 stay the bytes they are, which take a 17th of a list's memory."""
-    raw = cursor.take(length * struct.calcsize(f"<{letter}"), what)
-    if letter == "B" and length > BYTES:
-        return raw
-    if letter == "?" and max(raw, default=0) > 1:
-        raise cursor.bad(f"{what} holds a bool that is neither 0 nor 1")
-    return list(struct.unpack(f"<{length}{letter}", raw))
-
-
 def _info(cursor: Cursor) -> GGUFTensor:
     """A tensor, its offset still counted from the start of the data."""
     name = cursor.string("a tensor's name", LONGEST_KEY)
@@ -279,7 +227,7 @@ def _info(cursor: Cursor) -> GGUFTensor:
     dimensions = cursor.number("I", what)
     if dimensions > DIMENSIONS:
         raise cursor.bad(f"tensor {name!r} has {dimensions} dimensions, more than {DIMENSIONS}")
-    shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions, what))[::-1]
+    shape = struct.unpack(f"<{dimensions}Q", cursor.read_bytes(8 * dimensions, what))[::-1]
     number, offset = cursor.number("I", what), cursor.number("Q", what)
     try:
         kind = by_id(number)
@@ -292,18 +240,18 @@ def _info(cursor: Cursor) -> GGUFTensor:
     return GGUFTensor(name, kind.name, shape, cursor.path, offset, nbytes)
 
 
-def _placed(
+def _with_file_offsets(
     path: Path, size: int, tensors: list[GGUFTensor], start: int, alignment: int
 ) -> Iterator[GGUFTensor]:
-    """The tensors with their places in the file, in the order of their bytes."""
-    end, before = 0, ""
+    """The tensors with offsets from the start of the file, in the order of their bytes."""
+    end, previous = 0, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         what = f"{path}: tensor {tensor.name!r} at byte {start + tensor.offset}"
         if tensor.offset % alignment:
             raise CheckpointError(f"{what} is not aligned to {alignment} bytes", hint=HINT)
         if tensor.offset < end:
-            raise CheckpointError(f"{what} overlaps tensor {before!r}", hint=HINT)
+            raise CheckpointError(f"{what} overlaps tensor {previous!r}", hint=HINT)
         if start + tensor.offset + tensor.nbytes > size:
             raise CheckpointError(f"{what} has {tensor.nbytes} bytes, but the file ends at {size}", hint=HINT)
-        end, before = tensor.offset + tensor.nbytes, tensor.name
+        end, previous = tensor.offset + tensor.nbytes, tensor.name
         yield replace(tensor, offset=start + tensor.offset)

@@ -1,14 +1,14 @@
-"""The table of architectures: which tensors of which family stand under which names, and what their config
-must say so that llama.cpp computes the same function.
+"""The table of architectures: the names of each family's tensors, and the config values with which llama.cpp
+computes the same function.
 
 Sources: llama.cpp's loaders (src/models/*.cpp: names, shapes, what is optional, what is fixed in code) and
-its converters (conversion/*.py: names of the metadata). Whatever its code fixes is a rule here: a config
-that says something else is refused, for the file would load and compute another function.
+its converters (conversion/*.py: names of the metadata). A value that its code fixes is a rule here: another
+one in the config is refused, because the file would load and compute another function.
 """
 
 from __future__ import annotations
 
-from attar.formats.gguf.parts import (
+from attar.formats.gguf.architecture import (
     GELU,
     LLAMA_ROPES,
     SILU,
@@ -37,7 +37,7 @@ _LLAMA_BLOCK = (
 
 LLAMA = Architecture(
     family="llama",
-    written="llama",
+    arch="llama",
     model_class="LlamaForCausalLM",
     outer=outside(),
     blocks=_LLAMA_BLOCK,
@@ -48,7 +48,7 @@ LLAMA = Architecture(
 
 MISTRAL = Architecture(
     family="mistral",
-    written="llama",
+    arch="llama",
     model_class="MistralForCausalLM",
     outer=outside(),
     blocks=(*attention(pair=True), *gated_mlp(), *pre_norms()),
@@ -60,7 +60,7 @@ MISTRAL = Architecture(
 
 QWEN2 = Architecture(
     family="qwen2",
-    written="qwen2",
+    arch="qwen2",
     model_class="Qwen2ForCausalLM",
     outer=outside(),
     blocks=(*attention(bias=True), *gated_mlp(), *pre_norms()),
@@ -72,7 +72,7 @@ QWEN2 = Architecture(
 
 QWEN3 = Architecture(
     family="qwen3",
-    written="qwen3",
+    arch="qwen3",
     model_class="Qwen3ForCausalLM",
     outer=outside(),
     blocks=(*attention(), *gated_mlp(), *pre_norms(), *head_norms()),
@@ -83,7 +83,7 @@ QWEN3 = Architecture(
 
 GEMMA = Architecture(
     family="gemma",
-    written="gemma",
+    arch="gemma",
     model_class="GemmaForCausalLM",
     outer=outside(plus=1.0),
     blocks=(*attention(), *gated_mlp(), *pre_norms(plus=1.0)),
@@ -95,7 +95,7 @@ GEMMA = Architecture(
 
 GEMMA2 = Architecture(
     family="gemma2",
-    written="gemma2",
+    arch="gemma2",
     model_class="Gemma2ForCausalLM",
     outer=outside(plus=1.0),
     blocks=(*attention(), *gated_mlp(), *around_norms(1.0)),
@@ -130,7 +130,7 @@ GEMMA2 = Architecture(
 
 GEMMA3 = Architecture(
     family="gemma3_text",
-    written="gemma3",
+    arch="gemma3",
     model_class="Gemma3ForCausalLM",
     outer=outside(plus=1.0),
     blocks=(*attention(), *gated_mlp(), *around_norms(1.0), *head_norms(plus=1.0)),
@@ -158,7 +158,7 @@ GEMMA3 = Architecture(
 
 PHI3 = Architecture(
     family="phi3",
-    written="phi3",
+    arch="phi3",
     model_class="Phi3ForCausalLM",
     outer=outside(),
     blocks=(
@@ -177,7 +177,7 @@ PHI3 = Architecture(
 
 GPT2 = Architecture(
     family="gpt2",
-    written="gpt2",
+    arch="gpt2",
     model_class="GPT2LMHeadModel",
     prefix="transformer.",
     outer=(
@@ -214,7 +214,7 @@ GPT2 = Architecture(
 
 GPT_NEOX = Architecture(
     family="gpt_neox",
-    written="gptneox",
+    arch="gptneox",
     model_class="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     outer=outside("embed_in", "final_layer_norm", bias=True),
@@ -231,7 +231,7 @@ GPT_NEOX = Architecture(
         *plain_mlp("layers.{}.mlp.dense_h_to_4h", "layers.{}.mlp.dense_4h_to_h"),
     ),
     head="needed",
-    heads_stored=("embed_out", "lm_head"),
+    head_names=("embed_out", "lm_head"),
     layer_norm=True,
     keys={"epsilon": "layer_norm_eps"},
     defaults={"epsilon": 1e-5, "partial_rotary_factor": 0.25, "use_parallel_residual": True},
@@ -243,7 +243,7 @@ GPT_NEOX = Architecture(
 
 PHI = Architecture(
     family="phi",
-    written="phi2",
+    arch="phi2",
     model_class="PhiForCausalLM",
     outer=outside("embed_tokens", "final_layernorm", bias=True),
     blocks=(
@@ -262,7 +262,7 @@ PHI = Architecture(
 
 STARCODER2 = Architecture(
     family="starcoder2",
-    written="starcoder2",
+    arch="starcoder2",
     model_class="Starcoder2ForCausalLM",
     outer=outside(bias=True),
     blocks=(
@@ -280,7 +280,7 @@ STARCODER2 = Architecture(
 
 STABLELM = Architecture(
     family="stablelm",
-    written="stablelm",
+    arch="stablelm",
     model_class="StableLmForCausalLM",
     outer=outside(bias=True),
     blocks=(*attention(bias="use_qkv_bias"), *gated_mlp(), *pre_norms(bias=True)),
@@ -304,7 +304,7 @@ STABLELM = Architecture(
 
 OLMO2 = Architecture(
     family="olmo2",
-    written="olmo2",
+    arch="olmo2",
     model_class="Olmo2ForCausalLM",
     outer=outside(),
     blocks=(
@@ -322,7 +322,7 @@ OLMO2 = Architecture(
 
 GRANITE = Architecture(
     family="granite",
-    written="granite",
+    arch="granite",
     model_class="GraniteForCausalLM",
     outer=outside(),
     blocks=_LLAMA_BLOCK,
@@ -345,7 +345,7 @@ GRANITE = Architecture(
 
 SMOLLM3 = Architecture(
     family="smollm3",
-    written="smollm3",
+    arch="smollm3",
     model_class="SmolLM3ForCausalLM",
     outer=outside(),
     blocks=(*attention(pair=True), *gated_mlp(), *pre_norms()),
@@ -356,7 +356,7 @@ SMOLLM3 = Architecture(
         ConfigRule("mlp_bias", (False,), False),
         ConfigRule("use_sliding_window", (False,), False),
     ),
-    unturned=4,
+    no_rope_interval=4,
 )
 
 ARCHITECTURES = {

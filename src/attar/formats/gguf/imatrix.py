@@ -1,4 +1,4 @@
-"""Importance matrices: how large the inputs of each weight are, in llama.cpp's files.
+"""Importance matrices, the mean squares of the inputs of each weight, in llama.cpp's files.
 
 llama.cpp, ``tools/imatrix/imatrix.cpp`` and ``common/imatrix-loader.cpp``.
 
@@ -6,11 +6,11 @@ llama.cpp, ``tools/imatrix/imatrix.cpp`` and ``common/imatrix-loader.cpp``.
 
 Letters: x (K,) the input of a weight for one token; E experts.
 
-GGUF flavour: ``general.type`` "imatrix"; ``imatrix.datasets`` names of texts; ``imatrix.chunk_count`` and
+GGUF format: ``general.type`` "imatrix"; ``imatrix.datasets`` names of texts; ``imatrix.chunk_count`` and
 ``imatrix.chunk_size`` u32, rows of text and tokens in each; for each weight, in the order of names, two F32
 tensors, NAME.in_sum2 (K,) and NAME.counts (1,), or (E, K) and (E, 1) for experts.
 
-The older binary flavour (``imatrix.dat``), little-endian, is read only:
+The older binary format (``imatrix.dat``), little-endian, is read only:
 
     i32 n;  n times: i32 length, name, i32 calls, i32 K, f32[K] values;  maybe: i32 chunks, i32 length, text
 
@@ -42,14 +42,14 @@ class ImportanceEntry:
 
     Attributes:
         in_sum2: float32 (K,), sums of squares; (E, K) for experts.
-        count: tokens that were summed; float32 (E, 1) for experts.
+        count: tokens in the sums; float32 (E, 1) for experts.
     """
 
     in_sum2: Tensor
     count: float | Tensor
 
     def importance(self) -> Tensor:
-        """Mean squares, of the shape of ``in_sum2``; 1 where no token was seen, as llama.cpp has it."""
+        """Mean squares, of the shape of ``in_sum2``; 1 without tokens, as in llama.cpp."""
         count = torch.as_tensor(self.count, dtype=torch.float32)
         return torch.where(count > 0, self.in_sum2 / count.clamp(min=1.0), torch.ones_like(self.in_sum2))
 
@@ -58,29 +58,15 @@ ImportanceMatrix = dict[str, ImportanceEntry]
 """Entries by GGUF name of the weight."""
 
 
-@dataclass(frozen=True)
-class ImportanceOrigin:
-    """What a matrix was computed from.
-
-    Attributes:
-        datasets: names of texts.
-        chunks: rows of text.
-        chunk_size: tokens in a row; 0: not known.
-    """
-
-    datasets: tuple[str, ...]
-    chunks: int
-    chunk_size: int
-
-
-def write(
+def write_imatrix(
     path: Path,
     importance: Mapping[str, ImportanceEntry],
     datasets: Sequence[str],
     chunks: int,
     chunk_size: int,
 ) -> None:
-    """Write llama.cpp's GGUF flavour, beside and renamed; entries in the order of their names.
+    """Write llama.cpp's GGUF format, entries in the order of their names; the file appears when it is
+    complete.
 
     Raises:
         CheckpointError: an entry is not finite.
@@ -98,8 +84,8 @@ def write(
         CHUNK_COUNT: chunks,
         CHUNK_SIZE: chunk_size,
     }
-    slots = [GGUFTensorInfo(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with GGUFWriter(path, metadata, slots) as writer:
+    infos = [GGUFTensorInfo(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with GGUFWriter(path, metadata, infos) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.finish()
@@ -111,28 +97,16 @@ def _counts(entry: ImportanceEntry) -> Tensor:
     return torch.tensor([entry.count], dtype=torch.float32)
 
 
-def read(path: Path) -> ImportanceMatrix:
-    """Entries of a file of either flavour, by weight.
+def read_imatrix(path: Path) -> ImportanceMatrix:
+    """Entries of a file of either format, by weight.
 
     Raises:
-        CheckpointError: the file is no importance matrix, is damaged, or holds what is not finite.
+        CheckpointError: the file is no importance matrix, is damaged, or holds infinite numbers.
     """
-    found = _read_gguf(path) if _is_gguf(path) else _read_binary(path)[0]
-    for name, entry in found.items():
+    matrix = _read_gguf(path) if _is_gguf(path) else _read_binary(path)
+    for name, entry in matrix.items():
         _check(path, name, entry)
-    return found
-
-
-def read_origin(path: Path) -> ImportanceOrigin:
-    """What a file of either flavour says of where it comes from.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    if not _is_gguf(path):
-        return _read_binary(path)[1]
-    said = container.read(path).metadata
-    return ImportanceOrigin(tuple(said.get(DATASETS, ())), said.get(CHUNK_COUNT, 0), said.get(CHUNK_SIZE, 0))
+    return matrix
 
 
 def _is_gguf(path: Path) -> bool:
@@ -150,7 +124,7 @@ def _check(path: Path, name: str, entry: ImportanceEntry) -> None:
 
 
 def _read_gguf(path: Path) -> ImportanceMatrix:
-    opened = container.read(path)
+    opened = container.read_gguf(path)
     names = [name.removesuffix(SUMS) for name in opened.tensors if name.endswith(SUMS)]
     if not names:
         raise CheckpointError(f"{path}: holds no importance matrix", hint="give the file of an imatrix")
@@ -158,7 +132,7 @@ def _read_gguf(path: Path) -> ImportanceMatrix:
 
 
 def _entry(path: Path, opened: container.GGUF, name: str) -> ImportanceEntry:
-    """The two tensors of a weight; those of no experts without their leading 1."""
+    """The two tensors of a weight; without experts their leading 1 is removed."""
     pair = [opened.tensors.get(f"{name}{leaf}") for leaf in (SUMS, COUNTS)]
     if any(info is None or info.kind != "F32" for info in pair):
         raise CheckpointError(f"{path}: {name} has no {SUMS} and {COUNTS} in F32", hint="compute it again")
@@ -172,21 +146,21 @@ def _entry(path: Path, opened: container.GGUF, name: str) -> ImportanceEntry:
     return ImportanceEntry(sums.flatten(), float(counts))
 
 
-class _Bytes:
-    """A file read from its start; knows its name when it ends too early."""
+class _ByteReader:
+    """A binary file read from its start; errors name it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.data, self.place = path, Path(path).read_bytes(), 0
+        self.path, self.data, self.offset = path, Path(path).read_bytes(), 0
 
     def take(self, count: int) -> bytes:
         """The next bytes."""
-        start, end = self.place, self.place + count
+        start, end = self.offset, self.offset + count
         if count < 0 or end > len(self.data):
             raise CheckpointError(
                 f"{self.path}: is no imatrix of llama.cpp's, or is cut off at byte {len(self.data)}",
                 hint="give the whole file",
             )
-        self.place = end
+        self.offset = end
         return self.data[start:end]
 
     def number(self) -> int:
@@ -194,25 +168,25 @@ class _Bytes:
         return int(struct.unpack("<i", self.take(4))[0])
 
     def numbers(self) -> Tensor:
-        """The next float32 numbers behind their count."""
+        """The next float32 numbers, after their count."""
         count = self.number()
         return torch.frombuffer(bytearray(self.take(4 * count if count > 0 else -1)), dtype=torch.float32)
 
     def text(self) -> str:
-        """The next string behind its length."""
+        """The next string, after its length."""
         return self.take(self.number()).decode("utf-8", "replace")
 
 
-def _read_binary(path: Path) -> tuple[ImportanceMatrix, ImportanceOrigin]:
-    """The older flavour; of experts it does not say how many there are."""
-    file, found = _Bytes(path), {}
+def _read_binary(path: Path) -> ImportanceMatrix:
+    """The older format, which does not state the number of experts. A source may follow."""
+    file, entries = _ByteReader(path), {}
     for _ in range(file.number()):
         name, calls = file.text(), file.number()
-        found[name] = ImportanceEntry(file.numbers(), float(max(calls, 1)))
-    if not found:
+        entries[name] = ImportanceEntry(file.numbers(), float(max(calls, 1)))
+    if not entries:
         raise CheckpointError(f"{path}: holds no importance matrix", hint="give the file of an imatrix")
-    if file.place == len(file.data):
-        return found, ImportanceOrigin((), 0, 0)
-    chunks = file.number()
-    text = file.text() if file.place < len(file.data) else ""
-    return found, ImportanceOrigin((text,) if text else (), chunks, 0)
+    if file.offset < len(file.data):
+        file.number()  # chunks
+    if file.offset < len(file.data):
+        file.text()
+    return entries

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself: its types and its metadata, for ``attar inspect``."""
+"""The types and the metadata of a GGUF file, for ``attar inspect``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from attar.checkpoint.open import Checkpoint
-from attar.formats.gguf.container import GGUF, read
+from attar.formats.gguf.container import GGUF, read_gguf
 from attar.formats.gguf.open import card_of, model_file, model_name
-from attar.formats.gguf.reader import METHOD, explained
+from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import FILE_TYPES
 
 LONG = 8  # elements of an array that are shown
@@ -25,22 +25,16 @@ SIZES = {
     "context_length": "max_position_embeddings",
     "vocab_size": "vocab_size",
 }
-"""Keys of every architecture, and what a config calls them."""
+"""Keys of every architecture, and their names in a config."""
 
 
-def bare(place: Path) -> Checkpoint:
-    """A file whose architecture or tokenizer attar does not know, so that it can be looked at all the same:
-    its config has sizes alone, and there is no folder beside it.
-
-    Args:
-        place: as for :func:`attar.formats.gguf.open.open_gguf`.
-
-    Raises:
-        CheckpointError: as there.
-    """
-    opened = read(model_file(place))
+def open_unknown(path: Path) -> Checkpoint:
+    """Open a file whose architecture or tokenizer attar does not know, for inspection: its config has only
+    sizes, and it has no folder in the cache. Arguments and errors as
+    :func:`attar.formats.gguf.open.open_gguf`."""
+    opened = read_gguf(model_file(path))
     file, written = opened.files[0], str(opened.metadata["general.architecture"])
-    with explained(file):
+    with errors_name_file(file):
         sizes = {name: opened.metadata.get(f"{written}.{key}") for key, name in SIZES.items()}
         config = {name: value for name, value in sizes.items() if isinstance(value, int)}
         config["vocab_size"] = config.get("vocab_size", opened.tensors["token_embd.weight"].shape[0])
@@ -63,8 +57,8 @@ def bare(place: Path) -> Checkpoint:
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Plain content: ``format``, ``version``, ``files``, ``file_type``, ``types`` and ``metadata``.
 
-    A type of ``types`` has its ``tensors``, ``parameters``, ``bytes`` and ``bits_per_weight``; an array of
-    the metadata with more than a few elements is told by its ``kind`` and ``length``.
+    Each entry of ``types`` has ``tensors``, ``parameters``, ``bytes`` and ``bits_per_weight``; an array of
+    the metadata with more than a few elements is shown as ``kind`` and ``length``.
 
     Args:
         checkpoint: opened from a GGUF file.
@@ -72,7 +66,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CheckpointError: the file has changed since.
     """
-    opened = read(checkpoint.source)
+    opened = read_gguf(checkpoint.source)
     types = _types(opened)
     return {
         "format": "GGUF",
@@ -88,9 +82,9 @@ def _types(opened: GGUF) -> list[dict[str, Any]]:
     """One entry for each type, that with most bytes first."""
     sums: dict[str, list[int]] = {}
     for tensor in opened.tensors.values():
-        before = sums.get(tensor.kind, [0, 0, 0])
-        found = (1, math.prod(tensor.shape), tensor.nbytes)
-        sums[tensor.kind] = [old + new for old, new in zip(before, found, strict=True)]
+        total = sums.setdefault(tensor.kind, [0, 0, 0])
+        for i, value in enumerate((1, math.prod(tensor.shape), tensor.nbytes)):
+            total[i] += value
     return [
         {
             "type": kind,
@@ -104,7 +98,7 @@ def _types(opened: GGUF) -> list[dict[str, Any]]:
 
 
 def _file_type(opened: GGUF, types: list[dict[str, Any]]) -> str:
-    """The name of the mix that the file says it is; the type of most bytes where it does not say."""
+    """The name of the file's mix; without one, the type with most bytes."""
     number = opened.metadata.get("general.file_type")
     if number is None:
         return str(types[0]["type"]) if types else "none"

@@ -25,12 +25,12 @@ llama.cpp, ``src/llama-quant.cpp`` (``tensor_allows_quantization``, ``llama_tens
 Letters: i how many tensors of this role came before, in llama.cpp's order of tensors; n how many there are
 (for ffn_down: the layers); gqa = heads / key-value heads; K inputs of a tensor.
 
-A file without ``output.weight`` is tied: its embedding gets the type of the output. What is no matrix, no
-``weight``, a norm, a router or another of the small tensors in :data:`KEPT` stays F32. A type whose block
-does not divide K gives way to one of 32 weights, or to F16; each such case is a sentence in the notes.
+A file without ``output.weight`` is tied: its embedding gets the type of the output. Anything but a matrix or
+a ``weight``, and norms, routers and the other small tensors in :data:`KEPT`, stay F32. A type whose block
+does not divide K is replaced by one of 32 weights, or by F16; each such case is a sentence in the notes.
 
-Differs from llama.cpp: tensors that are never quantized are F32 (there: as they were found); overrides also
-count for the mixes F32, F16 and BF16; ``MXFP4`` is a mix of our own, with every matrix of a block in MXFP4
+Differs from llama.cpp: tensors that are never quantized are F32 (there: unchanged); overrides also
+apply to the mixes F32, F16 and BF16; ``MXFP4`` is a mix of our own, with every matrix of a block in MXFP4
 and embedding and output in Q8_0, because MXFP4_MOE has no MXFP4 tensor in a model without experts.
 """
 
@@ -83,7 +83,7 @@ FALLBACK = {
     "Q6_K": "Q8_0",
     "IQ4_XS": "IQ4_NL",
 }
-"""What a type of 256 weights gives way to where K is no multiple of 256."""
+"""Replacements of types of 256 weights where K is no multiple of 256."""
 
 ROLES = (
     ("attn_v", ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")),
@@ -91,10 +91,10 @@ ROLES = (
     ("attn_output", ("attn_output.weight",)),
     ("ffn_down", ("ffn_down",)),
 )
-"""Roles that the rules tell apart, by parts of names."""
+"""Roles in the rules, by parts of names."""
 
 SEVENTY = {"llama": 80, "qwen2": 80, "olmo": 80, "deci": 80, "jais2": 68}
-"""Layers at which llama.cpp takes a model of an architecture for one of 70 billion weights."""
+"""Layers of a model that llama.cpp takes for one of 70 billion weights, by architecture."""
 
 OUTPUT, EMBEDDINGS = "output.weight", ("token_embd.weight", "per_layer_token_embd.weight")
 FLOATS = ("F32", "F16", "BF16")
@@ -106,7 +106,7 @@ class GGUFMix:
 
     Attributes:
         kinds: type by tensor name, in the order of the shapes.
-        notes: a sentence for each fall-back.
+        notes: a sentence for each replacement.
         file_type: ``general.file_type``.
     """
 
@@ -116,8 +116,8 @@ class GGUFMix:
 
 
 @dataclass(frozen=True)
-class _Model:
-    """What the rules ask about a model.
+class _MixInput:
+    """The properties of a model in the rules.
 
     Attributes:
         name: of the mix.
@@ -125,8 +125,8 @@ class _Model:
         values: n of attn_v.
         gqa: heads / key-value heads.
         experts: in a layer; 0 or 1: none.
-        seventy: it is taken for one of 70 billion weights.
-        falcon: its architecture is falcon's, which has rules of its own.
+        seventy: llama.cpp takes it for one of 70 billion weights.
+        falcon: its architecture is falcon's, with its own rules.
         imatrix: there is an importance matrix.
         tied: the embedding is the output too.
     """
@@ -165,16 +165,15 @@ def mix(
         experts: experts of a layer.
         imatrix: whether weights are rounded with an importance matrix.
         overrides: ``PATTERN=TYPE``: a type of their own for tensors whose name holds the regular expression;
-            the first that matches counts. As in llama.cpp, tensors with a type of their own are not counted
-            in i.
+            the first match counts. As in llama.cpp, these tensors are not counted in i.
 
     Raises:
         SettingsError: no such mix or type, or an override that no matrix matches.
     """
     name = canonical(name, imatrix)
-    ordered = sorted(shapes, key=_place)
+    ordered = sorted(shapes, key=_tensor_order)
     own = overridden([one for one in ordered if quantizable(one, shapes[one])], overrides)
-    model = _Model(
+    model = _MixInput(
         name=name,
         layers=layers,
         values=sum(role(one) == "attn_v" for one in ordered),
@@ -185,8 +184,8 @@ def mix(
         imatrix=imatrix,
         tied=OUTPUT not in shapes,
     )
-    kinds, fallen = _kinds(model, ordered, shapes, own)
-    notes = list(_notes(fallen))
+    kinds, fallbacks = _kinds(model, ordered, shapes, own)
+    notes = list(_notes(fallbacks))
     if name == "MXFP4_MOE" and "MXFP4" not in kinds.values():
         notes.append("the mix MXFP4_MOE is for experts; this model has none and is Q8_0 (see the mix MXFP4)")
     file_type = FILE_TYPES["MXFP4_MOE" if name == "MXFP4" else name]
@@ -199,14 +198,14 @@ def canonical(name: str, imatrix: bool = False) -> str:
     Raises:
         SettingsError: no such mix, or one that needs an importance matrix.
     """
-    found = ALIASES.get(name.upper(), name.upper())
-    if found not in DEFAULTS:
-        close = nearest(found, DEFAULTS)
+    mix_name = ALIASES.get(name.upper(), name.upper())
+    if mix_name not in DEFAULTS:
+        close = nearest(mix_name, DEFAULTS)
         mean = f" (did you mean {close}?)" if close else ""
         raise SettingsError("type", name, f"one of {', '.join(DEFAULTS)}{mean}")
-    if found == "Q2_K_S" and not imatrix:
+    if mix_name == "Q2_K_S" and not imatrix:
         raise SettingsError("type", name, "another without an importance matrix, such as Q2_K")
-    return found
+    return mix_name
 
 
 def bits(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[float, int]:
@@ -229,7 +228,7 @@ def quantizable(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def fitting(kind: str, columns: int) -> str:
-    """The type, or what it gives way to where its block does not divide K."""
+    """The type, or its replacement where its block does not divide K."""
     if columns % TYPES[kind].block == 0:
         return kind
     smaller = FALLBACK.get(kind, kind)
@@ -261,14 +260,14 @@ def role(name: str) -> str:
         return "output"
     if name in EMBEDDINGS:
         return "token_embd"
-    return next((found for found, parts in ROLES if any(part in name for part in parts)), "other")
+    return next((known for known, parts in ROLES if any(part in name for part in parts)), "other")
 
 
 def _kinds(
-    model: _Model, ordered: Sequence[str], shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, str]
+    model: _MixInput, ordered: Sequence[str], shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, str]
 ) -> tuple[dict[str, str], list[tuple[str, str, str, int]]]:
-    """Types by name, and those that gave way: (name, wanted, got, K)."""
-    kinds, fallen = {}, []
+    """Types by name, and the replaced ones: (name, wanted, got, K)."""
+    kinds, fallbacks = {}, []
     seen = {"attn_v": 0, "ffn_down": 0}
     for name in ordered:
         shape, what = shapes[name], role(name)
@@ -282,12 +281,12 @@ def _kinds(
             seen[what] = seen.get(what, 0) + 1
         kinds[name] = fitting(wanted, shape[-1])
         if kinds[name] != wanted:
-            fallen.append((name, wanted, kinds[name], shape[-1]))
-    return kinds, fallen
+            fallbacks.append((name, wanted, kinds[name], shape[-1]))
+    return kinds, fallbacks
 
 
-def _wanted(model: _Model, what: str, name: str, shape: tuple[int, ...], place: int) -> str:
-    """The type that the rules want, whatever K is."""
+def _wanted(model: _MixInput, what: str, name: str, shape: tuple[int, ...], i: int) -> str:
+    """The type that the rules give, before K is considered."""
     default = DEFAULTS[model.name]
     if what == "output" or (what == "token_embd" and model.tied):
         return _output(model, default)
@@ -296,22 +295,22 @@ def _wanted(model: _Model, what: str, name: str, shape: tuple[int, ...], place: 
     if what == "token_embd":
         return "Q8_0" if model.name == "MXFP4" else default
     if what == "attn_v":
-        return _values(model, place, default)
+        return _values(model, i, default)
     if what == "attn_k":
         return "Q8_0" if model.experts == 8 else default
     if what == "ffn_down":
-        layer = int(name.split(".")[1]) if model.experts > 1 else place
+        layer = int(name.split(".")[1]) if model.experts > 1 else i
         return _down(model, layer, default)
     return _attention_output(model, default) if what == "attn_output" else default
 
 
-def _output(model: _Model, default: str) -> str:
-    """The output, and an embedding that is the output too."""
+def _output(model: _MixInput, default: str) -> str:
+    """The output, and a tied embedding."""
     return "Q8_0" if default in ("Q8_0", "MXFP4") or model.falcon else "Q6_K"
 
 
-def _values(model: _Model, i: int, default: str) -> str:
-    """attn_v, and what holds it."""
+def _values(model: _MixInput, i: int, default: str) -> str:
+    """attn_v, and fused tensors that hold it."""
     if model.experts == 8:
         return "Q8_0"
     kind = default
@@ -323,18 +322,18 @@ def _values(model: _Model, i: int, default: str) -> str:
         kind = "Q5_K" if i < 2 else "Q4_K"
     elif model.name == "Q3_K_L" or (model.name == "Q4_K_S" and i < 4):
         kind = "Q5_K"
-    elif model.name in ("Q4_K_M", "Q5_K_M") and more(i, model.values):
+    elif model.name in ("Q4_K_M", "Q5_K_M") and use_more_bits(i, model.values):
         kind = "Q6_K"
     return "Q5_K" if model.seventy and kind in ("Q3_K", "Q4_K") else kind
 
 
-def _down(model: _Model, i: int, default: str) -> str:
+def _down(model: _MixInput, i: int, default: str) -> str:
     """ffn_down."""
     n, name = model.layers, model.name
     if model.falcon and name in ("Q3_K_M", "Q3_K_L", "Q4_K_S", "Q4_K_M"):
         return _down_falcon(name, i, n)
     if name in ("Q4_K_M", "Q5_K_M"):
-        return "Q6_K" if more(i, n) else default
+        return "Q6_K" if use_more_bits(i, n) else default
     if name == "Q3_K_M":
         return "Q5_K" if i < n // 16 else "Q4_K"
     always = {"Q2_K": "Q3_K", "Q3_K_L": "Q5_K"}
@@ -347,10 +346,10 @@ def _down_falcon(name: str, i: int, n: int) -> str:
     if name in ("Q3_K_L", "Q4_K_S"):
         return "Q4_K"
     first, some, rest = ("Q6_K", "Q5_K", "Q4_K") if name == "Q4_K_M" else ("Q5_K", "Q4_K", "Q3_K")
-    return first if i < n // 16 else some if more(i, n) else rest
+    return first if i < n // 16 else some if use_more_bits(i, n) else rest
 
 
-def _attention_output(model: _Model, default: str) -> str:
+def _attention_output(model: _MixInput, default: str) -> str:
     if model.falcon:
         return "Q4_K" if model.name == "Q3_K_L" else default
     if model.experts == 8:
@@ -359,7 +358,7 @@ def _attention_output(model: _Model, default: str) -> str:
     return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(model.name, default)
 
 
-def more(i: int, n: int) -> bool:
+def use_more_bits(i: int, n: int) -> bool:
     """The first and the last eighth of n layers, and every third between them."""
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
@@ -370,16 +369,16 @@ def _seventy(architecture: str, layers: int, heads: int, kv_heads: int, experts:
     return architecture != "llama" or (heads != kv_heads and experts != 8)
 
 
-def _place(name: str) -> tuple[int, str]:
+def _tensor_order(name: str) -> tuple[int, str]:
     """llama.cpp's order of tensors: by layer, then by name."""
     layer = re.match(r"blk\.(\d+)\.", name)
     return (int(layer[1]) if layer else -1, name)
 
 
-def _notes(fallen: Iterable[tuple[str, str, str, int]]) -> Iterable[str]:
-    """A sentence for all tensors that gave way alike."""
+def _notes(fallbacks: Iterable[tuple[str, str, str, int]]) -> Iterable[str]:
+    """A sentence for all tensors with the same replacement."""
     alike: dict[tuple[str, str, int], list[str]] = {}
-    for name, wanted, got, columns in fallen:
+    for name, wanted, got, columns in fallbacks:
         alike.setdefault((wanted, got, columns), []).append(name)
     for (wanted, got, columns), names in alike.items():
         several = f"{names[0]} and {len(names) - 1} more have" if len(names) > 1 else f"{names[0]} has"

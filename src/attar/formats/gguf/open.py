@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint.
 
-What a model folder has beside its weights is made from the metadata: config.json and the tokenizer's files.
-It stands in the user's cache, in a folder named after the path, size and time of the file and after the code
-that makes it, so that neither an old file nor old code is ever answered for. The weights stay where they are.
+The other files of a model folder, config.json and the tokenizer's, are made from the metadata. They are in
+the user's cache, in a folder named after the path, size and time of the file and after the code that makes
+them, so that neither an old file nor old code is used. The weights stay in the file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from attar.checkpoint.card import Card
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import Checkpoint
 from attar.errors import CheckpointError, OutputError
-from attar.formats.gguf.container import GGUF, read
-from attar.formats.gguf.hf_config import hf_config
-from attar.formats.gguf.reader import METHOD, explained
+from attar.formats.gguf.container import GGUF, read_gguf
+from attar.formats.gguf.metadata import hf_config
+from attar.formats.gguf.reader import METHOD, errors_name_file
 from attar.formats.gguf.types import TYPES
 
 SUFFIX = ".gguf"
@@ -44,8 +44,8 @@ def open_gguf(path: Path) -> Checkpoint:
         ModelError: attar does not know the architecture or the tokenizer.
         OutputError: the cache cannot be written.
     """
-    opened = read(model_file(path))
-    with explained(opened.files[0]):
+    opened = read_gguf(model_file(path))
+    with errors_name_file(opened.files[0]):
         _check_model(opened.metadata)
         _check_sizes(opened)
         config = _config(opened)
@@ -64,20 +64,20 @@ def model_name(file: Path) -> str:
     return _PART.sub("", file.stem)
 
 
-def model_file(place: Path) -> Path:
-    """The file itself, or the only model among the GGUF files of a folder; matrices of importance and other
-    companions do not count.
+def model_file(path: Path) -> Path:
+    """The file itself, or the only model among the GGUF files of a folder; importance matrices and other
+    files are ignored.
 
     Raises:
         CheckpointError: the folder has several models, or none.
     """
-    if not place.is_dir():
-        return place
-    files = [file for file in sorted(place.glob(f"*{SUFFIX}")) if _is_model(read(file).metadata)]
+    if not path.is_dir():
+        return path
+    files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if _is_model(read_gguf(file).metadata)]
     models = {model_name(file): file for file in reversed(files)}
     if len(models) != 1:
         what = f"{len(models)} GGUF models" if models else "no model among its GGUF files"
-        raise CheckpointError(f"{place}: {what}", hint="give the path of one file")
+        raise CheckpointError(f"{path}: {what}", hint="give the path of one file")
     return next(iter(models.values()))
 
 
@@ -93,14 +93,14 @@ def _check_model(metadata: Mapping[str, Any]) -> None:
 
 
 def _check_sizes(opened: GGUF) -> None:
-    """Refuse numbers that the tensors contradict, before anything of that size is made."""
+    """Refuse numbers that the tensors contradict, before anything of that size is allocated."""
     written, tensors = opened.metadata["general.architecture"], opened.tensors
 
-    def said(key: str) -> list[int]:
+    def stated(key: str) -> list[int]:
         value = opened.metadata.get(f"{written}.{key}", 0)
         return value if isinstance(value, list) else [value]
 
-    blocks, (width,) = max(said("block_count")), said("attention.key_length")
+    blocks, (width,) = max(stated("block_count")), stated("attention.key_length")
     if blocks > len(tensors):
         raise CheckpointError(f"its {written}.block_count is {blocks}, but it has {len(tensors)} tensors")
     widest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
@@ -109,9 +109,9 @@ def _check_sizes(opened: GGUF) -> None:
         "attention.head_count": width or 1,
         "attention.head_count_kv": width or 1,
     }
-    for key, each in needed.items():
-        if max(said(key)) * each > widest:
-            raise CheckpointError(f"{written}.{key} is {max(said(key))}: no tensor is so wide")
+    for key, factor in needed.items():
+        if max(stated(key)) * factor > widest:
+            raise CheckpointError(f"{written}.{key} is {max(stated(key))}: no tensor is so wide")
 
 
 def _config(opened: GGUF) -> dict[str, Any]:
@@ -153,32 +153,32 @@ def _companion(opened: GGUF, config: dict[str, Any]) -> Path:
 def _fill(folder: Path, metadata: Mapping[str, Any], config: dict[str, Any]) -> None:
     """config.json, and the tokenizer where the file has one."""
     if "tokenizer.ggml.model" in metadata:
-        from attar.formats.gguf.tokenizer import write_tokenizer
+        from attar.formats.gguf.tokenizer.from_gguf import write_tokenizer
 
         write_tokenizer(metadata, folder)
     atomic.write_json(folder / "config.json", config)
 
 
 def cache_folder() -> Path:
-    """``$ATTAR_CACHE``, or the cache that attar has for other things. It may be deleted at any time."""
-    said = os.environ.get("ATTAR_CACHE")
-    return Path(said).expanduser().absolute() if said else hashing.cache_folder()
+    """``$ATTAR_CACHE``, or attar's common cache. It may be deleted at any time."""
+    chosen = os.environ.get("ATTAR_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else hashing.cache_folder()
 
 
 def _key(opened: GGUF) -> str:
-    """What the folder depends on: the files as they are now, and the code that reads them."""
+    """A hash of the files' state and of the code that reads them."""
     stats = [(file.resolve(), file.stat()) for file in opened.files]
     state = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     code = hashlib.sha256()
-    for module in sorted(Path(__file__).parent.glob("*.py")):
+    for module in sorted(Path(__file__).parent.rglob("*.py")):
         code.update(module.read_bytes())
     return hashing.sha256_text(hashing.canonical_json([state, code.hexdigest()]))[:32]
 
 
 def card_of(file: Path) -> Card | None:
-    """The card beside the file, or that of its folder where it speaks of this file."""
-    beside = file.with_name(model_name(file) + CARD)
-    if beside.is_file():
-        return Card.from_dict(read_json(beside), beside)
+    """The card next to the file, or that of its folder where it lists the file."""
+    path = file.with_name(model_name(file) + CARD)
+    if path.is_file():
+        return Card.from_dict(read_json(path), path)
     card = Card.read(file.parent)
     return card if card is not None and file.name in card.files else None

@@ -5,10 +5,10 @@ ggml, ``ggml-common.h`` (the structs) and ``ggml-quants.c``. There is no paper.
     byte j of a chunk of r bytes:  sum over i < 8 / b of  ((q[j + i r] >> t) mod 2^b) << (b i)
 
 Letters: q codes of a chunk of 8 r / b weights; b bits of each that the plane holds, from bit t on; r run,
-bytes of a chunk. Nothing straddles a byte, so that eight bytes are cut and joined at a time where r allows.
-Where there is a compiler, kernels/planes.py does it.
+bytes of a chunk. No field straddles a byte, so that eight bytes are cut and joined at a time where r allows.
+With a compiler, kernels/planes.py does it.
 
-The scales and minimums of Q4_K and Q5_K are the one field that is no plane.
+Only the scales and minimums of Q4_K and Q5_K are no planes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Plane:
 
     @property
     def word(self) -> tuple[torch.dtype, int]:
-        """The widest type in which it is cut and joined, and a mask of b bits for each byte of that."""
+        """The widest type in which it is cut and joined, and a mask of b bits for each of its bytes."""
         mask = (1 << self.bits) - 1
         if self.run % 8:
             return torch.uint8, mask

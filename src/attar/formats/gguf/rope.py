@@ -1,10 +1,10 @@
-"""Rotary position embeddings: a config's settings, what says the same in GGUF, and the way back.
+"""Rotary position embeddings: a config's settings as GGUF metadata and tensors, and back.
 
-A head's first d dimensions turn by position times theta^(-2i/d) / f_i, i = 0 .. d/2 - 1. Kinds of f:
+A head's first d dimensions rotate by position times theta^(-2i/d) / f_i, i = 0 .. d/2 - 1. Kinds of f:
 
     default    1
     linear     one factor for all
-    yarn       1 to ``factor``, computed by llama.cpp itself (its constants are transformers' defaults)
+    yarn       1 to ``factor``, computed by llama.cpp (its constants are transformers' defaults)
     llama3     1 to ``factor`` by wavelength; written as the tensor ``rope_freqs.weight``
     longrope   two given lists: ``rope_factors_short.weight`` up to the original context, ``..._long`` beyond
 
@@ -12,8 +12,8 @@ llama3 (w = 2 pi theta^(2i/d) the wavelength, c the original context, l and h th
 factors): f = 1 where w < c/h, ``factor`` where w > c/l, between them 1/f = (1 - s)/factor + s with
 s = (c/w - l)/(h - l).
 
-A file has the f_i of llama3 only. Some l, h and c that give them are found again from the line s(1/w): only
-two of the three are free, so l = 1. Factors on no such line are given to transformers as longrope.
+A file has only the f_i of llama3. An equivalent l, h and c is computed from the line s(1/w): two of the three
+are free, so l = 1. Factors on no such line are passed to transformers as longrope.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.gguf.parts import LLAMA_ROPES, Architecture
-from attar.formats.gguf.sizes import Sizes, shortest
+from attar.formats.gguf.architecture import LLAMA_ROPES, Architecture, Sizes, shortest
 
 FREQUENCIES, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 TENSORS = (FREQUENCIES, SHORT, LONG)
@@ -108,12 +107,12 @@ def _setting(settings: Mapping[str, Any], key: str) -> Any:
 
 def _settings(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Settings of full attention, and of blocks with a sliding window where they have their own."""
-    said = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(said, Mapping):
-        raise ModelError(f"config.json: the rope settings are {said!r}, not an object")
-    if "full_attention" in said or "sliding_attention" in said:
-        return said.get("full_attention") or {}, said.get("sliding_attention") or {}
-    return said, {}
+    settings = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(settings, Mapping):
+        raise ModelError(f"config.json: the rope settings are {settings!r}, not an object")
+    if "full_attention" in settings or "sliding_attention" in settings:
+        return settings.get("full_attention") or {}, settings.get("sliding_attention") or {}
+    return settings, {}
 
 
 def _kind(settings: Mapping[str, Any], architecture: Architecture) -> str:
@@ -122,7 +121,7 @@ def _kind(settings: Mapping[str, Any], architecture: Architecture) -> str:
 
 
 def _original(config: Mapping[str, Any], architecture: Architecture) -> Any:
-    """The config's own entry goes before that of the rope settings, as in transformers."""
+    """The config's entry goes before that of the rope settings, as in transformers."""
     return config[ORIGINAL] if ORIGINAL in config else architecture.defaults.get(ORIGINAL)
 
 
@@ -140,7 +139,7 @@ def _dimensions(
     whole = architecture.ropes == LLAMA_ROPES
     if dimensions % 2 or dimensions < 2 or (whole and dimensions != sizes.head):
         raise ModelError(
-            f"{architecture.family}: GGUF's {architecture.written} cannot turn {dimensions} of a head's "
+            f"{architecture.family}: GGUF's {architecture.arch} cannot turn {dimensions} of a head's "
             f"{sizes.head} dimensions",
             hint="config.json's partial_rotary_factor must leave an even number, for llama all of them",
         )
@@ -150,7 +149,7 @@ def _dimensions(
 def _check_kind(kind: str, settings: Mapping[str, Any], architecture: Architecture) -> None:
     if kind not in architecture.ropes:
         raise ModelError(
-            f"{architecture.family}: llama.cpp's {architecture.written} has no rope_type {kind!r}",
+            f"{architecture.family}: llama.cpp's {architecture.arch} has no rope_type {kind!r}",
             hint=f"it has {', '.join(architecture.ropes)}",
         )
     if kind == "yarn":
@@ -158,36 +157,36 @@ def _check_kind(kind: str, settings: Mapping[str, Any], architecture: Architectu
 
 
 def _check_yarn(settings: Mapping[str, Any], architecture: Architecture) -> None:
-    """llama.cpp reads a factor and a context, and takes the paper's constants for the rest."""
+    """llama.cpp reads a factor and a context; the rest are the paper's constants."""
     usual = 0.1 * math.log(max(float(_setting(settings, "factor")), 1.0)) + 1.0
     fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": usual}
     for key, value in fixed.items():
-        said = settings.get(key)
-        if said is not None and not math.isclose(float(said), float(value), rel_tol=1e-6):
-            raise ModelError(f"{architecture.family}: llama.cpp's yarn has {key} {value}, not {said}")
+        stated = settings.get(key)
+        if stated is not None and not math.isclose(float(stated), float(value), rel_tol=1e-6):
+            raise ModelError(f"{architecture.family}: llama.cpp's yarn has {key} {value}, not {stated}")
     if settings.get("mscale") and settings.get("mscale_all_dim"):
         raise ModelError(f"{architecture.family}: llama.cpp's yarn has no mscale here")
 
 
 def rope_metadata(rope: Rope, architecture: Architecture, context: int) -> dict[str, Any]:
     """Keys without the architecture's prefix."""
-    said: dict[str, Any] = {"rope.dimension_count": rope.dimensions, "rope.freq_base": rope.theta}
+    keys: dict[str, Any] = {"rope.dimension_count": rope.dimensions, "rope.freq_base": rope.theta}
     if rope.local_theta is not None:
-        said["rope.freq_base_swa"] = rope.local_theta
+        keys["rope.freq_base_swa"] = rope.local_theta
     if rope.kind in ("linear", "yarn"):
-        said |= {
+        keys |= {
             "rope.scaling.type": rope.kind,
             "rope.scaling.factor": float(_setting(rope.settings, "factor")),
         }
     if rope.kind == "longrope":
-        said |= {"rope.scaling.type": rope.kind, "rope.scaling.attn_factor": _longrope_scale(rope, context)}
+        keys |= {"rope.scaling.type": rope.kind, "rope.scaling.attn_factor": _longrope_scale(rope, context)}
     if rope.kind in ("yarn", "longrope") or ORIGINAL in architecture.defaults:
-        said["rope.scaling.original_context_length"] = rope.original
-    return said
+        keys["rope.scaling.original_context_length"] = rope.original
+    return keys
 
 
 def _longrope_scale(rope: Rope, context: int) -> float:
-    """What queries and keys are multiplied by under longrope."""
+    """The factor of queries and keys under longrope."""
     if rope.settings.get("attention_factor") is not None:
         return float(rope.settings["attention_factor"])
     factor = float(_first(rope.settings.get("factor"), context / rope.original))
@@ -195,7 +194,7 @@ def _longrope_scale(rope: Rope, context: int) -> float:
 
 
 def rope_tensors(rope: Rope) -> dict[str, Tensor]:
-    """The tensors that a file needs beside the metadata: float32 (d / 2,)."""
+    """The rotary tensors of a file: float32 (d / 2,)."""
     if rope.kind == "llama3":
         return {FREQUENCIES: llama3_factors(rope)}
     if rope.kind != "longrope":
@@ -230,30 +229,30 @@ def _wavelengths(theta: float, dimensions: int) -> Tensor:
 def rope_config(
     get: Callable[[str, Any], Any], architecture: Architecture, sizes: Sizes, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """``rope_parameters`` of a config, and what else it needs, from a file.
+    """``rope_parameters`` and related keys of a config, from a file.
 
     Args:
-        get: (key without the architecture's prefix, what holds where it is missing) to value.
-        tensors: those of the file that are named in ``TENSORS``.
+        get: value of (key without the architecture's prefix, default).
+        tensors: those of the file in ``TENSORS``.
     """
     if not architecture.ropes:
         return {}
     theta = float(get("rope.freq_base", 10000.0))
-    said: dict[str, Any] = {"rope_theta": theta, **_kind_config(get, theta, sizes, tensors)}
-    turned = int(get("rope.dimension_count", sizes.head))
-    if turned != sizes.head or "partial_rotary_factor" in architecture.defaults:
-        said["partial_rotary_factor"] = _fraction(turned, sizes.head)
+    parameters: dict[str, Any] = {"rope_theta": theta, **_kind_config(get, theta, sizes, tensors)}
+    rotated = int(get("rope.dimension_count", sizes.head))
+    if rotated != sizes.head or "partial_rotary_factor" in architecture.defaults:
+        parameters["partial_rotary_factor"] = _fraction(rotated, sizes.head)
     if architecture.family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": float(get("rope.freq_base_swa", 10000.0))}
-        return {"rope_parameters": {"full_attention": said, "sliding_attention": local}}
+        return {"rope_parameters": {"full_attention": parameters, "sliding_attention": local}}
     if ORIGINAL in architecture.defaults:
         original = get("rope.scaling.original_context_length", sizes.context)
-        return {"rope_parameters": said, ORIGINAL: int(original)}
-    return {"rope_parameters": said}
+        return {"rope_parameters": parameters, ORIGINAL: int(original)}
+    return {"rope_parameters": parameters}
 
 
 def _fraction(part: int, whole: int) -> float:
-    """A number whose product with ``whole`` has ``part`` before its point."""
+    """A number x for which int(x * whole) is ``part``."""
     fraction = part / whole
     return fraction if int(whole * fraction) == part else math.nextafter(fraction, 2.0)
 
@@ -267,8 +266,8 @@ def _kind_config(
         scale = float(get("rope.scaling.attn_factor", 1.0))
         return _lists(tensors[SHORT], tensors[LONG], scale, original)
     if FREQUENCIES in tensors:
-        found = _llama3_config(tensors[FREQUENCIES].double(), theta)
-        return found or _lists(tensors[FREQUENCIES], tensors[FREQUENCIES], 1.0, sizes.context)
+        config = _llama3_config(tensors[FREQUENCIES].double(), theta)
+        return config or _lists(tensors[FREQUENCIES], tensors[FREQUENCIES], 1.0, sizes.context)
     kind, factor = get("rope.scaling.type", "linear"), float(get("rope.scaling.factor", 1.0))
     if kind == "yarn":
         return {"rope_type": kind, "factor": factor, ORIGINAL: original}
@@ -276,18 +275,18 @@ def _kind_config(
 
 
 def _lists(short: Tensor, long: Tensor, scale: float, original: int) -> dict[str, Any]:
-    """longrope can say any factors."""
+    """longrope, which can express any factors."""
     return {
         "rope_type": "longrope",
-        "short_factor": [shortest(each) for each in short.tolist()],
-        "long_factor": [shortest(each) for each in long.tolist()],
+        "short_factor": [shortest(factor) for factor in short.tolist()],
+        "long_factor": [shortest(factor) for factor in long.tolist()],
         "attention_factor": scale,
         ORIGINAL: original,
     }
 
 
 def _llama3_config(factors: Tensor, theta: float) -> dict[str, Any] | None:
-    """The llama3 settings that give these factors; None where there are none."""
+    """The llama3 settings with these factors; None where there are none."""
     largest = float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < largest * (1 - 1e-6))
     if largest == 1.0 or int(between.sum()) < 2:

@@ -1,10 +1,9 @@
-"""The types of tensors in a GGUF file: their numbers, how many weights a block holds and in how many bytes.
+"""The tensor types of a GGUF file: their numbers, and the weights and bytes of a block.
 
 ggml, ``ggml.h`` (``enum ggml_type``, ``enum ggml_ftype``) and ``ggml-common.h``; llama.cpp, ``llama.h``
 (``enum llama_ftype``).
 
-A row of K weights is K / block blocks one after another; a type whose block is 1 is a plain array,
-little-endian.
+A row of K weights is K / block consecutive blocks; a type whose block is 1 is a plain little-endian array.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ UNREAD = {
     21: "IQ3_S", 22: "IQ2_S", 29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0",
     35: "TQ2_0", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }  # fmt: skip
-"""Types of ggml that attar does not read, retired ones too, by number."""
+"""Types of ggml that attar does not read, including retired ones, by number."""
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7,
@@ -91,9 +90,9 @@ def by_id(number: int) -> BlockType:
     """
     if number in _BY_ID:
         return _BY_ID[number]
-    said = UNREAD.get(number, "unknown")
+    name = UNREAD.get(number, "unknown")
     raise CheckpointError(
-        f"tensors of ggml type {number} ({said}) are not read", hint=f"attar reads {', '.join(TYPES)}"
+        f"tensors of ggml type {number} ({name}) are not read", hint=f"attar reads {', '.join(TYPES)}"
     )
 
 

@@ -1,12 +1,12 @@
-"""Writing a GGUF file: its layout first, then tensors in any order, each to its place.
+"""Writing a GGUF file: its header first, then tensors in any order, each at its offset.
 
     "GGUF" | u32 version 3 | u64 tensors | u64 keys | metadata | tensor infos | zeros | data
 
     metadata      string key | u32 type | value                                  (values.py)
     tensor info   string name | u32 n | n u64 sizes, the innermost first | u32 type | u64 offset
 
-Offsets count from the start of the data. It and every tensor start at a multiple of the alignment; tensors
-stand in the order of their infos without other gaps, as llama.cpp insists.
+Offsets count from the start of the data. The data and every tensor start at a multiple of the alignment;
+tensors are in the order of their infos without other gaps, as llama.cpp requires.
 
 Split files ``NAME-00001-of-0000N.gguf``: each has ``split.no`` (from 0), ``split.count`` and
 ``split.tensors.count`` (of all parts); the first alone has the other metadata. Source: ggml ``docs/gguf.md``,
@@ -42,8 +42,8 @@ SPLIT = ("split.no", "split.count", "split.tensors.count")
 
 
 class GGUFTensorInfo(NamedTuple):
-    """A tensor that will be written: its name, its ggml type (``"Q4_K"``) and its shape, torch's way round:
-    (N, K), K the row that blocks divide."""
+    """A tensor to be written: its name, its ggml type (``"Q4_K"``) and its shape in torch's order (N, K);
+    blocks divide K."""
 
     name: str
     kind: str
@@ -60,16 +60,16 @@ class GGUFTensorInfo(NamedTuple):
 
 
 class GGUFWriter:
-    """Writes tensors of a known layout into a GGUF file, or several. Memory: the tensor being added.
+    """Writes tensors of known types and shapes into a GGUF file, or several. Memory: the tensor being added.
 
-    Files are made beside their places under hidden names and renamed by :meth:`finish`; what is unfinished is
-    deleted on an error, at the end of a ``with`` block, or with the writer itself. Equal layout and equal
-    tensors give equal bytes, in whatever order they come.
+    Files are written under hidden names in their folder and renamed by :meth:`finish`; unfinished files are
+    deleted on an error, at the end of a ``with`` block, or with the writer. Equal infos and tensors give
+    equal bytes, in any order of :meth:`add`.
 
     Args:
         path: ``NAME.gguf``; an existing file is replaced. Parts are named after it.
         metadata: keys and values, in the order of the file.
-        slots: every tensor, in the order of the file.
+        infos: every tensor, in the order of the file.
         alignment: where tensors start; a power of two, at least 8.
         max_bytes: of a file at most; a tensor that is larger has a file of its own. None: one file.
 
@@ -82,7 +82,7 @@ class GGUFWriter:
         self,
         path: Path,
         metadata: Mapping[str, MetadataValue],
-        slots: Sequence[GGUFTensorInfo],
+        infos: Sequence[GGUFTensorInfo],
         *,
         alignment: int = ALIGNMENT,
         max_bytes: int | None = None,
@@ -91,11 +91,13 @@ class GGUFWriter:
         self.path = Path(path)
         if not self.path.parent.is_dir():
             raise OutputError(f"{self.path}: there is no folder {self.path.parent}", hint="create it first")
-        self._slots = {slot.name: GGUFTensorInfo(*slot) for slot in slots}
-        _check(list(slots), metadata, alignment)
-        self._parts = _plan(self.path, metadata, list(self._slots.values()), alignment, max_bytes)
-        self._place = {name: (part, place) for part in self._parts for name, place in part.places.items()}
-        self._waiting = dict.fromkeys(self._slots)
+        self._infos = {info.name: GGUFTensorInfo(*info) for info in infos}
+        _check(list(infos), metadata, alignment)
+        self._parts = _plan(self.path, metadata, list(self._infos.values()), alignment, max_bytes)
+        self._offsets = {
+            name: (part, offset) for part in self._parts for name, offset in part.offsets.items()
+        }
+        self._missing = dict.fromkeys(self._infos)
         self._unfinished = [part.partial for part in self._parts]
         self._discard = weakref.finalize(self, _remove, self._unfinished)
         with self._guarded():
@@ -109,25 +111,25 @@ class GGUFWriter:
         return sum(part.size for part in self._parts)
 
     def missing(self) -> list[str]:
-        """Names still to be added, in the layout's order."""
-        return list(self._waiting)
+        """Names of tensors still to be added, in order."""
+        return list(self._missing)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor to its place. The input is not changed and not kept.
+        """Write one tensor. The input is not changed and not kept.
 
         Args:
-            tensor: of a block type the bytes, uint8 (..., row_bytes); otherwise of the slot's type and shape.
+            tensor: of a block type the bytes, uint8 (..., row_bytes); otherwise of the info's type and shape.
 
         Raises:
             OutputError: no space, or no permission.
         """
-        assert name in self._waiting, f"{name} is written already, or not in the layout"
-        wanted, found = stored_form(self._slots[name]), (stored_dtype(tensor.dtype), tuple(tensor.shape))
-        assert wanted == found, f"layout says {wanted} for {name}, got {found}"
-        part, place = self._place[name]
+        assert name in self._missing, f"{name} is written already, or not in the layout"
+        wanted, given = stored_form(self._infos[name]), (stored_dtype(tensor.dtype), tuple(tensor.shape))
+        assert wanted == given, f"{name} must be {wanted}, but is {given}"
+        part, offset = self._offsets[name]
         with self._guarded():
-            write_at(part.partial, tensor, place)
-        del self._waiting[name]
+            write_at(part.partial, tensor, offset)
+        del self._missing[name]
 
     def finish(self) -> list[Path]:
         """Give the files their names.
@@ -135,11 +137,11 @@ class GGUFWriter:
         Returns:
             the files, sorted by name.
         """
-        assert not self._waiting, f"{len(self._waiting)} tensors were never added, first {self.missing()[0]}"
+        assert not self._missing, f"{len(self._missing)} tensors were never added, first {self.missing()[0]}"
         with self._guarded():
             for part in self._parts:
                 atomic.fsync(part.partial)
-            for part in reversed(self._parts):  # the first part last: whoever sees it sees all
+            for part in reversed(self._parts):  # the first part last: a reader that sees it sees all
                 part.partial.replace(part.file)
                 self._unfinished.append(part.file)
             atomic.fsync(self._parts[0].file.parent)
@@ -156,7 +158,7 @@ class GGUFWriter:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """On an error, delete what is unfinished and say in one line what the system refused."""
+        """On an error, delete unfinished files; an OSError becomes an OutputError of one line."""
         try:
             with atomic.explain_os_errors(self.path, self.nbytes):
                 yield
@@ -165,12 +167,12 @@ class GGUFWriter:
             raise
 
 
-def stored_form(slot: GGUFTensorInfo) -> tuple[str, tuple[int, ...]]:
-    """Type, in safetensors' words, and shape in which a tensor is handed over: bytes for block types."""
-    kind = TYPES[slot.kind]
+def stored_form(info: GGUFTensorInfo) -> tuple[str, tuple[int, ...]]:
+    """Safetensors type and shape in which a tensor is added: bytes for block types."""
+    kind = TYPES[info.kind]
     if kind.block == 1:
-        return slot.kind, tuple(slot.shape)
-    return "U8", (*slot.shape[:-1], row_bytes(slot.kind, slot.shape[-1]))
+        return info.kind, tuple(info.shape)
+    return "U8", (*info.shape[:-1], row_bytes(info.kind, info.shape[-1]))
 
 
 def part_name(path: Path, number: int, count: int) -> Path:
@@ -178,12 +180,12 @@ def part_name(path: Path, number: int, count: int) -> Path:
     return path.with_name(f"{path.stem}-{number + 1:05d}-of-{count:05d}{path.suffix}")
 
 
-class _Part(NamedTuple):
+class _OutputFile(NamedTuple):
     """One file: its bytes up to the data, where each tensor goes, and its size."""
 
     file: Path
     header: bytes
-    places: dict[str, int]
+    offsets: dict[str, int]
     size: int
 
     @property
@@ -191,16 +193,16 @@ class _Part(NamedTuple):
         return atomic.hidden(self.file, "partial")
 
 
-def _check(slots: list[GGUFTensorInfo], metadata: Mapping[str, MetadataValue], alignment: int) -> None:
+def _check(infos: list[GGUFTensorInfo], metadata: Mapping[str, MetadataValue], alignment: int) -> None:
     """Refuse what the format, or llama.cpp, cannot hold."""
-    assert len({slot.name for slot in slots}) == len(slots), "a layout names each tensor once"
-    for slot in slots:
-        if not 0 < len(slot.name.encode()) <= LONGEST_NAME:
-            raise ModelError(f"tensor {slot.name!r}: llama.cpp reads names of 1 to {LONGEST_NAME} bytes")
-        if len(slot.shape) > DIMENSIONS or 0 in slot.shape:
-            raise ModelError(f"tensor {slot.name}: GGUF has no shape {list(slot.shape)}")
-    said = metadata.get("general.alignment", alignment)
-    assert (said.value if isinstance(said, TypedValue) else said) == alignment, (
+    assert len({info.name for info in infos}) == len(infos), "a layout names each tensor once"
+    for info in infos:
+        if not 0 < len(info.name.encode()) <= LONGEST_NAME:
+            raise ModelError(f"tensor {info.name!r}: llama.cpp reads names of 1 to {LONGEST_NAME} bytes")
+        if len(info.shape) > DIMENSIONS or 0 in info.shape:
+            raise ModelError(f"tensor {info.name}: GGUF has no shape {list(info.shape)}")
+    stated = metadata.get("general.alignment", alignment)
+    assert (stated.value if isinstance(stated, TypedValue) else stated) == alignment, (
         "metadata says another alignment"
     )
     assert not any(key in metadata for key in SPLIT), "the writer counts the parts itself"
@@ -209,26 +211,26 @@ def _check(slots: list[GGUFTensorInfo], metadata: Mapping[str, MetadataValue], a
 def _plan(
     path: Path,
     metadata: Mapping[str, MetadataValue],
-    slots: list[GGUFTensorInfo],
+    infos: list[GGUFTensorInfo],
     alignment: int,
     max_bytes: int | None,
-) -> list[_Part]:
+) -> list[_OutputFile]:
     """Cut the layout, in its order, into files."""
     aligned: dict[str, MetadataValue] = {} if alignment == ALIGNMENT else {"general.alignment": alignment}
     whole = {**metadata, **aligned}
-    groups = _groups(slots, whole, aligned, alignment, max_bytes)
+    groups = _groups(infos, whole, aligned, alignment, max_bytes)
     if len(groups) == 1:
-        return [_part(path, whole, slots, alignment)]
+        return [_part(path, whole, infos, alignment)]
     parts = []
     for number, group in enumerate(groups):
-        split = _split_keys(number, len(groups), len(slots))
+        split = _split_keys(number, len(groups), len(infos))
         known = {**(whole if number == 0 else aligned), **split}
         parts.append(_part(part_name(path, number, len(groups)), known, group, alignment))
     return parts
 
 
 def _groups(
-    slots: list[GGUFTensorInfo],
+    infos: list[GGUFTensorInfo],
     whole: Mapping[str, MetadataValue],
     rest: Mapping[str, MetadataValue],
     alignment: int,
@@ -236,21 +238,21 @@ def _groups(
 ) -> list[list[GGUFTensorInfo]]:
     """The tensors of each file."""
     if not max_bytes:
-        return [slots]
-    head, data = len(_head(whole, 0)), sum(_padded(slot.nbytes, alignment) for slot in slots)
-    infos = sum(len(_info(slot, 0)) for slot in slots)
-    if _padded(head + infos, alignment) + data <= max_bytes:
-        return [slots]
+        return [infos]
+    head, data = len(_head(whole, 0)), sum(_padded(info.nbytes, alignment) for info in infos)
+    info_bytes = sum(len(_info_bytes(info, 0)) for info in infos)
+    if _padded(head + info_bytes, alignment) + data <= max_bytes:
+        return [infos]
     keys = _split_keys(0, 0, 0)
     head, next_head = len(_head({**whole, **keys}, 0)), len(_head({**rest, **keys}, 0))
     groups: list[list[GGUFTensorInfo]] = [[]]
     data = 0
-    for slot in slots:
-        head, data = head + len(_info(slot, 0)), data + _padded(slot.nbytes, alignment)
+    for info in infos:
+        head, data = head + len(_info_bytes(info, 0)), data + _padded(info.nbytes, alignment)
         if groups[-1] and _padded(head, alignment) + data > max_bytes:
             groups.append([])
-            head, data = next_head + len(_info(slot, 0)), _padded(slot.nbytes, alignment)
-        groups[-1].append(slot)
+            head, data = next_head + len(_info_bytes(info, 0)), _padded(info.nbytes, alignment)
+        groups[-1].append(info)
     return groups
 
 
@@ -265,21 +267,21 @@ def _head(metadata: Mapping[str, MetadataValue], tensors: int) -> bytes:
     return MAGIC + counts + b"".join(encode(key, value) for key, value in metadata.items())
 
 
-def _info(slot: GGUFTensorInfo, offset: int) -> bytes:
-    sizes = struct.pack(f"<I{len(slot.shape)}Q", len(slot.shape), *reversed(slot.shape))
-    return string(slot.name) + sizes + struct.pack("<IQ", TYPES[slot.kind].id, offset)
+def _info_bytes(info: GGUFTensorInfo, offset: int) -> bytes:
+    sizes = struct.pack(f"<I{len(info.shape)}Q", len(info.shape), *reversed(info.shape))
+    return string(info.name) + sizes + struct.pack("<IQ", TYPES[info.kind].id, offset)
 
 
 def _part(
-    file: Path, metadata: Mapping[str, MetadataValue], slots: Sequence[GGUFTensorInfo], alignment: int
-) -> _Part:
+    file: Path, metadata: Mapping[str, MetadataValue], infos: Sequence[GGUFTensorInfo], alignment: int
+) -> _OutputFile:
     offsets, end = {}, 0
-    for slot in slots:
-        offsets[slot.name] = end
-        end += _padded(slot.nbytes, alignment)
-    header = _head(metadata, len(slots)) + b"".join(_info(slot, offsets[slot.name]) for slot in slots)
+    for info in infos:
+        offsets[info.name] = end
+        end += _padded(info.nbytes, alignment)
+    header = _head(metadata, len(infos)) + b"".join(_info_bytes(info, offsets[info.name]) for info in infos)
     start = _padded(len(header), alignment)
-    return _Part(file, header, {name: start + offset for name, offset in offsets.items()}, start + end)
+    return _OutputFile(file, header, {name: start + offset for name, offset in offsets.items()}, start + end)
 
 
 def _padded(size: int, alignment: int) -> int:

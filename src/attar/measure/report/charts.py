@@ -1,5 +1,8 @@
-"""Training curves: the loss of every stage that trained, step by step, and what it measured on held-out
-text on the way.
+"""Line charts: training loss by step, and relative output error by layer.
+
+Stages that quantized the same parent share a panel per kind of layer. A sweep also reports the error of
+round-to-nearest on the same inputs, which is drawn too. Where only weight errors are known (round-to-nearest
+alone reads no data), those are drawn. All panels have one scale, from zero.
 """
 
 from __future__ import annotations
@@ -26,18 +29,20 @@ from attar.measure.report.svg import (
 from attar.measure.run_folder import RunRecord, StageRecord
 
 CURVE_WIDTH, CURVE_HEIGHT = 430.0, 240.0
-MOST = 300  # points drawn; longer curves are averaged in buckets
+MAX_POINTS = 300  # longer curves are averaged in buckets
 LOSS = "loss"
+PANEL_WIDTH, PANEL_HEIGHT = 236.0, 168.0
+SERIES = 4  # colours in the style sheet
 
 
 def curve_pictures(run: RunRecord) -> Markup | None:
-    """One picture per stage that trained; None where none did."""
+    """A picture for every stage that trained; None without any."""
     drawn = [_curve(stage) for stage in run.stages if len(_points(stage.rows("curve"), LOSS)) > 1]
     return el("div", drawn, class_="curves") if drawn else None
 
 
 def held_out_key(rows: list[Mapping[str, Any]]) -> str | None:
-    """The name under which a curve holds its held-out loss, if any row does."""
+    """The key of the held-out loss in a curve's rows, if there is one."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return next(
         (key for key in keys if key != LOSS and ("eval" in key or "held" in key or "valid" in key)), None
@@ -54,11 +59,14 @@ def smooth(points: list[PixelPoint]) -> list[PixelPoint]:
     ]
 
 
-def thin(points: list[PixelPoint], most: int = MOST) -> list[PixelPoint]:
+def thin(points: list[PixelPoint], most: int = MAX_POINTS) -> list[PixelPoint]:
     """At most ``most`` points: the mean of each bucket of neighbours."""
     size = -(-len(points) // most)
     buckets = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(sum(x for x, _ in each) / len(each), sum(y for _, y in each) / len(each)) for each in buckets]
+    return [
+        (sum(x for x, _ in bucket) / len(bucket), sum(y for _, y in bucket) / len(bucket))
+        for bucket in buckets
+    ]
 
 
 def _curve(stage: StageRecord) -> Markup:
@@ -109,16 +117,12 @@ def _key(colour: int, words: str) -> Markup:
 
 
 def _points(rows: list[Mapping[str, Any]], key: str) -> list[PixelPoint]:
-    found = []
+    points = []
     for row in rows:
         step, value = row.get("step"), row.get(key)
         if isinstance(step, (int, float)) and isinstance(value, (int, float)) and math.isfinite(value):
-            found.append((float(step), float(value)))
-    return found
-
-
-PANEL_WIDTH, PANEL_HEIGHT = 236.0, 168.0
-SERIES = 4  # colours in the style sheet
+            points.append((float(step), float(value)))
+    return points
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Series:
 
 
 def layer_pictures(run: RunRecord) -> Markup | None:
-    """Panels for every parent whose quantization reported layers; None where none did."""
+    """Panels for every parent whose quantization reported layers; None without any."""
     groups: dict[str, list[StageRecord]] = {}
     for stage in run.stages:
         groups.setdefault(stage.parents[0] if stage.parents else "", []).append(stage)
@@ -148,12 +152,12 @@ def series_of(stages: list[StageRecord]) -> list[Series]:
     series = [Series(stage.name, _errors(stage, "error")) for stage in stages]
     rounded = (errors for stage in stages if (errors := _errors(stage, "rtn_error")))
     series.append(Series("round to nearest", next(rounded, {})))
-    if not any(each.errors for each in series):
+    if not any(one.errors for one in series):
         series = [
             Series(f"{stage.name} (error of the weights)", _errors(stage, "weight_error")) for stage in stages
         ]
-    known = [each for each in series if each.errors]
-    return sorted(known, key=lambda each: -sum(each.errors.values()) / len(each.errors))
+    known = [one for one in series if one.errors]
+    return sorted(known, key=lambda one: -sum(one.errors.values()) / len(one.errors))
 
 
 def _errors(stage: StageRecord, key: str) -> dict[str, float]:
@@ -173,9 +177,9 @@ def split_name(name: str) -> tuple[int | None, str]:
 
 def _group(parent: str, series: list[Series], several: bool) -> Markup:
     kinds: dict[str, None] = {}
-    for each in series:
-        kinds.update(dict.fromkeys(split_name(name)[1] for name in each.errors))
-    high = max(error for each in series for error in each.errors.values())
+    for one in series:
+        kinds.update(dict.fromkeys(split_name(name)[1] for name in one.errors))
+    high = max(error for one in series for error in one.errors.values())
     panels = [_panel(kind, series, high) for kind in kinds]
     heading = el("h3", f"from {parent}") if several else None
     return join(heading, _legend(series), el("div", panels, class_="panels"))
@@ -183,21 +187,21 @@ def _group(parent: str, series: list[Series], several: bool) -> Markup:
 
 def _legend(series: list[Series]) -> Markup:
     items = [
-        el("span", el("i", class_=f"swatch s{number % SERIES}"), each.label, class_="key")
-        for number, each in enumerate(series)
+        el("span", el("i", class_=f"swatch s{number % SERIES}"), one.label, class_="key")
+        for number, one in enumerate(series)
     ]
     return el("p", items, class_="legend")
 
 
 def _panel(kind: str, series: list[Series], high: float) -> Markup:
-    tables = [_by_block(each, kind) for each in series]
+    tables = [_by_block(one, kind) for one in series]
     blocks = sorted({block for table in tables for block in table})
     left, right, top, bottom = 42.0, PANEL_WIDTH - 8.0, 30.0, PANEL_HEIGHT - 26.0
     y = from_zero([high], bottom, top)
     x = fit([float(block) for block in blocks], left, right, margin=0.07)
     lines = [
-        _series_line(each.label, table, x, y, number % SERIES)
-        for number, (each, table) in enumerate(zip(series, tables, strict=True))
+        _series_line(one.label, table, x, y, number % SERIES)
+        for number, (one, table) in enumerate(zip(series, tables, strict=True))
         if table
     ]
     numbers = [
@@ -217,7 +221,7 @@ def _panel(kind: str, series: list[Series], high: float) -> Markup:
 
 def _by_block(series: Series, kind: str) -> dict[int, float]:
     parts = ((split_name(name), error) for name, error in series.errors.items())
-    return {block or 0: error for (block, each), error in parts if each == kind}
+    return {block or 0: error for (block, part), error in parts if part == kind}
 
 
 def _series_line(label: str, table: dict[int, float], x: Axis, y: Axis, colour: int) -> Markup:

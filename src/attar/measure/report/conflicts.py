@@ -1,12 +1,12 @@
-"""The picture of where the parents of a merge disagree.
+"""The picture of where the parents of a merge disagree, by layer.
 
-One panel for each pair of parents: layers across, and up two measures that share a scale, because
-2 agreement - 1 is to signs what the cosine is to vectors: the cosine of the task vectors (solid, left) and
-the share of common changes whose signs agree (dashed, right). Unrelated changes lie on the line at 0 and
-50 %, opposite ones below it. All panels have one scale. Embedding and head, which belong to no layer, are
-points beside the lines.
+A panel for each pair of parents shows, by layer, the cosine of their task vectors (solid, left scale) and the
+fraction of common changes whose signs agree (dashed, right scale; 2 agreement - 1 shares the scale of the
+cosine). Unrelated changes are at 0 and 50 %, opposite ones below. Embedding and head are single points. All
+panels have one scale.
 
-Then, by model: how far it went from the base, and how much of its change a vote on the signs would overrule.
+Then, by model: the length of its change relative to the base, and the fraction that a vote on the signs
+overrules. The rows are those of ``attar.merging.conflicts.summary``; invalid ones are ignored.
 """
 
 from __future__ import annotations
@@ -41,29 +41,123 @@ MOST_PAIRS, MOST_MODELS = 15, 6
 MOST_LAYERS = 16  # above, lines have no points
 NOISE = 0.1  # a range of cosines that is not magnified: unrelated changes shall look like it
 OUTSIDE = 2  # colour of embedding and head
+LayerSlot = tuple[str, int]
+"""A layer: its stack ("" for a single stack) and its number."""
+ConflictValue = float | None
+DRAWN_PARTS = 2  # kinds of layers that have a line: the largest
+BY_PAIR, BY_MODEL = ("cosine", "agreement"), ("norm", "overruled")
+
+
+@dataclass(frozen=True)
+class ConflictTable:
+    """The rows, by layer.
+
+    Attributes:
+        labels: names of the models.
+        slots: the layers, in order.
+        parts: kinds of layers with the most parameters, largest first.
+        outside: parts before and after the layers that are drawn: embedding, head.
+        values: measure to (slot, or None outside; part) to one value a pair or a model.
+    """
+
+    labels: tuple[str, ...]
+    slots: tuple[LayerSlot, ...]
+    parts: tuple[str, ...]
+    outside: tuple[str, ...]
+    values: Mapping[str, Mapping[tuple[LayerSlot | None, str], Sequence[ConflictValue]]]
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Pairs of models in the order of the values."""
+        return list(combinations(range(len(self.labels)), 2))
+
+    def value(self, measure: str, slot: LayerSlot | None, part: str, index: int) -> ConflictValue:
+        """One number; None where it is unknown."""
+        values = self.values[measure].get((slot, part))
+        return values[index] if values else None
+
+    def whole(self, measure: str, index: int) -> ConflictValue:
+        """The number of the whole model."""
+        return self.value(measure, None, "all", index)
+
+    def known(self, measure: str, parts: Sequence[str]) -> list[float]:
+        """All numbers of a measure in these parts."""
+        rows = self.values[measure].items()
+        return [v for (_, part), values in rows if part in parts for v in values if v is not None]
+
+    def slot_label(self, slot: LayerSlot) -> str:
+        """The label of a layer: its number, after the initial of its stack where there are several."""
+        several = len(dict.fromkeys(stack for stack, _ in self.slots)) > 1
+        return f"{slot[0][:1]}{slot[1]}" if several else str(slot[1])
+
+
+def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> ConflictTable | None:
+    """The rows as :class:`ConflictTable`; None without layers of at least two models."""
+    usable = [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("part"), str)]
+    models = max((len(row["norm"]) for row in usable if isinstance(row.get("norm"), list)), default=0)
+    if models < 2:
+        return None
+    pairs = models * (models - 1) // 2
+    values: dict[str, dict[tuple[LayerSlot | None, str], list[ConflictValue]]] = {
+        measure: {} for measure in (*BY_PAIR, *BY_MODEL)
+    }
+    sizes: dict[str, float] = {}
+    slots: dict[LayerSlot, None] = {}
+    for row in usable:
+        slot, part = _slot(row), row["part"]
+        if slot is not None:
+            slots[slot] = None
+            sizes[part] = sizes.get(part, 0.0) + (_number(row.get("size")) or 0.0)
+        for measure in values:
+            values[measure][slot, part] = _values(row.get(measure), pairs if measure in BY_PAIR else models)
+    if not slots:
+        return None
+    parts = sorted(sizes, key=lambda part: -sizes[part])[:DRAWN_PARTS]
+    outside = [part for part in ("embedding", "head") if (None, part) in values["cosine"]]
+    names = [str(label) for label in labels][:models]
+    names += [f"model {number + 1}" for number in range(len(names), models)]
+    return ConflictTable(tuple(names), tuple(slots), tuple(parts), tuple(outside), values)
+
+
+def _slot(row: Mapping[str, Any]) -> LayerSlot | None:
+    layer, stack = row.get("layer"), row.get("stack", "")
+    return (str(stack), layer) if isinstance(layer, int) and not isinstance(layer, bool) else None
+
+
+def _values(values: Any, count: int) -> list[ConflictValue]:
+    """``count`` numbers or Nones; all None for anything else."""
+    if not isinstance(values, list) or len(values) != count:
+        return [None] * count
+    return [_number(value) for value in values]
+
+
+def _number(value: Any) -> ConflictValue:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 class Panel(NamedTuple):
-    """A small picture: what it shows, in words, and what is drawn."""
+    """A small picture, with its description."""
 
     what: str
     drawn: Markup
 
 
 def conflict_pictures(run: RunRecord) -> Markup | None:
-    """Panels of every stage whose card tells of conflicts; None where none does."""
+    """Panels of every stage with conflicts in its card; None without any."""
     known = [(stage, table) for stage in run.stages if (table := _table(stage))]
     drawn = [join(el("h3", stage.name) if len(known) > 1 else None, _html(table)) for stage, table in known]
     return join(drawn) if drawn else None
 
 
 def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], width: float = 880.0) -> str:
-    """The picture as an SVG file of its own, with its style (light and dark) inside.
+    """The picture as an SVG file with its style sheet.
 
     Args:
-        rows: what ``attar.merging.conflicts.summary`` gave.
+        rows: of ``attar.merging.conflicts.summary``.
         labels: names of the models, in order.
-        width: in pixels; the panels stand side by side as far as they fit.
+        width: in pixels.
     """
     table = read_conflicts(rows, labels)
     y, parts = 18.0, []
@@ -73,8 +167,8 @@ def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], widt
         columns = min(max(int((width - 32 + 28) // (WIDTH + 28)), 1), 2 if len(panels) == 4 else len(panels))
         for number, panel in enumerate(panels):
             row, column = divmod(number, columns)
-            place = f"translate({16 + column * (WIDTH + 28):.0f} {y + row * (HEIGHT + 20):.0f})"
-            parts.append(el("g", el("title", panel.what), panel.drawn, transform=place))
+            offset = f"translate({16 + column * (WIDTH + 28):.0f} {y + row * (HEIGHT + 20):.0f})"
+            parts.append(el("g", el("title", panel.what), panel.drawn, transform=offset))
         y += -(-len(panels) // columns) * (HEIGHT + 20)
     if not table:
         parts, y = [text(16, 34, "no task vectors of two models to compare")], 60.0
@@ -99,13 +193,13 @@ def _html(table: ConflictTable) -> Markup:
 def _groups(table: ConflictTable) -> list[tuple[list[LegendEntry], list[Panel]]]:
     """Two groups of panels with their legends: by pair, and by model."""
     pairs, models = _shown_pairs(table), _shown_models(table)
-    titles = {index: " × ".join(table.labels[each] for each in table.pairs[index]) for index in pairs}
-    names = {each: table.labels[each] for each in range(len(table.labels))}
+    titles = {index: " × ".join(table.labels[model] for model in table.pairs[index]) for index in pairs}
+    names = dict(enumerate(table.labels))
     letters: list[LegendEntry] = []
     if any(text_width(title, 12) > WIDTH for title in titles.values()):
-        short = {each: _letter(each) for each in names}
-        letters = [LegendEntry("", f"{short[each]}: {cut(name)}") for each, name in names.items()]
-        titles = {index: " × ".join(short[each] for each in table.pairs[index]) for index in pairs}
+        short = {model: _letter(model) for model in names}
+        letters = [LegendEntry("", f"{short[model]}: {cut(name)}") for model, name in names.items()]
+        titles = {index: " × ".join(short[model] for model in table.pairs[index]) for index in pairs}
         names = short
     keys = [LegendEntry(f"s{number}", part) for number, part in enumerate(table.parts)]
     keys += (
@@ -119,7 +213,7 @@ def _groups(table: ConflictTable) -> list[tuple[list[LegendEntry], list[Panel]]]
             LegendEntry("", f"{len(pairs)} of {len(table.pairs)} pairs: those with the lowest cosine")
         )
     by_pair = [_pair_panel(table, index, titles[index]) for index in pairs]
-    model_keys = [LegendEntry(f"s{number}", cut(names[each])) for number, each in enumerate(models)]
+    model_keys = [LegendEntry(f"s{number}", cut(names[model])) for number, model in enumerate(models)]
     if len(models) < len(table.labels):
         words = f"{len(models)} of {len(table.labels)} models: those overruled most"
         model_keys.append(LegendEntry("", words))
@@ -141,14 +235,14 @@ def _shown_pairs(table: ConflictTable) -> list[int]:
 
 
 def _shown_models(table: ConflictTable) -> list[int]:
-    ranked = sorted(range(len(table.labels)), key=lambda each: -_or(table.whole("overruled", each), -1.0))
+    ranked = sorted(range(len(table.labels)), key=lambda model: -_or(table.whole("overruled", model), -1.0))
     return sorted(ranked[:MOST_MODELS])
 
 
 def _letter(number: int) -> str:
     """A, B, ... Z, A1, ..."""
-    turn, place = divmod(number, 26)
-    return chr(ord("A") + place) + (str(turn) if turn else "")
+    turn, letter = divmod(number, 26)
+    return chr(ord("A") + letter) + (str(turn) if turn else "")
 
 
 def _pair_panel(table: ConflictTable, index: int, title: str) -> Panel:
@@ -197,11 +291,11 @@ def _shared_scale(table: ConflictTable) -> Axis:
 
 
 def _depth(table: ConflictTable, right: float, outside: Sequence[str] = ()) -> Callable[[float], float]:
-    """Place along the depth to pixel, with room for embedding and head at the ends."""
+    """From the index of a layer to its pixel, with room for embedding and head at the ends."""
     last = len(table.slots) - 1
     first = LEFT + (24.0 if "embedding" in outside else 10.0)
     end = right - (24.0 if "head" in outside else 10.0)
-    return lambda place: first + (end - first) * (place / last if last else 0.5)
+    return lambda index: first + (end - first) * (index / last if last else 0.5)
 
 
 def _line(
@@ -212,16 +306,16 @@ def _line(
     index: int,
     y: Callable[[float], float],
 ) -> list[list[tuple[PixelPoint, str]]]:
-    """Points with their words, in pieces: a line breaks where a number is unknown and between stacks."""
+    """Points with their descriptions, in pieces: a line breaks at unknown values and between stacks."""
     pieces: list[list[tuple[PixelPoint, str]]] = [[]]
     before: LayerSlot | None = None
-    for place, slot in enumerate(table.slots):
+    for layer_index, slot in enumerate(table.slots):
         value = table.value(measure, slot, part, index)
         if value is None or (before is not None and before[0] != slot[0]):
             pieces.append([])
         if value is not None:
             words = f"layer {table.slot_label(slot)}: {significant(value)}"
-            pieces[-1].append(((x(place), y(value)), words))
+            pieces[-1].append(((x(layer_index), y(value)), words))
         before = slot
     return [piece for piece in pieces if piece]
 
@@ -241,22 +335,22 @@ def _series(pieces: list[list[tuple[PixelPoint, str]]], what: str, class_: str, 
 def _outside(table: ConflictTable, index: int, y: Axis) -> list[Markup]:
     """Embedding and head: a disc at the cosine, a ring at the agreement of signs."""
     drawn = []
-    for part, place in (("embedding", LEFT + 10.0), ("head", RIGHT - 10.0)):
+    for part, x in (("embedding", LEFT + 10.0), ("head", RIGHT - 10.0)):
         for measure, class_ in (("agreement", "hollow"), ("cosine", "point")):
             value = table.value(measure, None, part, index) if part in table.outside else None
             if value is not None:
                 row = y(value if measure == "cosine" else 2 * value - 1)
                 words = el("title", f"{part}, {measure}: {significant(value)}")
-                drawn.append(el("circle", words, cx=place, cy=row, r=3.0, class_=class_))
+                drawn.append(el("circle", words, cx=x, cy=row, r=3.0, class_=class_))
     return drawn
 
 
 def _layer_numbers(table: ConflictTable, x: Callable[[float], float], most: int = 7) -> list[Markup]:
     step = -(-len(table.slots) // most)
     return [
-        text(x(place), BOTTOM + 17, table.slot_label(slot), anchor="middle", class_="tick")
-        for place, slot in enumerate(table.slots)
-        if place % step == 0
+        text(x(index), BOTTOM + 17, table.slot_label(slot), anchor="middle", class_="tick")
+        for index, slot in enumerate(table.slots)
+        if index % step == 0
     ]
 
 
@@ -268,10 +362,10 @@ def _model_panel(table: ConflictTable, measure: str, title: str, part: str, mode
     drawn = [
         el(
             "g",
-            _series(_line(table, x, measure, part, each, y), table.labels[each], "series", dots),
+            _series(_line(table, x, measure, part, model, y), table.labels[model], "series", dots),
             class_=f"s{n}",
         )
-        for n, each in enumerate(models)
+        for n, model in enumerate(models)
     ]
     parts = [_heading(part, title), left_axis(y, LEFT, right, 4), _layer_numbers(table, x), drawn]
     return Panel(f"{part}: {title}, layer by layer", join(parts))
@@ -279,100 +373,3 @@ def _model_panel(table: ConflictTable, measure: str, title: str, part: str, mode
 
 def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
-
-
-LayerSlot = tuple[str, int]
-"""A place along the depth: stack of layers ("" where there is one) and layer."""
-
-ConflictValue = float | None
-DRAWN_PARTS = 2  # kinds of layers that have a line: the largest
-BY_PAIR, BY_MODEL = ("cosine", "agreement"), ("norm", "overruled")
-
-
-@dataclass(frozen=True)
-class ConflictTable:
-    """The rows, by place.
-
-    Attributes:
-        labels: names of the models.
-        slots: the layers, in order.
-        parts: kinds of layers with the most parameters, largest first.
-        outside: parts before and after the layers that are drawn: embedding, head.
-        values: measure to (slot, or None outside; part) to one value a pair or a model.
-    """
-
-    labels: tuple[str, ...]
-    slots: tuple[LayerSlot, ...]
-    parts: tuple[str, ...]
-    outside: tuple[str, ...]
-    values: Mapping[str, Mapping[tuple[LayerSlot | None, str], Sequence[ConflictValue]]]
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """Pairs of models in the order of the values."""
-        return list(combinations(range(len(self.labels)), 2))
-
-    def value(self, measure: str, slot: LayerSlot | None, part: str, index: int) -> ConflictValue:
-        """One number; None where it is not known."""
-        found = self.values[measure].get((slot, part))
-        return found[index] if found else None
-
-    def whole(self, measure: str, index: int) -> ConflictValue:
-        """The number of the whole model."""
-        return self.value(measure, None, "all", index)
-
-    def known(self, measure: str, parts: Sequence[str]) -> list[float]:
-        """All numbers of a measure in these parts."""
-        found = self.values[measure].items()
-        return [v for (_, part), values in found if part in parts for v in values if v is not None]
-
-    def slot_label(self, slot: LayerSlot) -> str:
-        """What to write under a place: the layer's number, after the stack's initial where there are two."""
-        several = len(dict.fromkeys(stack for stack, _ in self.slots)) > 1
-        return f"{slot[0][:1]}{slot[1]}" if several else str(slot[1])
-
-
-def read_conflicts(rows: Sequence[Any], labels: Sequence[Any] = ()) -> ConflictTable | None:
-    """The rows as :class:`ConflictTable`; None where they hold nothing of two models or more in layers."""
-    usable = [row for row in rows if isinstance(row, Mapping) and isinstance(row.get("part"), str)]
-    models = max((len(row["norm"]) for row in usable if isinstance(row.get("norm"), list)), default=0)
-    if models < 2:
-        return None
-    pairs = models * (models - 1) // 2
-    values: dict[str, dict[tuple[LayerSlot | None, str], list[ConflictValue]]] = {
-        measure: {} for measure in (*BY_PAIR, *BY_MODEL)
-    }
-    sizes: dict[str, float] = {}
-    slots: dict[LayerSlot, None] = {}
-    for row in usable:
-        slot, part = _slot(row), row["part"]
-        if slot is not None:
-            slots[slot] = None
-            sizes[part] = sizes.get(part, 0.0) + (_number(row.get("size")) or 0.0)
-        for measure in values:
-            values[measure][slot, part] = _values(row.get(measure), pairs if measure in BY_PAIR else models)
-    if not slots:
-        return None
-    parts = sorted(sizes, key=lambda part: -sizes[part])[:DRAWN_PARTS]
-    outside = [part for part in ("embedding", "head") if (None, part) in values["cosine"]]
-    names = [str(label) for label in labels][:models]
-    names += [f"model {number + 1}" for number in range(len(names), models)]
-    return ConflictTable(tuple(names), tuple(slots), tuple(parts), tuple(outside), values)
-
-
-def _slot(row: Mapping[str, Any]) -> LayerSlot | None:
-    layer, stack = row.get("layer"), row.get("stack", "")
-    return (str(stack), layer) if isinstance(layer, int) and not isinstance(layer, bool) else None
-
-
-def _values(found: Any, count: int) -> list[ConflictValue]:
-    """``count`` numbers or Nones; all None where something else was found."""
-    if not isinstance(found, list) or len(found) != count:
-        return [None] * count
-    return [_number(value) for value in found]
-
-
-def _number(value: Any) -> ConflictValue:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)

@@ -1,7 +1,7 @@
-"""Where to put labels so that they cover neither each other nor the points, and stay inside the picture.
+"""Legends, and placement of labels: they cover neither each other nor the points, and stay in the picture.
 
-Every label tries positions around its point, near ones first. It begins at the best one for itself, and is
-then moved to the best one given all others, a few times over.
+A label tries positions around its point. It starts at the one with the lowest cost by itself, and then moves
+to the one with the lowest cost given all other labels, four times.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from attar.measure.report.svg import PixelPoint, line, text
 
 WIDE = "mwMW@%"
 NARROW = "iljtfrI.,:;'|!()[] "
+PixelLine = Sequence[PixelPoint]
+FONT = 12.0
+SWATCH = 26.0  # pixels that a line and the gap after it take
+LONGEST = 320.0
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class LabelBox:
     bottom: float
 
     def overlap(self, other: LabelBox) -> float:
-        """Area that both cover."""
+        """Area of the intersection."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.bottom, other.bottom) - max(self.top, other.top)
         return max(width, 0.0) * max(height, 0.0)
@@ -44,11 +48,8 @@ class LabelBox:
         )
 
 
-PixelLine = Sequence[PixelPoint]
-
-
 def text_width(text: str, font_size: float) -> float:
-    """About how wide a text is in a sans-serif font, in pixels: rather too wide than too narrow."""
+    """Upper estimate of the width of a text in a sans-serif font, in pixels."""
     units = sum(0.95 if char in WIDE else 0.4 if char in NARROW else 0.64 for char in text)
     return units * font_size
 
@@ -65,42 +66,42 @@ def place_labels(
     Args:
         points: centres of the marks (x, y).
         sizes: width and height of each label.
-        bounds: no label leaves this.
-        lines: polylines that labels should rather not cover.
-        radius: of a mark, with its surroundings.
+        bounds: labels stay within.
+        lines: polylines that labels should not cover.
+        radius: of a mark and its margin.
     """
     marks = [LabelBox(x - radius, y - radius, x + radius, y + radius) for x, y in points]
     dots = [dot for line in lines for dot in _dots(line)]
-    places = [
+    candidates = [
         [(rank + _cost(box, marks, dots), box) for rank, box in _candidates(point, size, bounds, radius)]
         for point, size in zip(points, sizes, strict=True)
     ]
-    chosen = [min(boxes, key=lambda place_labels: place_labels[0])[1] for boxes in places]
+    chosen = [min(boxes, key=lambda candidate: candidate[0])[1] for boxes in candidates]
     for _ in range(4):
-        for index, boxes in enumerate(places):
+        for index, boxes in enumerate(candidates):
             others = chosen[:index] + chosen[index + 1 :]
-            chosen[index] = min(
-                boxes, key=lambda place_labels: place_labels[0] + _crowding(place_labels[1], others)
-            )[1]
+            chosen[index] = min(boxes, key=lambda candidate: candidate[0] + _crowding(candidate[1], others))[
+                1
+            ]
     return chosen
 
 
 def _cost(box: LabelBox, marks: list[LabelBox], dots: list[PixelPoint]) -> float:
-    """What is wrong with a box for itself: points and lines that it covers."""
+    """Cost of a box by itself: points and lines that it covers."""
     points = sum(400.0 + area for mark in marks if (area := box.overlap(mark)) > 0)
     left, top, right, bottom = box.left - 3, box.top - 2, box.right + 3, box.bottom + 2
     return points + 12.0 * sum(left <= x <= right and top <= y <= bottom for x, y in dots)
 
 
 def _crowding(box: LabelBox, others: list[LabelBox]) -> float:
-    """What is wrong with a box beside the other labels."""
+    """Cost of a box given the other labels: those that it covers."""
     return sum(1000.0 + area for other in others if (area := box.overlap(other)) > 0)
 
 
 def _candidates(
     point: PixelPoint, size: PixelPoint, bounds: LabelBox, radius: float
 ) -> list[tuple[float, LabelBox]]:
-    """Boxes around a point with their rank: the nearest and most readable places come cheapest."""
+    """Boxes around a point with their costs: near and readable positions cost least."""
     (x, y), (width, height) = point, size
     boxes: list[tuple[float, LabelBox]] = []
     for ring in range(6):
@@ -136,17 +137,12 @@ def _sign(value: float) -> int:
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 
-FONT = 12.0
-SWATCH = 26.0  # pixels that a line and the gap after it take
-LONGEST = 320.0
-
-
 class LegendEntry(NamedTuple):
     """An entry of a legend.
 
     Attributes:
-        class_: classes of its line: a colour, then ``dashed`` or ``spot`` where it is one; "" for no line.
-        words: what it stands for.
+        class_: CSS classes of its line: a colour, then ``dashed`` or ``spot``; "" for no line.
+        words: its meaning.
     """
 
     class_: str
@@ -154,7 +150,7 @@ class LegendEntry(NamedTuple):
 
 
 def html_legend(keys: Sequence[LegendEntry]) -> Markup:
-    """A paragraph of keys; the page breaks it."""
+    """The legend as a paragraph."""
     items = [
         el("span", el("i", class_=f"swatch {key.class_}") if key.class_ else None, key.words, class_="key")
         for key in keys
@@ -165,11 +161,10 @@ def html_legend(keys: Sequence[LegendEntry]) -> Markup:
 def svg_legend(
     keys: Sequence[LegendEntry], width: float, y: float, margin: float = 16.0
 ) -> tuple[Markup, float]:
-    """Keys in lines that fit the width; returns also where the picture below may begin.
+    """The legend in lines that fit the width, and the y at which the picture below may begin.
 
     Args:
-        keys: none wider than the width.
-        y: base line of the first line.
+        y: baseline of the first line.
         margin: on both sides.
     """
     x, drawn = margin, []
@@ -185,7 +180,7 @@ def svg_legend(
 
 
 def cut(words: str, width: float = LONGEST) -> str:
-    """Words without their beginning where they are wider than so many pixels: names differ at their end."""
+    """Words without their beginning where they are wider than ``width`` pixels: names differ at their end."""
     if text_width(words, FONT) <= width:
         return words
     kept = next(at for at in range(len(words)) if text_width("…" + words[at:], FONT) <= width)

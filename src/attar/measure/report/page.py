@@ -1,4 +1,4 @@
-"""The report: ``run.json`` in, one HTML file out. No script, no network, nothing beside it."""
+"""The report: one HTML file made from ``run.json``, without scripts and without links to other files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Write ``run_dir/report.html`` from ``run_dir/run.json`` and return its path.
 
     Raises:
-        DataError: there is no run in the folder, or its ``run.json`` is damaged.
+        DataError: ``run.json`` is missing or damaged.
         OutputError: the report cannot be written.
     """
     run = read_run(run_dir)
@@ -37,7 +37,7 @@ def page(run: RunRecord, recipe: str | None = None) -> str:
     """The whole page.
 
     Args:
-        recipe: the recipe file's text, shown as it is.
+        recipe: text of the recipe file.
     """
     name = _name(run)
     head = el(
@@ -63,10 +63,12 @@ def _top(run: RunRecord, name: str) -> Markup:
             class_="warning",
         )
     )
-    said = [el("li", sentence) for sentence in findings(run)]
+    results = [el("li", sentence) for sentence in findings(run)]
     kicker = el("p", el("span", "attar", class_="mark-name"), f" · {name}", class_="kicker")
-    seen = [el("p", note, class_="warning") for note in run.not_held_out()]
-    return el("header", kicker, el("h1", verdict(run)), el("ul", said) if said else None, unfinished, seen)
+    warnings = [el("p", note, class_="warning") for note in run.not_held_out()]
+    return el(
+        "header", kicker, el("h1", verdict(run)), el("ul", results) if results else None, unfinished, warnings
+    )
 
 
 def _sections(run: RunRecord, recipe: str | None) -> Markup:
@@ -88,8 +90,8 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
         _section(
             "Parents and merge",
             parent_tables(run),
-            "Held-out text that no search has seen, each model through its own tokenizer: between different "
-            "ones, nats a byte compare.",
+            "Held-out text that no search has read, each model with its own tokenizer: between different "
+            "ones, compare nats per byte.",
         ),
         _section(
             "Where the parents disagree",
@@ -111,7 +113,7 @@ def _sections(run: RunRecord, recipe: str | None) -> Markup:
 
 
 def _section(title: str, content: Child, note: str | None = None) -> Markup | None:
-    """A titled part of the page; nothing at all where it has no content."""
+    """A titled section; None without content."""
     if content is None:
         return None
     return el("section", el("h2", title), el("p", note, class_="about") if note else None, content)

@@ -1,8 +1,7 @@
-"""The picture of size against quality: where every stage stands, and from where it came.
+"""The picture of size against quality: every stage, with arrows from parent to child.
 
-Across: bytes, logarithmic. Up: KL to the original, logarithmic, so further down is better; a KL of 0 (the
-original in exact arithmetic), which no logarithm shows, stands on a line of its own below. Where no KL was
-measured, perplexity takes its place.
+x: bytes, logarithmic. y: KL to the original, logarithmic, lower is better; a KL of 0 (the original in exact
+arithmetic) has a line of its own below. Without KL, y is the perplexity.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ NAME, NOTE = 13.0, 11.0  # font sizes of a label's two lines
 
 @dataclass(frozen=True)
 class Frame:
-    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, or None where nothing stands on
-    it.
-    """
+    """The plot's rectangle and its axes; ``zero`` is the pixel row of KL 0, None without such a stage."""
 
     left: float
     top: float
@@ -49,14 +46,14 @@ class Frame:
     zero: float | None
 
     def at(self, stage: StageRecord, key: str) -> PixelPoint:
-        """Where a stage stands."""
+        """The pixel of a stage."""
         value = stage.number(key) or 0.0
         row = self.zero if value == 0 and self.zero is not None else self.y(value)
         return self.x((stage.number("bytes") or 0.0) / 1e6), row
 
 
 def quality_picture(run: RunRecord, width: float, height: float) -> Markup | None:
-    """The picture as an ``svg`` element, or None where fewer than two stages were measured."""
+    """The picture as an ``svg`` element; None for fewer than two measured stages."""
     key = "kl_mean" if any(stage.number("kl_mean") for stage in run.stages) else "perplexity"
     shown = [stage for stage in run.stages if stage.number("bytes") and stage.number(key) is not None]
     if len(shown) < 2:
@@ -88,7 +85,7 @@ def quality_picture(run: RunRecord, width: float, height: float) -> Markup | Non
 
 
 def write_quality_svg(run: RunRecord, path: str | Path, width: float = 880, height: float = 460) -> Path:
-    """Write the picture as a file of its own, with its style (light and dark) inside.
+    """Write the picture as an SVG file with its style sheet.
 
     Raises:
         OutputError: the file cannot be written.
@@ -167,7 +164,7 @@ def _mark(run: RunRecord, stage: StageRecord, point: PixelPoint) -> Markup:
 
 
 def _note(run: RunRecord, stage: StageRecord, *, short: bool = False) -> str:
-    """What a label says under the name; the short one leaves to the axes what they show."""
+    """The second line of a label; the short one omits what the axes show."""
     size = f"{megabytes(stage.number('bytes'))} MB"
     if stage is run.original:
         return size
@@ -208,12 +205,12 @@ def _labels(
 
 
 def _shortened(name: str, most: int = 20) -> str:
-    """The name, or its beginning where it is longer than a label should be."""
+    """The name, cut to the length of a label."""
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _anchor(x: float, box: LabelBox) -> tuple[str, float]:
-    """Text is flush with the side that faces its point."""
+    """The text anchor of a label: the side that faces its point."""
     if box.left >= x:
         return "start", box.left
     if box.right <= x:

@@ -1,4 +1,4 @@
-"""The table with a row per stage."""
+"""Sections of the report in HTML: the table of stages, parents of a merge, samples, lineage."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from attar.measure.numbers import duration, percent, significant, size
 from attar.measure.report.markup import Child, Markup, el, join
 from attar.measure.report.svg import verb_class
 from attar.measure.run_folder import RunRecord, StageRecord
-from attar.measure.table import KEPT, MB, REPORT, TOP1, Column, engine_note
+from attar.measure.table import KEPT, MB, REPORT, TOP1, Column, columns, engine_note
+
+PARENT_COLUMNS = (("loss, nats/token", "loss"), ("perplexity", "perplexity"), ("nats/byte", "nats_per_byte"))
 
 
 def stage_table(run: RunRecord) -> Markup:
-    """All stages with what was measured; on a narrow screen each stage is a card with its figures named."""
+    """All stages with their measurements; on a narrow screen each stage is a card."""
     head = [el("th", "stage", scope="col")]
-    head += [el("th", column.title, scope="col", title=column.meaning) for column in REPORT]
+    head += [el("th", column.title, scope="col", title=column.meaning) for column in columns(run, REPORT)]
     rows = [_row(run, stage) for stage in run.stages]
     table = el("table", el("thead", el("tr", head)), el("tbody", rows), class_="stages")
     return join(el("div", table, class_="scroll", tabindex=0), _footnote(run))
@@ -32,7 +34,7 @@ def _row(run: RunRecord, stage: StageRecord) -> Markup:
     return el(
         "tr",
         name,
-        [_cell(run, stage, column) for column in REPORT],
+        [_cell(run, stage, column) for column in columns(run, REPORT)],
         class_="last" if stage is run.last else None,
     )
 
@@ -49,17 +51,17 @@ def _cell(run: RunRecord, stage: StageRecord, column: Column) -> Markup:
 
 
 def _share(run: RunRecord, stage: StageRecord, column: Column) -> float | None:
-    """The length of the bar under a number: bytes of the largest stage's, quality and agreement of
-    all."""
+    """The length of the bar under a number, 0 to 1: bytes relative to the largest stage, quality and
+    agreement as they are."""
     if column is TOP1:
         return stage.number("top1_agreement")
     if column is KEPT:
         kept = stage.number("quality_kept")
         return None if kept is None else min(kept, 1.0)
     if column is MB:
-        most = max((each.number("bytes") or 0.0 for each in run.stages), default=0.0)
+        largest = max((other.number("bytes") or 0.0 for other in run.stages), default=0.0)
         size = stage.number("bytes")
-        return size / most if size is not None and most else None
+        return size / largest if size is not None and largest else None
     return None
 
 
@@ -67,7 +69,7 @@ def _footnote(run: RunRecord) -> Markup:
     measured = run.last
     parts = []
     if (tokens := measured.number("tokens")) is not None:
-        which = "tokens" if run.not_held_out() else "held-out tokens that no stage saw"
+        which = "tokens" if run.not_held_out() else "held-out tokens that no stage has read"
         parts.append(f"Quality on {tokens:,.0f} {which}.")
     if sentence := engine_note(run):
         parts.append(f"{sentence} The reference is computed by transformers.")
@@ -76,7 +78,7 @@ def _footnote(run: RunRecord) -> Markup:
 
 
 def _speed_notes(run: RunRecord, measured: StageRecord) -> list[str]:
-    """What the tokens per second are."""
+    """How the tokens per second were measured."""
     device, threads = measured.text("device"), measured.number("threads")
     if measured.number("decode_tokens_per_s") is None or not device:
         return []
@@ -84,17 +86,14 @@ def _speed_notes(run: RunRecord, measured: StageRecord) -> list[str]:
     notes = [f"Speed is that of one sequence on {where}, the median of its rounds."]
     if (measured.text("runner") or "transformers") == "transformers":
         notes.append("It is that of transformers: packed weights show their size here, not their speed.")
-    spread = max((each.number("decode_spread") or 0.0 for each in run.stages), default=0.0)
+    spread = max((stage.number("decode_spread") or 0.0 for stage in run.stages), default=0.0)
     if spread >= 0.005:
         notes.append(f"Rounds of one measurement differ by up to {spread * 100:.0f} %.")
     return notes
 
 
-PARENT_COLUMNS = (("loss, nats/token", "loss"), ("perplexity", "perplexity"), ("nats/byte", "nats_per_byte"))
-
-
 def parent_tables(run: RunRecord) -> Markup | None:
-    """Tables of every merge whose card tells of quality; None where none does."""
+    """How well each merge and its parents predict held-out text; None without such records."""
     known = [(stage, rows) for stage in run.stages if (rows := _rows(stage))]
     drawn = [join(el("h3", stage.name) if len(known) > 1 else None, _table(rows)) for stage, rows in known]
     return join(drawn) if drawn else None
@@ -123,7 +122,7 @@ def _number_cell(value: Any) -> Markup:
 
 
 def sample_cards(run: RunRecord) -> Markup | None:
-    """A card per stage that has a sample; None where none has."""
+    """The greedy samples, a card per stage, with differences from the original marked; None without any."""
     stages = [stage for stage in run.stages if stage.text("sample") is not None]
     if not stages:
         return None
@@ -134,8 +133,8 @@ def sample_cards(run: RunRecord) -> Markup | None:
 
 
 def differences(base: str, text: str) -> Iterator[tuple[str, str]]:
-    """Pieces of ``text`` in order, compared with ``base`` word by word, and what each is: ``same``, ``new``
-    (added, or in the place of something else), or ``gone``: of ``base``, with nothing in its place.
+    """Pieces of ``text`` in order, compared with ``base`` word by word: ``same``, ``new`` (added or changed),
+    or ``gone`` (of ``base``, removed).
     """
     ours, theirs = _words(text), _words(base)
     for kind, first, last, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
@@ -183,7 +182,7 @@ def _card(stage: StageRecord, base: str | None) -> Markup:
 
 
 def lineage_tree(run: RunRecord) -> Markup:
-    """Nested lists, one item per stage; stages whose parent is not in the run begin a tree of their own."""
+    """Nested lists, an item per stage; a stage whose parent is not in the run begins a tree."""
     roots = [stage for stage in run.stages if run.parent(stage) is None]
     return el("ul", [_node(run, stage, ()) for stage in roots], class_="tree")
 
@@ -197,7 +196,7 @@ def _node(run: RunRecord, stage: StageRecord, above: tuple[str, ...]) -> Markup:
             "div",
             _line(stage),
             _more("settings", stage.settings),
-            _more("found", stage_details(stage)),
+            _more("details", stage_details(stage)),
             class_="node",
         ),
         below,
@@ -224,7 +223,7 @@ def _line(stage: StageRecord) -> Markup:
 
 
 def stage_details(stage: StageRecord) -> dict[str, Any]:
-    """What the stage reported beside tables and curves: the layers kept, the tokens seen ..."""
+    """The details of a stage that are not tables or curves: layers kept, tokens read, ..."""
     return {
         name: value
         for name, value in stage.details.items()
@@ -237,7 +236,7 @@ def _more(title: str, values: Mapping[str, Any]) -> Markup | None:
 
 
 def definitions(values: Mapping[str, Any]) -> Markup:
-    """Names and values, one under the other; nested mappings inside."""
+    """A list of names and values; mappings are nested."""
     items = []
     for name, value in values.items():
         shown = (

@@ -1,7 +1,7 @@
 """The picture of ``attar bench --speculate``: speedup by set and method, and how many drafts are accepted.
 
-Bars begin at 1, where plain decoding is; whiskers are the 95 % interval, cut where the scale ends. The scale
-is logarithmic: twice and half as fast are equally far from 1.
+Bars begin at 1, the speed of plain decoding; whiskers are the 95 % interval, cut where the scale
+ends. The scale is logarithmic: twice and half as fast are equally far from 1.
 """
 
 from __future__ import annotations
@@ -23,19 +23,15 @@ ACROSS = 3  # histograms side by side
 ProfileRows = Sequence[Mapping[str, Any]]
 
 
-def speculation_picture(found: Mapping[str, Any]) -> str:
-    """A whole SVG file.
-
-    Args:
-        found: what ``Profile.to_dict`` gives, JSON or not.
-    """
-    rows = [row for row in found["rows"] if row["speedup"] is not None]
+def speculation_picture(profile: Mapping[str, Any]) -> str:
+    """An SVG file of ``Profile.to_dict()``."""
+    rows = [row for row in profile["rows"] if row["speedup"] is not None]
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    colour = {method: f"s{place % COLOURS}" for place, method in enumerate(methods)}
+    colour = {method: f"s{index % COLOURS}" for index, method in enumerate(methods)}
     bars, bottom = _bars(rows, colour, 44)
     counts, end = _histograms(rows, methods, colour, bottom + GAP)
-    how = f"temperature {found['temperature']:g}" if found["temperature"] else "greedy"
-    title = f"{cut(found['model'])}: times as fast as plain decoding, {how}"
+    how = f"temperature {profile['temperature']:g}" if profile["temperature"] else "greedy"
+    title = f"{cut(profile['model'])}: times as fast as plain decoding, {how}"
     card = el("rect", x=0.5, y=0.5, width=WIDTH - 1, height=end - 1, rx=6.0, class_="card")
     head = text(MARGIN, 26, title, class_="label")
     return picture(WIDTH, end, title, el("style", style("picture")), card, head, bars, counts) + "\n"
@@ -50,12 +46,12 @@ def _bars(rows: ProfileRows, colour: Mapping[str, str], top: float) -> tuple[Mar
         groups.setdefault(name, []).append(row)
     left = MARGIN + 10 + max((text_width(cut(method, NAMES), FONT) for method in colour), default=0.0)
     x = _axis(rows, left, WIDTH - MARGIN - RESULTS)
-    bottom = top + sum(HEAD + len(each) * BAR + BETWEEN for each in groups.values())
+    bottom = top + sum(HEAD + len(group) * BAR + BETWEEN for group in groups.values())
     parts, y = [bottom_axis(x, top, bottom), line(x(1.0), top, x(1.0), bottom, "tick-mark")], top
-    for name, each in groups.items():
+    for name, group in groups.items():
         parts.append(text(MARGIN, y + HEAD - 6, cut(name, left - MARGIN), class_="panel-title"))
         y += HEAD
-        for row in each:
+        for row in group:
             parts.append(_bar(row, x, y, colour[row["method"]]))
             y += BAR
         y += BETWEEN
@@ -63,7 +59,7 @@ def _bars(rows: ProfileRows, colour: Mapping[str, str], top: float) -> tuple[Mar
 
 
 def _axis(rows: ProfileRows, left: float, right: float) -> Axis:
-    """All speedups, and of their intervals what is not more than twice as far."""
+    """A scale for all speedups; intervals are cut at twice the range."""
     values = [1.0, *(row["speedup"] for row in rows)]
     low = max(min([0.9, *(row["low"] for row in rows)]), min(values) / 2)
     high = min(max([1.1, *(row["high"] for row in rows)]), max(values) * 2)
@@ -72,10 +68,10 @@ def _axis(rows: ProfileRows, left: float, right: float) -> Axis:
 
 def _bar(row: Mapping[str, Any], x: Axis, y: float, colour: str) -> Markup:
     start, end = sorted((x(1.0), x(row["speedup"])))
-    low, high = (x(min(max(row[each], x.low), x.high)) for each in ("low", "high"))
+    low, high = (x(min(max(row[key], x.low), x.high)) for key in ("low", "high"))
     middle = y + BAR / 2 - 1
-    value, *reach = (significant(row[each], 3) for each in ("speedup", "low", "high"))
-    interval = f" ({reach[0]} to {reach[1]})" if row["low"] < row["high"] else ""
+    value, *bounds = (significant(row[key], 3) for key in ("speedup", "low", "high"))
+    interval = f" ({bounds[0]} to {bounds[1]})" if row["low"] < row["high"] else ""
     return el(
         "g",
         el("title", f"{row['set']}, {row['method']}: {value}{interval}"),
@@ -94,9 +90,9 @@ def _histograms(
     wide = (WIDTH - 2 * MARGIN - (ACROSS - 1) * GAP) / ACROSS
     title = "share of the passes with drafts by how many were accepted, all sets"
     parts, end = [text(MARGIN, top, title, class_="label")], top
-    for place, method in enumerate(methods):
-        x = MARGIN + place % ACROSS * (wide + GAP)
-        y = top + 26 + place // ACROSS * (PANEL + GAP)
+    for index, method in enumerate(methods):
+        x = MARGIN + index % ACROSS * (wide + GAP)
+        y = top + 26 + index // ACROSS * (PANEL + GAP)
         counts = _summed([row["histogram"] for row in rows if row["method"] == method])
         parts.append(_histogram(method, counts, colour[method], x, y, wide))
         end = y + PANEL
@@ -115,24 +111,24 @@ def _histogram(method: str, counts: Sequence[int], colour: str, x: float, y: flo
     bars = [
         el(
             "rect",
-            el("title", f"{place} accepted: {share:.1%}"),
-            x=left + place * step + 1,
+            el("title", f"{accepted} accepted: {share:.1%}"),
+            x=left + accepted * step + 1,
             y=axis(share),
             width=max(step - 2, 0.5),
             height=low - axis(share),
             class_="point",
         )
-        for place, share in enumerate(shares)
+        for accepted, share in enumerate(shares)
         if share
     ]
     every = -(-len(shares) // 8)
     marks = [
-        text(left + (place + 0.5) * step, low + 16, str(place), anchor="middle", class_="tick")
-        for place in range(0, len(shares), every)
+        text(left + (accepted + 0.5) * step, low + 16, str(accepted), anchor="middle", class_="tick")
+        for accepted in range(0, len(shares), every)
     ]
     return join(title, left_axis(axis, left, right, 4), el("g", bars, class_=colour), marks)
 
 
 def _summed(histograms: Sequence[Sequence[int]]) -> list[int]:
     longest = max(map(len, histograms), default=0)
-    return [sum(each[place] for each in histograms if place < len(each)) for place in range(longest)]
+    return [sum(counts[n] for counts in histograms if n < len(counts)) for n in range(longest)]

@@ -33,8 +33,7 @@ from attar.checkpoint.output import StageOutput, produce
 from attar.checkpoint.shards import ShardWriter, TensorSpec, tensor_spec, write_checkpoint_tensors
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
-from attar.formats.decoded import Decoded
-from attar.formats.readers import method
+from attar.formats.readers import Decoded, quant_method
 from attar.kernels.threads import one_thread
 from attar.merging.adapters.differences import ModelPair, TensorPair, pair_models, saved_modules
 from attar.merging.adapters.files import CONFIG, WEIGHTS
@@ -92,7 +91,7 @@ def extract(
 
 
 def _dense(checkpoint: Checkpoint) -> ModelView:
-    return checkpoint if method(checkpoint) is None else Decoded(checkpoint)
+    return checkpoint if quant_method(checkpoint) is None else Decoded(checkpoint)
 
 
 def _compute(

@@ -15,7 +15,7 @@ OTHERS = ("save", "leave")
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractSettings:
-    """Write the difference of two models as a LoRA adapter: low rank for the Linear weights, as it is for the
+    """Write the difference of two models as a LoRA adapter: of low rank for Linear weights, whole for the
     rest."""
 
     rank: int = field(default=32, metadata={"help": "rank of every Linear's update at most"})
@@ -30,14 +30,14 @@ class ExtractSettings:
         default="save",
         metadata={
             "help": "embeddings, head, norms and biases that differ: save them whole in the adapter, or "
-            "leave them out and say so",
+            "leave them out and list them in the card",
             "choices": OTHERS,
         },
     )
     exact: bool = field(
         default=False,
         metadata={
-            "help": "full decomposition of large matrices too: slower, and nearer by a percent or two at most"
+            "help": "full decomposition of large matrices too: slower, better by a percent or two at most"
         },
     )
     dtype: str = field(

@@ -92,7 +92,7 @@ def output_config(
 def _untied(tensor_map: TensorMap) -> bool:
     """Whether the result stores a head while the head of some parent is its embedding."""
     heads = [tensor for tensor in tensor_map.tensors if tensor.kind == "head"]
-    sources = [source for head in heads if head.name.endswith(".weight") for source in head.all()]
+    sources = [source for head in heads if head.name.endswith(".weight") for source in head.tensors]
     ties = [source.model.view.config.get("tie_word_embeddings") for source in sources]
     return any(source.name == source.model.embedding for source in sources) or (
         False in ties and True in ties

@@ -137,16 +137,15 @@ class _OutputPlanner:
 
     def output(self, tensor: MappedTensor) -> OutputTensor:
         """The output of a mapped tensor."""
-        sources = tensor.all()
         aligned = tensor.layer is None and all(
             has_token_rows(tensor.name, source.model.shape(source.name), source.model.rows)
-            for source in sources
+            for source in tensor.tensors
         )
         shape = self._shape(tensor, aligned)
         main = tensor.base or tensor.sources[0]
         stored = TORCH.get(main.model.view.tensors[main.name].dtype, "")
         floats = _is_float(stored)
-        copied = tensor.base_only or not floats
+        copied = tensor.part.base_only or not floats
         inputs = (main,) if copied else tensor.sources
         shared, per_model = ({}, {}) if copied else self._parameters(tensor)
         work = "float32" if self._compat == "paper" else self._config.dtype or stored
@@ -167,7 +166,7 @@ class _OutputPlanner:
 
     def _shape(self, tensor: MappedTensor, aligned: bool) -> tuple[int, ...]:
         """The result's shape, which all inputs have; with a vocabulary, rows of tokens may differ."""
-        main, *others = tensor.all()
+        main, *others = tensor.tensors
         shape = main.model.shape(main.name)
         skip = 1 if aligned and self._rows is not None else 0
         for source in others:
@@ -186,7 +185,7 @@ class _OutputPlanner:
 
     def _parameters(self, tensor: MappedTensor) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
         """The method's parameters for a tensor, checked."""
-        levels = (tensor.slice.parameters, tensor.module.parameters, self._config.parameters)
+        levels = (tensor.part.slice.parameters, tensor.module.parameters, self._config.parameters)
         where: dict[str, str] = {}
         shared: dict[str, Any] = {}
         for parameter in self._method.shared:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attar.errors import ModelError
-from attar.merging.config.schema import LayerSlice, MergeConfig, MergeModule, MergeSource, ModelReference
+from attar.merging.config.schema import MergeConfig, MergeModule, MergeSource, ModelReference
 from attar.merging.methods.method import Method
 from attar.merging.planning.model import MergeModel
 from attar.merging.planning.naming import LayerStack, comes_first, is_buffer, kind_of, layer_name
@@ -33,30 +33,35 @@ class MappedTensor:
     """One tensor of the result.
 
     Attributes:
-        kind: as in :class:`attar.merging.planning.plan.OutputTensor`.
-        stack: prefix of its stack; empty outside the stacks.
-        layer: its layer's number in the result, or None.
+        module, part: their settings apply.
+        tensors: of the models in :meth:`SliceLayers.all`, in that order.
+        layer: its layer's number in the result; None outside the stacks.
+        stack: prefix of its stack.
         depth: where gradients are evaluated, from 0 to 1.
-        module, slice: their settings apply.
-        sources: what is merged.
-        base: the base model's tensor, or None.
-        base_only: the one source is copied, and no method runs.
     """
 
     name: str
-    kind: str
-    stack: str
-    layer: int | None
-    depth: float
     module: MergeModule
-    slice: LayerSlice
-    sources: tuple[SourceTensor, ...]
-    base: SourceTensor | None
-    base_only: bool = False
+    part: SliceLayers
+    tensors: tuple[SourceTensor, ...]
+    layer: int | None = None
+    stack: str = ""
+    depth: float = 0.0
 
-    def all(self) -> tuple[SourceTensor, ...]:
-        """The sources, and after them the base if there is one."""
-        return (*self.sources, self.base) if self.base else self.sources
+    @property
+    def kind(self) -> str:
+        """``"layer"``, ``"embedding"``, ``"head"`` or ``"other"``."""
+        return kind_of(self.name, self.layer is not None)
+
+    @property
+    def sources(self) -> tuple[SourceTensor, ...]:
+        """What is merged."""
+        return self.tensors[: len(self.part.sources)]
+
+    @property
+    def base(self) -> SourceTensor | None:
+        """The base model's tensor."""
+        return self.tensors[-1] if self.part.base else None
 
 
 class TensorMap:
@@ -116,13 +121,13 @@ class TensorMap:
             for name in layers.model.names_in_layer(layers.stack, layers.first + index)
         }
         for rest in sorted(names):
-            tensors = [
+            tensors = tuple(
                 SourceTensor(s.model, layer_name(s.stack.prefix, s.first + index, rest), s.source)
                 for s in sources
-            ]
+            )
             if self._complete(tensors):
                 name = layer_name(stack.prefix, layer, rest)
-                yield _mapped(name, "layer", module, part, tensors, stack.prefix, layer, depth)
+                yield MappedTensor(name, module, part, tensors, layer, stack.prefix, depth)
 
     def _complete(self, tensors: Sequence[SourceTensor]) -> bool:
         """Whether every model stores its tensor; False for a buffer that only some models store."""
@@ -164,7 +169,7 @@ class TensorMap:
                     break
                 tensors.append(SourceTensor(layers.model, stored, layers.source))
             else:
-                yield _mapped(name, kind_of(name, False), module, part, tensors)
+                yield MappedTensor(name, module, part, tuple(tensors))
 
     def _module_of(self, name: str) -> tuple[MergeModule, LayerStack]:
         """The module of a tensor outside the stacks, and the stack whose slices it follows.
@@ -177,22 +182,6 @@ class TensorMap:
                 return module, stack
         stacks = self._stacks if self._stacks[0][0].name is not None else self._stacks[:1]
         return stacks[0 if comes_first(name) else -1]
-
-
-def _mapped(
-    name: str,
-    kind: str,
-    module: MergeModule,
-    part: SliceLayers,
-    tensors: Sequence[SourceTensor],
-    stack: str = "",
-    layer: int | None = None,
-    depth: float = 0.0,
-) -> MappedTensor:
-    """A tensor of the result from those of :meth:`SliceLayers.all`, in that order."""
-    count = len(part.sources)
-    sources, base = tuple(tensors[:count]), tensors[count] if part.base else None
-    return MappedTensor(name, kind, stack, layer, depth, module, part.slice, sources, base, part.base_only)
 
 
 def _order(tensor: MappedTensor) -> tuple[int, str, int, str]:

@@ -80,17 +80,8 @@ class _CandidateScorer:
 
     def text(self) -> HeldOutText:
         """The held-out text, in the tokenizer of the merge's donor."""
-        settings, plan = self.settings, self.prepared.merge.plan
-        return HeldOutText.of(
-            plan.models[plan.donor].path,
-            plan.config,
-            data=settings.data,
-            samples=settings.samples,
-            sequence_length=settings.sequence_length,
-            seed=settings.seed,
-            bos=settings.bos,
-            device=settings.device,
-        )
+        plan = self.prepared.merge.plan
+        return HeldOutText.of(plan.models[plan.donor].path, plan.config, self.settings)
 
     def loss(self, document: MergeConfig, text: HeldOutText) -> float:
         """Held-out loss of a document's merge."""

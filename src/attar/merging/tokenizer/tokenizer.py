@@ -93,7 +93,7 @@ def with_stored_tokens(tokens: TokenizerTokens, stored: Collection[str]) -> Toke
         tokens: not changed; returned itself if nothing is dropped, or if it is Python code.
         stored: the texts that are kept.
     """
-    ids = {text: number for text, number in tokens.ids.items() if text in stored}
+    ids = {text: token_id for text, token_id in tokens.ids.items() if text in stored}
     if len(ids) == len(tokens.ids) or tokens.backend is None:
         return tokens
     backend = copy.deepcopy(dict(tokens.backend))
@@ -102,7 +102,7 @@ def with_stored_tokens(tokens: TokenizerTokens, stored: Collection[str]) -> Toke
     if model["type"] == "Unigram":
         model["vocab"] = model["vocab"][: max(ids.values(), default=-1) + 1]  # a piece's id is its index
     else:
-        model["vocab"] = {text: number for text, number in model["vocab"].items() if text in ids}
+        model["vocab"] = {text: token_id for text, token_id in model["vocab"].items() if text in ids}
     if model["type"] == "BPE":
         model["merges"] = [pair for pair in model["merges"] if {*pair, "".join(pair)} <= ids.keys()]
     added = {text: flags for text, flags in tokens.added.items() if text in ids}
@@ -123,28 +123,22 @@ def extend_tokenizer(
     Raises:
         ModelError: something is new, and the tokenizer cannot be extended.
     """
-    ids, added = dict(tokens.ids), dict(tokens.added)
-    next_id = max(ids.values(), default=-1) + 1
     plain = [text for other in others for text in other.ids if text not in other.added]
-    literal = {text: flags for other in reversed(others) for text, flags in other.added.items()}
-    in_order = [text for other in others for text in other.ids if text in other.added]
-    new_plain: list[str] = []
-    for text, is_plain in [(text, True) for text in plain] + [(text, False) for text in (*in_order, *extra)]:
-        if text in ids:
-            continue
-        ids[text], next_id = next_id, next_id + 1
-        if is_plain:
-            new_plain.append(text)
-        else:
-            added[text] = literal.get(text, PLAIN_FLAGS)
-    if len(ids) == len(tokens.ids):
+    literal = [text for other in others for text in other.ids if text in other.added]
+    new = [text for text in dict.fromkeys((*plain, *literal, *extra)) if text not in tokens.ids]
+    if not new:
         return tokens
     if tokens.backend is None:
         raise ModelError(
-            f"{tokens.folder}: this tokenizer is Python code, which cannot take {len(ids) - len(tokens.ids)} "
-            "new tokens",
+            f"{tokens.folder}: this tokenizer is Python code, which cannot take {len(new)} new tokens",
             hint="tokenizer source: a model whose tokenizer has a tokenizer.json",
         )
+    first_id = max(tokens.ids.values(), default=-1) + 1
+    ids = {**tokens.ids, **{text: first_id + index for index, text in enumerate(new)}}
+    new_plain = set(plain).intersection(new)
+    flags = {text: entry for other in reversed(others) for text, entry in other.added.items()}
+    new_added = {text: flags.get(text, PLAIN_FLAGS) for text in new if text not in new_plain}
+    added = {**tokens.added, **new_added}
     backend = copy.deepcopy(dict(tokens.backend))
     _add_tokens(backend, ids, added, new_plain, others, tokens.folder)
     return TokenizerTokens(tokens.folder, ids, added, backend, changed=True)
@@ -154,7 +148,7 @@ def _add_tokens(
     backend: dict[str, Any],
     ids: Mapping[str, int],
     added: Mapping[str, Mapping[str, bool]],
-    new_plain: Sequence[str],
+    new_plain: set[str],
     others: Sequence[TokenizerTokens],
     folder: Path,
 ) -> None:
@@ -174,7 +168,7 @@ def _add_tokens(
         return
     model["vocab"] = dict(sorted(({**model["vocab"], **ids}).items(), key=lambda item: item[1]))
     if model["type"] == "BPE":
-        model["merges"] += _new_merges(model["merges"], ids, set(new_plain), others)
+        model["merges"] += _new_merges(model["merges"], ids, new_plain, others)
 
 
 def _add_unigram_pieces(
@@ -187,7 +181,7 @@ def _add_unigram_pieces(
         if model.get("type") == "Unigram":
             scores |= {text: score for text, score in model["vocab"] if text not in other.added}
     lowest = min((score for _, score in pieces), default=0.0) - _RARE
-    by_id = {number: text for text, number in ids.items()}
+    by_id = {token_id: text for text, token_id in ids.items()}
     for token_id in range(len(pieces), max(by_id) + 1):
         if token_id not in by_id:
             raise ModelError(
@@ -248,8 +242,8 @@ def _changed_files(tokens: TokenizerTokens) -> dict[str, bytes]:
             str(tokens.ids[text]): {"content": text, **flags} for text, flags in tokens.added.items()
         }
         config["added_tokens_decoder"] = {
-            number: entry
-            for number, entry in config["added_tokens_decoder"].items()
+            token_id: entry
+            for token_id, entry in config["added_tokens_decoder"].items()
             if _text(entry) in tokens.ids
         }
     config = _of_known_tokens(config, tokens.ids)
@@ -282,7 +276,7 @@ def _read_back(tokens: TokenizerTokens, files: Mapping[str, bytes]) -> str:
             loaded = read_tokenizer(folder)
         except CheckpointError as error:
             return error.message.replace(str(folder), tokens.folder.name)
-    wrong = next((text for text, number in tokens.ids.items() if loaded.ids.get(text) != number), None)
+    wrong = next((text for text, token_id in tokens.ids.items() if loaded.ids.get(text) != token_id), None)
     if wrong is not None:
         return f"token {wrong!r} has id {loaded.ids.get(wrong)} instead of {tokens.ids[wrong]}"
     extra = next((text for text in loaded.ids if text not in tokens.ids), None)

@@ -5,7 +5,7 @@
     pool.begin(step)                               copy-on-write, before anything is run
     pool.write(layer, slots, k, v)                 of the step's tokens
     k, v = pool.gather(layer, blocks, stop)        of one sequence
-    pool.end(step)                                 blocks that are full and final may be packed tighter
+    pool.end(step)                                 full blocks may be quantized
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class KVPool:
     """Keys and values of all sequences.
 
     Args:
-        geometry: the measures.
+        geometry: its shape.
         kv_dtype: a name of ``kv.store.STORES``.
-        dtype: float dtype of what ``gather`` returns, that of the model.
+        dtype: float dtype that ``gather`` returns, that of the model.
 
     Raises:
-        SettingsError: there is no such ``kv_dtype``, or it does not suit the geometry.
+        SettingsError: ``kv_dtype`` is unknown, or does not work with the geometry.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class KVPool:
         return slots
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep k and v (T, kv_heads, head_dim) of any float dtype at slots int64 (T,)."""
+        """Write k and v (T, kv_heads, head_dim) of any float dtype to slots int64 (T,)."""
         self.store.write_(layer, slots, k, v)
 
     def gather(
         self, layer: int, blocks: Sequence[int] | Tensor, stop: int, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a sequence's places [start, stop): tensors (stop - start, kv_heads, head_dim).
+        """Keys and values of a sequence's entries [start, stop): tensors (stop - start, kv_heads, head_dim).
 
-        Only blocks with such places are looked at: holes before them are fine.
+        Only blocks with these entries are read; FREED blocks before them are fine.
         """
         block = self.geometry.block_size
         first, last = start // block, -(-stop // block)
@@ -75,7 +75,7 @@ class KVPool:
         return k[inside], v[inside]
 
     def end(self, step: StepInput) -> None:
-        """Tell the store which blocks are full of tokens that no rejected draft can take back."""
+        """Tell the store which blocks are full of tokens that cannot be rejected any more."""
         for span, tree in step.trees():
             full = committed(span, tree is not None) // self.geometry.block_size
             self.store.settle_([block for block in span.blocks[:full] if block >= 0])
@@ -89,22 +89,22 @@ class KVPool:
                 self.store.move_(layer, sources, target[None])
 
     def pack(self, layer: int, old: Sequence[int], new: Sequence[int], keep: Tensor) -> None:
-        """Move what eviction keeps of a sequence together, in one layer.
+        """Move the entries that eviction keeps of a sequence together, in one layer.
 
         Args:
-            old: its block table until now; a hole is not read.
-            new: its block table from now on; the sequence is the only owner of these blocks.
-            keep: int64 (kv_heads, m), for each head the places that stay, ascending; they go to [0, m).
+            old: its block table until now; FREED blocks are not read.
+            new: its block table from now on; no other sequence holds these blocks.
+            keep: int64 (kv_heads, m), for each head the entries that stay, ascending; they move to [0, m).
         """
         block = self.geometry.block_size
         sources = torch.tensor(old, dtype=torch.int64)[keep.cpu() // block] * block + keep.cpu() % block
         targets = torch.from_numpy(slots_of(new, 0, keep.shape[1], block))
-        assert bool((sources >= 0).all()), "what is kept lies in a block that was given back"
+        assert bool((sources >= 0).all()), "a kept entry is in a block that was released"
         self.store.move_(layer, sources.to(self.device), targets.to(self.device))
 
 
 def committed(span: TokenSpan, tree: bool) -> int:
-    """Places [0, n) of a span's sequence that stay whatever becomes of its drafts."""
+    """Entries [0, n) of a span's sequence that stay whether or not its drafts are accepted."""
     if tree:
-        return span.place
+        return span.offset
     return span.end - max(span.wants - 1, 0)

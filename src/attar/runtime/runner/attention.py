@@ -1,18 +1,22 @@
 """Attention over the block table, for any model of transformers: one function, registered once.
 
-transformers' attention modules hand queries, keys and values (rotated already) to the function that their
+transformers' attention modules pass queries, keys and values (rotated already) to the function that their
 config names. This one writes keys and values to the pool and attends, span by span, to what the pool holds:
 
-    out = softmax(scaling q k^T, soft-capped, masked) v          over the places that a token may see
+    out = softmax(scaling q k^T, soft-capped, masked) v          over the cache entries that a token may see
 
-A step runs as one row (1, T), so that a token's attention does not depend on what else is in the batch.
+A step runs as one row (1, T), so that a token's attention does not depend on the rest of the batch.
 
-Letters: T tokens of the step, t of a span, n places that are looked at, h heads, d head_dim.
+A token sees the entries before its span, its ancestors inside the span (a chain: every earlier token) and
+itself; with a sliding window w only positions above its own minus w.
+
+Letters: T tokens of the step, t of a span, n cache entries that are read, h heads, d head_dim.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,8 +26,7 @@ from transformers import AttentionInterface
 
 from attar.errors import ModelError
 from attar.runtime.kv.pool import KVPool
-from attar.runtime.runner.view import SpanView
-from attar.runtime.step import StepInput, TokenSpan
+from attar.runtime.step import StepInput, TokenSpan, ancestors, depths
 
 NAME = "attar_paged"
 
@@ -49,18 +52,18 @@ def paged_attention(
     """What transformers calls in each layer; query (1, h, T, d), key and value (1, kv_heads, T, d).
 
     Args:
-        paged: handed through the model's forward: an :class:`AttentionPass`, or the probe of ``probe.py``.
+        paged: passed through the model's forward: an :class:`AttentionPass`, or the probe of ``probe.py``.
 
     Returns:
         (1, T, h, d), and no weights.
 
     Raises:
-        ModelError: the model does not hand ``paged`` through, or wants of its attention what is not done.
+        ModelError: the model does not pass ``paged`` through, or needs attention that is not supported.
     """
     kind = type(module).__name__
     if paged is None:
         raise ModelError(
-            f"{kind} does not hand arguments through to its attention; the runtime cannot run it"
+            f"{kind} does not pass arguments through to its attention; the runtime cannot run it"
         )
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise ModelError(f"{kind} is not causal attention; the runtime runs causal models only")
@@ -69,7 +72,7 @@ def paged_attention(
             raise ModelError(f"{kind} passes {name!r} to its attention, which the runtime does not do")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    found = paged.attend(
+    out = paged.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -78,11 +81,11 @@ def paged_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    return found[None], None
+    return out[None], None
 
 
 class AttentionOptions(NamedTuple):
-    """What a layer asks of its attention, and whether an absent mask means the lower triangle."""
+    """What a layer asks of its attention; ``causal``: an absent mask means the lower triangle."""
 
     scaling: float
     softcap: float | None
@@ -90,33 +93,89 @@ class AttentionOptions(NamedTuple):
     causal: bool
 
 
-class AttentionObserver(Protocol):
-    """Is shown queries and keys as they meet."""
+class SpanView:
+    """One span of a step: its rows, its block table, and the masks of its tokens."""
 
-    def see(
-        self, layer: int, span: TokenSpan, q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionOptions
+    def __init__(
+        self, span: TokenSpan, tree: tuple[int, ...] | None, rows: slice, device: torch.device
+    ) -> None:
+        self.span, self.tree, self.rows, self.device = span, tree, rows, device
+        self.blocks = torch.tensor(span.blocks, dtype=torch.int64, device=device)
+        self.fresh = tree is None and span.offset == 0 and span.count > 1
+        self._masks: dict[int | None, Tensor | None] = {}
+
+    def first(self, window: int | None) -> int:
+        """First entry that any of the span's tokens sees."""
+        return 0 if window is None else max(0, self.span.offset - window + 1)
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """bool (t, n): the entries [first, end) that each token sees; None: all of them, or a triangle.
+
+        A window that is longer than the sequence counts as none.
+        """
+        assert window is None or self.span.kept is None, "no sliding window over a cache that was packed"
+        if window is not None and self.span.end <= window:
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._make_mask(window)
+        return self._masks[window]
+
+    def _make_mask(self, window: int | None) -> Tensor | None:
+        span, first = self.span, self.first(window)
+        if window is None and (span.count == 1 or self.fresh):
+            return None
+        inside = self.inside
+        before = torch.ones(span.count, span.offset - first, dtype=torch.bool, device=self.device)
+        if window is not None:
+            inside = inside & (self.depths[None, :] > self.depths[:, None] - window)
+            positions = span.start + self.depths
+            before &= torch.arange(first, span.offset, device=self.device) > positions[:, None] - window
+        return torch.cat([before, inside], dim=1)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """int64 (t,): a token's position is the span's start and this."""
+        return torch.from_numpy(depths(self.span.count, self.tree)).to(self.device)
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """bool (t, t): each token's ancestors in the span, and itself."""
+        if self.tree is None:
+            return torch.ones(self.span.count, self.span.count, dtype=torch.bool, device=self.device).tril()
+        return torch.from_numpy(ancestors(self.tree)).to(self.device)
+
+
+class AttentionObserver(Protocol):
+    """Receives every span's queries and keys, for eviction."""
+
+    def observe(
+        self,
+        layer: int,
+        span: TokenSpan,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        options: AttentionOptions,
     ) -> None:
         """q (t, h, d) of a span over k (n, kv_heads, d); mask as for :func:`attention`."""
         ...
 
 
 class AttentionPass:
-    """One step on its way through the layers.
+    """The attention of one step in all layers.
 
     Args:
         step: what is run.
-        pool: where keys and values are; the step's copies are made here.
-        watch: is shown every span's attention, for eviction.
+        pool: keys and values; the step's block copies are made here.
+        observer: for eviction; None: none.
     """
 
-    def __init__(self, step: StepInput, pool: KVPool, watch: AttentionObserver | None = None) -> None:
-        self.pool, self.watch = pool, watch
+    def __init__(self, step: StepInput, pool: KVPool, observer: AttentionObserver | None = None) -> None:
+        self.pool, self.observer = pool, observer
         self.slots = pool.begin(step)
+        bounds = zip(step.trees(), step.offsets[:-1], step.offsets[1:], strict=True)
         self.views = [
-            SpanView(span, tree, slice(start, stop), pool.device)
-            for (span, tree), start, stop in zip(
-                step.trees(), step.offsets[:-1], step.offsets[1:], strict=True
-            )
+            SpanView(span, tree, slice(start, stop), pool.device) for (span, tree), start, stop in bounds
         ]
         self.layers: list[int] = []  # that have attended
 
@@ -136,17 +195,26 @@ class AttentionPass:
         self.pool.write(layer, self.slots, k, v)
         out = torch.empty_like(q)
         for view in self.views:
-            how = AttentionOptions(scaling, softcap, window, view.fresh)
-            out[view.rows] = self.see(layer, view, q[view.rows], how)
+            options = AttentionOptions(scaling, softcap, window, view.fresh)
+            out[view.rows] = self.attend_span(layer, view, q[view.rows], options)
         return out
 
-    def see(self, layer: int, view: SpanView, q: Tensor, how: AttentionOptions) -> Tensor:
+    def attend_span(self, layer: int, view: SpanView, q: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one span; q and the result (t, h, d)."""
-        keys, values = self.pool.gather(layer, view.blocks, view.span.end, view.first(how.window))
-        mask = view.mask(how.window)
-        if self.watch is not None:
-            self.watch.see(layer, view.span, q, keys, mask, how)
-        return attention(q, keys, values, mask, scaling=how.scaling, softcap=how.softcap, causal=how.causal)
+        first = view.first(options.window)
+        keys, values = self.pool.gather(layer, view.blocks, view.span.end, first)
+        mask = view.mask(options.window)
+        if self.observer is not None:
+            self.observer.observe(layer, view.span, q, keys, mask, options)
+        return attention(
+            q,
+            keys,
+            values,
+            mask,
+            scaling=options.scaling,
+            softcap=options.softcap,
+            causal=options.causal,
+        )
 
 
 def attention(
@@ -170,37 +238,37 @@ def attention(
         (t, h, d) of q's dtype.
     """
     if softcap is not None:
-        found = weights(
+        p = weights(
             q.transpose(0, 1), k.transpose(0, 1), mask, scaling=scaling, softcap=softcap, causal=causal
         )
-        return weighted(found, v)
+        return weighted_sum(p, v)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    found = scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scaling, is_causal=causal and mask is None, enable_gqa=grouped
     )
-    return found[0].transpose(0, 1)
+    return out[0].transpose(0, 1)
 
 
 def weights(
     q: Tensor, k: Tensor, mask: Tensor | None, *, scaling: float, softcap: float | None, causal: bool
 ) -> Tensor:
     """Softmax weights float32 (h, t, n) of q (h, t, d) and k (kv_heads, n, d)."""
-    found = scores(q, k, scaling=scaling, softcap=softcap)
+    s = scores(q, k, scaling=scaling, softcap=softcap)
     if causal and mask is None:
-        mask = torch.ones(found.shape[1:], dtype=torch.bool, device=q.device).tril()
+        mask = torch.ones(s.shape[1:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        found = found.masked_fill(~mask, -math.inf)
-    return found.softmax(dim=-1, dtype=torch.float32)
+        s = s.masked_fill(~mask, -math.inf)
+    return s.softmax(dim=-1, dtype=torch.float32)
 
 
 def scores(q: Tensor, k: Tensor, *, scaling: float, softcap: float | None) -> Tensor:
-    """What the softmax is taken of, before the mask: (h, t, n)."""
-    found = (q.unflatten(0, (len(k), -1)) @ k[:, None].transpose(-1, -2)).flatten(0, 1) * scaling
-    return found if softcap is None else torch.tanh(found / softcap) * softcap
+    """The input of the softmax, before the mask: (h, t, n)."""
+    s = (q.unflatten(0, (len(k), -1)) @ k[:, None].transpose(-1, -2)).flatten(0, 1) * scaling
+    return s if softcap is None else torch.tanh(s / softcap) * softcap
 
 
-def weighted(found: Tensor, v: Tensor) -> Tensor:
+def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
     """Values (n, kv_heads, d) averaged by weights (h, t, n): (t, h, d) of v's dtype."""
-    grouped = found.to(v.dtype).unflatten(0, (v.shape[1], -1))
+    grouped = p.to(v.dtype).unflatten(0, (v.shape[1], -1))
     return (grouped @ v.transpose(0, 1)[:, None]).flatten(0, 1).transpose(0, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.errors import ModelError, SettingsError
-from attar.formats.decoded import Decoded
+from attar.formats.readers import Decoded
 from attar.kernels.build import why_missing
 from attar.kernels.decode import TILE
 from attar.kernels.product import default_activation_bits
@@ -95,7 +95,7 @@ def _model(checkpoint: Any, asked: RunnerSettings) -> str:
     except ModelError as problem:
         return problem.message
     view = Decoded(checkpoint)
-    packed = any(view.coded(name) for name in view.tensors)
+    packed = any(view.is_coded(name) for name in view.tensors)
     if packed and asked.weights:
         return f"weights is {asked.weights}, but the checkpoint is quantized already"
     if packed or asked.weights or asked.dtype == "bfloat16":

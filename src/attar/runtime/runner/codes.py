@@ -1,12 +1,13 @@
 """Weights of a quantized checkpoint as the kernels take them: no code is rounded again.
 
-A weight w = s (q - z) on an even grid (formats/uniform.py) of 2, 3 or 4 bits rides in lanes of 4 bits, one of
-5 to 8 in lanes of 8; q and z move together, so that codes are unsigned: by 8 or 128 where there is no z. A
-scale of many inputs, or of a whole row, is repeated over groups that a kernel has. Where inputs name their
-groups (GPTQ's act-order), the inputs are sorted by group, and whoever multiplies sorts its rows likewise.
+A weight w = s (q - z) on an even grid (formats/coded.py) of 2, 3 or 4 bits takes lanes of 4 bits, one
+of 5 to 8 in lanes of 8; q and z are shifted together, so that codes are unsigned: by 8 or 128 where there is
+no z. A scale of many inputs, or of a whole row, is repeated over group sizes that the kernels have. Where
+inputs name their groups (GPTQ's act-order), the columns are sorted by group, and the caller sorts its inputs
+likewise.
 
-What is fused (q, k and v; gate and up) must be of one kind: codes of 4 bits become codes of 8, groups the
-smallest of them, and zeros are written out, all of it exact.
+Fused weights (q, k and v; gate and up) must be of one kind: codes of 4 bits become codes of 8, groups take
+the smallest size, and zeros are made explicit, all of it exact.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attar.formats.uniform import Uniform
+from attar.formats.coded import UniformWeight
 from attar.kernels.memory import Arena
 from attar.kernels.packed import BITS, GROUPS, Kind, PackedWeight, pack_codes
 
@@ -50,7 +51,7 @@ class PackedCodes:
         return pack_codes(self.codes, self.scales, self.zeros, kind=self.kind, bias=bias, arena=arena)
 
 
-def codes_of(weight: Uniform) -> PackedCodes | None:
+def codes_of(weight: UniformWeight) -> PackedCodes | None:
     """A weight for the kernels; None where they have no such groups or zeros. Does not modify its input."""
     (rows, columns), order = weight.codes.shape, None
     groups = torch.arange(columns) // weight.width if weight.order is None else weight.order.long()

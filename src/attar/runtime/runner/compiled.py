@@ -1,7 +1,7 @@
 """Runs Llama-shaped models in the compiled library: one call for each step, whatever sequences are in it.
 
-The library owns the pool of keys and values; here a step's numbers are put together for it. What it does not
-do is refused by name, and ``modules.py`` runs it.
+The library owns the pool of keys and values; this module prepares its arguments. Models that it does not
+support are refused by name, and ``modules.py`` runs them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from attar.errors import UsageError
@@ -18,7 +17,7 @@ from attar.kernels.decode import KV_BYTES, ModelWeights, Program
 from attar.kernels.packed import Kind
 from attar.kernels.structures import PRODUCTS, StepTokens
 from attar.runtime.runner.compiled_weights import model_weights
-from attar.runtime.step import StepInput, TokenSpan
+from attar.runtime.step import StepInput, TokenSpan, ancestors
 
 KV_DTYPES = tuple(KV_BYTES)
 
@@ -67,7 +66,7 @@ class Compiled:
         self.vocabulary, self.context = weights.vocabulary, None if table is None else len(table)
 
     repeats = True
-    """A step that broke off may be run again: nothing but the pool is kept."""
+    """A failed step may be run again: the pool is the only state."""
 
     @property
     def block_size(self) -> int:
@@ -81,7 +80,7 @@ class Compiled:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``describe.py`` tells of it."""
+        """For ``describe.py``."""
         program, layers = self._program, self.weights.layers
         kinds = {getattr(layer, name).kind: None for layer in layers for name in PRODUCTS}
         return {
@@ -94,7 +93,7 @@ class Compiled:
 
     @property
     def weights(self) -> ModelWeights:
-        """What it runs; another runner may have a part of it."""
+        """The model; another runner may share a part of it."""
         return self._program.weights
 
     def run(self, step: StepInput) -> Tensor:
@@ -107,23 +106,23 @@ class Compiled:
                 positions=step.positions,
                 slots=step.slots(self.block_size),
                 counts=[span.count for span in step.spans],
-                past=[span.place for span in step.spans],
+                past=[span.offset for span in step.spans],
                 blocks=[span.blocks for span in step.spans],
                 rows=step.rows,
                 copies=step.copies,
-                trees=[None if tree is None else seen(tree) for _, tree in step.trees()],
+                trees=[None if tree is None else ancestors(tree) for _, tree in step.trees()],
             )
         )
 
     def fork(self, sequence: int, child: int) -> None:
-        """Nothing is kept per sequence."""
+        """No state per sequence."""
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """What slots hold goes to other slots, (from, to), one after the other."""
+        """Move the content of slots, (from, to), one pair after the other."""
         self._program.move(pairs)
 
     def forget(self, sequence: int) -> None:
-        """Nothing is kept per sequence."""
+        """No state per sequence."""
 
     def close(self) -> None:
         """End the library's threads."""
@@ -131,12 +130,12 @@ class Compiled:
 
     def _check(self, span: TokenSpan) -> None:
         assert self.context is None or span.stop <= self.context, f"token {span.stop} of {self.context}"
-        assert span.place == span.start or not self._windowed, "an evicted cache and a sliding window"
+        assert span.offset == span.start or not self._windowed, "an evicted cache and a sliding window"
 
 
 def _activations(weights: ModelWeights, bits: int) -> str:
     """What the products of these weights round their inputs to; see :class:`Compiled`."""
-    parts = [part for each in weights.layers for part in (each.qkv, each.out, each.gate_up, each.down)]
+    parts = [part for layer in weights.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     dense = {8: "bfloat16", 16: "float32"}[bits]
     kinds = {dense if part.kind == "bf16" else f"int{bits}" for part in (*parts, weights.head)}
     return " and ".join(sorted(kinds, reverse=True))
@@ -164,19 +163,10 @@ def compiled(
         settings: of :class:`Compiled`.
 
     Raises:
-        ModelError: the model is not what the compiled step does.
+        ModelError: the compiled step does not support the model.
     """
     names, load = (
         (tensors, tensors.__getitem__) if isinstance(tensors, dict) else (tensors.tensors, tensors.load)
     )
-    made = model_weights(config, names, load, weights=weights, head=head, group=group, context=context)
-    return Compiled(made, **settings)
-
-
-def seen(parents: Sequence[int]) -> NDArray[np.bool_]:
-    """Which tokens of a tree each sees: its ancestors and itself; bool (n, n)."""
-    found = np.eye(len(parents), dtype=np.bool_)
-    for index, parent in enumerate(parents):
-        if parent >= 0:
-            found[index] |= found[parent]
-    return found
+    model = model_weights(config, names, load, weights=weights, head=head, group=group, context=context)
+    return Compiled(model, **settings)

@@ -1,12 +1,11 @@
 """From a checkpoint's tensors to what the compiled step reads: names, fused rows, norms, rotary tables.
 
-Weights that a quantized checkpoint has as codes stay these codes (codes.py). Where parts of a fused weight
-are stored in ways that no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is held in
-bfloat16. So are embeddings, unless the model is float32.
+The codes of a quantized checkpoint are kept (codes.py). Where the parts of a fused weight have layouts that
+no kernel joins, and where a weight is no grid of integers (FP8, NF4), it is kept in bfloat16. So are
+embeddings, unless the model is float32.
 
-Every tensor of the checkpoint must have found its place: a layer with something that the compiled step does
-not do (sinks, experts, another norm) is refused by the name of what is left over, and runs through
-``modules.py``.
+Every tensor of the checkpoint must be used: a layer with a part that the compiled step does not support
+(sinks, experts, another norm) is refused by the name of the unused tensor, and runs through ``modules.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from attar.kernels.decode import LayerWeights, ModelWeights
 from attar.kernels.memory import Arena
 from attar.kernels.packed import Kind, PackedWeight, pack
 from attar.runtime.runner.codes import PackedCodes, fused
-from attar.runtime.runner.rotary_tables import layer_kind, rope, rotary_tables
+from attar.runtime.runner.step_config import layer_kind, rope, rotary_tables
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 GEMMA = ("gemma", "gemma2", "gemma3_text")  # norms are of 1 + w, embeddings are scaled
@@ -34,12 +33,11 @@ MOVING = ("dynamic", "longrope")  # rotary tables that change with the sequence'
 
 @dataclass
 class TensorSource:
-    """Tensors by name, each asked for once; remembers which.
+    """Tensors by name, with a record of which were used.
 
     Args:
-        names: what there is.
-        load: reads one.
-        coded: reads the codes of one; None where it has none.
+        load: reads a tensor.
+        coded: reads the codes of a tensor; None where it has none.
     """
 
     names: frozenset[str]
@@ -49,8 +47,8 @@ class TensorSource:
     def __post_init__(self) -> None:
         self.used: list[str] = []
 
-    def take(self, name: str) -> Tensor:
-        """A tensor that must be there."""
+    def required(self, name: str) -> Tensor:
+        """A tensor that must exist."""
         if name not in self.names:
             raise ModelError(f"no tensor {name!r}", hint="the compiled runner needs Llama's names")
         self.used.append(name)
@@ -59,21 +57,21 @@ class TensorSource:
     def codes(self, names: Sequence[str]) -> list[PackedCodes] | None:
         """Several weights as codes; None where one has none."""
         parts = [self.coded(name) if name in self.names else None for name in names]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(names):
+        codes = [part for part in parts if part is not None]
+        if len(codes) < len(names):
             return None
-        for name, part in zip(names, found, strict=True):
+        for name, part in zip(names, codes, strict=True):
             if part.order is not None:
                 raise ModelError(f"{name} is in act-order, which the compiled runner does not sort")
         self.used += names
-        return found
+        return codes
 
-    def ask(self, name: str) -> Tensor | None:
-        """A tensor that may be there."""
-        return self.take(name) if name in self.names else None
+    def optional(self, name: str) -> Tensor | None:
+        """A tensor that may exist."""
+        return self.required(name) if name in self.names else None
 
-    def left(self) -> list[str]:
-        """Names that nobody asked for."""
+    def unused(self) -> list[str]:
+        """Names of tensors that were not used."""
         used = frozenset(self.used)
         return sorted(name for name in self.names if name not in used and not name.endswith("inv_freq"))
 
@@ -96,7 +94,7 @@ def model_weights(
         config: of transformers.
         names: the checkpoint's tensors.
         load: reads one, dense.
-        coded: reads the codes of one, which stay as they are; None where it has none.
+        coded: reads the codes of one, which are kept; None where it has none.
         weights: what other Linears become: bf16 (rounded), int8 or int4 (to nearest).
         head: the same of the head; None: as ``weights``.
         group: inputs that share a scale.
@@ -104,20 +102,20 @@ def model_weights(
         embedding: float16, bfloat16 or float32; None: float32 where it is stored so, else bfloat16.
 
     Raises:
-        ModelError: the family, or something in the checkpoint, is not what the compiled step does.
+        ModelError: the family, or a part of the checkpoint, is not supported by the compiled step.
     """
     check_config(config)
     source, arena = TensorSource(frozenset(names), load, coded), Arena()
     tables = rotary_tables(config, context or config.max_position_embeddings)
     layers = []
     for index in range(config.num_hidden_layers):
-        parts = _Parts(config, source, f"model.layers.{index}.", arena, weights, group)
-        layers.append(parts.layer(tables[layer_kind(config, index)], _window(config, index)))
-    table = source.take(EMBEDDING)
-    wide = table.dtype == torch.float32 and embedding is None
-    made = ModelWeights(
-        embedding=table.to(torch.float32 if wide else embedding or torch.bfloat16).contiguous(),
-        norm=_norm(config, source.take("model.norm.weight")),
+        tensors = _LayerTensors(config, source, f"model.layers.{index}.", arena, weights, group)
+        layers.append(tensors.layer(tables[layer_kind(config, index)], _window(config, index)))
+    table = source.required(EMBEDDING)
+    keep_float32 = table.dtype == torch.float32 and embedding is None
+    model = ModelWeights(
+        embedding=table.to(torch.float32 if keep_float32 else embedding or torch.bfloat16).contiguous(),
+        norm=_norm(config, source.required("model.norm.weight")),
         head=_head(source, table, head or weights, group, arena),
         layers=tuple(layers),
         heads=config.num_attention_heads,
@@ -130,13 +128,13 @@ def model_weights(
         embedding_scale=config.hidden_size**0.5 if config.model_type in GEMMA else 1.0,
         activation=ACTIVATIONS[_activation(config)],
     )
-    if source.left():
-        raise ModelError(f"the compiled runner has no place for {', '.join(source.left()[:3])}")
-    return made
+    if source.unused():
+        raise ModelError(f"the compiled runner has no place for {', '.join(source.unused()[:3])}")
+    return model
 
 
 @dataclass
-class _Parts:
+class _LayerTensors:
     """One layer's tensors."""
 
     config: Any
@@ -147,7 +145,7 @@ class _Parts:
     group: int
 
     def layer(self, rotary: Tensor, window: int) -> LayerWeights:
-        gemma = self._ask("pre_feedforward_layernorm") is not None
+        gemma = self._optional("pre_feedforward_layernorm") is not None
         return LayerWeights(
             before_attention=self._norm("input_layernorm"),
             before_mlp=self._norm("pre_feedforward_layernorm" if gemma else "post_attention_layernorm"),
@@ -163,28 +161,28 @@ class _Parts:
             window=window,
         )
 
-    def _ask(self, name: str) -> Tensor | None:
-        return self.source.ask(f"{self.prefix}{name}.weight")
+    def _optional(self, name: str) -> Tensor | None:
+        return self.source.optional(f"{self.prefix}{name}.weight")
 
     def _norm(self, name: str) -> Tensor:
-        return _norm(self.config, self.source.take(f"{self.prefix}{name}.weight"))
+        return _norm(self.config, self.source.required(f"{self.prefix}{name}.weight"))
 
     def _maybe_norm(self, name: str) -> Tensor | None:
-        found = self._ask(name)
-        return None if found is None else _norm(self.config, found)
+        weight = self._optional(name)
+        return None if weight is None else _norm(self.config, weight)
 
-    def _product(self, room: str, names: tuple[str, ...], whole: str = "") -> PackedWeight:
+    def _product(self, module: str, names: tuple[str, ...], fused_name: str = "") -> PackedWeight:
         """Several Linears with the same inputs as one."""
-        if whole and f"{self.prefix}{room}{whole}.weight" in self.source.names:
-            names = (whole,)
-        paths = [f"{self.prefix}{room}{name}" for name in names]
-        biases = [self.source.ask(f"{path}.bias") for path in paths]
+        if fused_name and f"{self.prefix}{module}{fused_name}.weight" in self.source.names:
+            names = (fused_name,)
+        paths = [f"{self.prefix}{module}{name}" for name in names]
+        biases = [self.source.optional(f"{path}.bias") for path in paths]
         parts = self.source.codes([f"{path}.weight" for path in paths])
         joined = fused(parts) if parts else None
         if parts and joined is not None:
             bias = _joined(biases, [len(part.codes) for part in parts])
             return joined.pack(bias, self.arena)
-        weights = [self.source.take(f"{path}.weight") for path in paths]
+        weights = [self.source.required(f"{path}.weight") for path in paths]
         bias = _joined(biases, [len(weight) for weight in weights])
         return pack(torch.cat(weights), self.kind, group=self.group, bias=bias, arena=self.arena)
 
@@ -195,7 +193,7 @@ def _head(source: TensorSource, table: Tensor, kind: Kind, group: int, arena: Ar
     parts = source.codes([own])
     if parts:
         return parts[0].pack(arena=arena)
-    return pack(source.take(HEAD) if own == HEAD else table, kind, group=group, arena=arena)
+    return pack(source.required(HEAD) if own == HEAD else table, kind, group=group, arena=arena)
 
 
 def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | None:
@@ -207,16 +205,17 @@ def _joined(biases: Sequence[Tensor | None], rows: Sequence[int]) -> Tensor | No
 
 
 def check_config(config: Any) -> None:
-    """Raises ModelError where the config asks for what the step does not do."""
+    """Raises ModelError where the compiled step does not support the config."""
     if config.model_type not in FAMILIES:
         raise ModelError(f"the compiled runner does not run {config.model_type}", hint=f"it runs {FAMILIES}")
     if _activation(config) not in ACTIVATIONS:
         raise ModelError(f"the compiled runner has no activation {_activation(config)!r}")
     if config.hidden_size % 16:
         raise ModelError(f"hidden_size is {config.hidden_size}, the compiled runner takes multiples of 16")
-    for kind, told in rope(config).items():
-        if told.get("rope_type", "default") in MOVING:
-            raise ModelError(f"the compiled runner has no rotary embedding {told['rope_type']!r} ({kind})")
+    for kind, parameters in rope(config).items():
+        rope_type = parameters.get("rope_type", "default")
+        if rope_type in MOVING:
+            raise ModelError(f"the compiled runner has no rotary embedding {rope_type!r} ({kind})")
 
 
 def _activation(config: Any) -> str:

@@ -1,8 +1,15 @@
-"""What a model asks of the KV cache, found by running one token: no config is believed.
+"""What a model asks of the KV cache, found by running one token instead of trusting the config.
 
-A token that is alone attends to itself, so its attention is its own value; what each layer hands over shows
-how many heads of keys and values it has and how long they are. Layers that keep another state (Mamba,
-linear attention) never ask, and are noticed by that.
+A token that is alone attends to itself, so its attention output is its own value; what each layer passes to
+attention shows how many kv heads it has and how long they are. Layers with another state (Mamba, linear
+attention) never call attention, and are detected by that.
+
+Rotation, which StreamingLLM and Reread need to turn queries:
+
+    turned(x, a): in each pair (x_i, x_{i + m}) of the first 2m numbers, an angle of a f_i        f = inv_freq
+
+It is verified in each layer: the hidden states of a token that is alone do not depend on its position, so its
+key at position 7 must be its key at position 0, turned by 7.
 """
 
 from __future__ import annotations
@@ -17,73 +24,75 @@ from attar.errors import ModelError
 from attar.runtime.runner import attention
 
 ROPES_OF_LENGTH = ("dynamic", "longrope")  # their angles change with the length of the batch
+AT = 7  # position at which the rotation is verified
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a runner must know of a model."""
+    """What a runner needs to know of a model."""
 
     layers: int
     kv_heads: int
     head_dim: int
     vocabulary: int  # columns of the logits
     context: int | None  # positions
-    windows: tuple[int | None, ...]  # positions that each layer looks back, its own among them
+    windows: tuple[int | None, ...]  # positions each layer looks back, its own included
 
     @property
     def window(self) -> int | None:
-        """Positions that every layer looks back at most; None where one looks back to the first."""
+        """Most positions that any layer looks back; None where one looks back to the first."""
         known = [window for window in self.windows if window is not None]
         return max(known) if len(known) == self.layers else None
 
 
 class AttentionProbe:
-    """Stands in for a pass: writes down what each layer hands over."""
+    """Takes the place of an AttentionPass: records what each layer passes to attention."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, int, int]] = {}  # layer -> kv_heads, numbers of a key, of a value
+        self.shapes: dict[int, tuple[int, int, int]] = {}  # layer -> kv_heads, numbers of a key, of a value
         self.windows: dict[int, int | None] = {}
         self.keys: dict[int, Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        self.seen[layer] = (k.shape[1], k.shape[2], v.shape[2])
+        self.shapes[layer] = (k.shape[1], k.shape[2], v.shape[2])
         self.windows[layer], self.keys[layer] = options["window"], k
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 def probe(model: Any) -> ModelShape:
-    """Take a causal language model over and look at it; afterwards it runs through a runner only.
+    """Set a causal language model's attention and probe it; afterwards it runs through a runner only.
 
     Raises:
-        ModelError: its attention is not what the runtime does, by name.
+        ModelError: its attention is not supported, with its name.
     """
     attention.register()
     name = type(model).__name__
     try:
         model.set_attn_implementation(attention.NAME)
     except ValueError as problem:
-        raise ModelError(f"{name}: its attention cannot be taken over: {problem}") from problem
-    seen, logits = shown(model, 0)
+        raise ModelError(f"{name}: its attention cannot be replaced: {problem}") from problem
+    record, logits = run_probe(model, 0)
     config = model.config.get_text_config()
-    _check(name, seen.seen, config.num_hidden_layers)
-    kv_heads, head_dim, _ = seen.seen[0]
-    windows = tuple(seen.windows[layer] for layer in range(len(seen.seen)))
-    return ModelShape(len(seen.seen), kv_heads, head_dim, logits.shape[-1], _context(config), windows)
+    _check(name, record.shapes, config.num_hidden_layers)
+    layers = len(record.shapes)
+    kv_heads, head_dim, _ = record.shapes[0]
+    windows = tuple(record.windows[layer] for layer in range(layers))
+    return ModelShape(layers, kv_heads, head_dim, logits.shape[-1], _context(config), windows)
 
 
-def shown(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
-    """What each layer hands over for token 1 alone at a position, and the logits (1, 1, vocabulary)."""
-    seen, token = AttentionProbe(), torch.ones(1, 1, dtype=torch.int64, device=model.device)
+def run_probe(model: Any, position: int) -> tuple[AttentionProbe, Tensor]:
+    """The record of token 1 alone at a position, and its logits (1, 1, vocabulary)."""
+    record, token = AttentionProbe(), torch.ones(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        logits = model(input_ids=token, position_ids=token * position, use_cache=False, paged=seen).logits
-    return seen, logits
+        logits = model(input_ids=token, position_ids=token * position, use_cache=False, paged=record).logits
+    return record, logits
 
 
 def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> None:
     missing = [layer for layer in range(layers) if layer not in seen]
     if missing or len(seen) != layers:
         raise ModelError(
-            f"{name}: layers {missing} keep no keys and values that the runtime could hold"
+            f"{name}: layers {missing} keep no keys and values that the runtime could store"
             if missing
             else f"{name}: {len(seen)} layers attend, but its config names {layers}"
         )
@@ -98,10 +107,61 @@ def _check(name: str, seen: dict[int, tuple[int, int, int]], layers: int) -> Non
 
 
 def _context(config: Any) -> int | None:
-    """Positions the model was made for; those of its first training where longer texts change the angles."""
+    """Positions the model was trained for; those of its first training where longer contexts change the
+    angles."""
     most = getattr(config, "max_position_embeddings", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ROPES_OF_LENGTH:
             most = rope.get("original_max_position_embeddings") or most
     return most
+
+
+class Rotary:
+    """The rotation of queries and keys in each layer.
+
+    Args:
+        model: probed.
+        layers: number of layers.
+
+    Raises:
+        ModelError: its keys are not rotated in this way.
+    """
+
+    def __init__(self, model: Any, layers: int) -> None:
+        self.frequencies = [_frequencies(model, layer) for layer in range(layers)]
+        zero, far = (run_probe(model, position)[0].keys for position in (0, AT))
+        for layer in range(layers):
+            shift = torch.tensor([AT], device=zero[layer].device)
+            want = self.turned(zero[layer].float(), shift, layer)
+            tolerance = 1e-3 * float(want.abs().max()) * _tolerance(model)
+            if not torch.allclose(far[layer].float(), want, atol=tolerance):
+                raise ModelError(
+                    f"{type(model).__name__}: layer {layer} does not rotate its keys by position"
+                )
+
+    def turned(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """x (t, heads, d) turned by positions int64 (t,), which may be negative; computed in float32."""
+        f = self.frequencies[layer]
+        angles = positions.to(torch.float64)[:, None] * f.to(torch.float64)
+        cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]  # (t, 1, m)
+        m = len(f)
+        a, b, rest = x[..., :m].float(), x[..., m : 2 * m].float(), x[..., 2 * m :]
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([turned.to(x.dtype), rest], dim=-1)
+
+
+def _frequencies(model: Any, layer: int) -> Tensor:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    names = (f"{kinds[layer]}_inv_freq", "inv_freq") if kinds else ("inv_freq",)
+    for name in names:
+        for module in model.modules():
+            frequencies = getattr(module, name, None)
+            if isinstance(frequencies, torch.Tensor):
+                return frequencies.detach()
+    raise ModelError(f"{type(model).__name__} has no rotary positions")
+
+
+def _tolerance(model: Any) -> float:
+    """Factor on the tolerance for a model's dtype."""
+    return 1.0 if model.dtype == torch.float32 else 30.0

@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any
 
 from attar.errors import DataError
+from attar.formats.byte_alphabet import BYTE_ALPHABET
 
 _SPACE = "\u2581"  # SentencePiece's blank
 _TAG = re.compile(r"<[|｜].*[|｜]>")  # a role token in families that do not mark it as special
@@ -46,7 +47,7 @@ class ServerTokenizer:
         self._tokenizer = deepcopy(tokenizer)
         self._fast = getattr(self._tokenizer, "backend_tokenizer", None)
         self._lock = Lock()  # for a tokenizer written in Python, which may change while it works
-        self._bytes = _byte_alphabet()
+        self._bytes = {character: byte for byte, character in BYTE_ALPHABET.items()}
         self._pieces: dict[int, tuple[str, bytes]] = {}
         if self._fast is not None:
             self._fast.no_truncation()
@@ -118,14 +119,6 @@ class ServerTokenizer:
         """Bytes of a token, or more."""
         alphabet = all(letter in self._bytes for letter in written)
         return len(written) if alphabet else len(written.encode("utf-8", "replace"))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones are themselves, the others 256 and up."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): byte for byte in plain}
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 class SpecialTokenEscaper:

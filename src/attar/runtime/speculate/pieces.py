@@ -13,10 +13,12 @@ import re
 from typing import Any
 
 from attar.errors import ModelError
+from attar.formats.byte_alphabet import BYTE_ALPHABET
 
 BLANK = "\u2581"
 ROLES = ("eos_token_id", "bos_token_id")
 _FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTES = {character: bytes([byte]) for byte, character in BYTE_ALPHABET.items()}
 
 TokenBytes = bytes | str
 """What a token stands for: bytes, or a special token as it is written."""
@@ -79,14 +81,3 @@ def beginning(tokenizer: Any) -> list[int]:
     ids = [int(token) for token in tokenizer("a")["input_ids"]]
     plain = next((place for place, token in enumerate(ids) if token not in special), 0)
     return ids[:plain]
-
-
-def _bytes() -> dict[str, bytes]:
-    """GPT-2's characters of the 256 bytes: printable ones are themselves, the others come from 256 on."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    table = {chr(byte): bytes([byte]) for byte in plain}
-    return table | {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
-
-
-_BYTES = _bytes()

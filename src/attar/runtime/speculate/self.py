@@ -140,7 +140,7 @@ def _low_bit(
 ) -> DraftModel:
     checkpoint = open_checkpoint(model)
     runner = target.runner
-    if readers.method(checkpoint) or (isinstance(runner, Compiled) and _packed(runner)):
+    if readers.quant_method(checkpoint) or (isinstance(runner, Compiled) and _packed(runner)):
         raise ModelError(f"{target.name}: its weights are packed already, int4 would not be much less")
     loaded = load(checkpoint, runner="compiled", weights="int4", kv_tokens=kv_tokens)
     made = loaded.runner

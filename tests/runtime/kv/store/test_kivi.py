@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attar.runtime.kv.store.geometry import PoolGeometry
 from attar.runtime.kv.store.kivi import KIVIStore, packed, quantize, unpacked
+from attar.runtime.kv.store.planes import PoolGeometry
 
 CPU = torch.device("cpu")
 GEOMETRY = PoolGeometry(layers=2, blocks=8, block_size=64, kv_heads=2, head_dim=64)

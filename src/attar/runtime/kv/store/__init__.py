@@ -1,6 +1,6 @@
-"""How keys and values are kept: one file per format, and the table of their names.
+"""Formats of keys and values, and the table of their names.
 
-A store is append-only: what a slot holds is written once and never quantized again from its own rounding.
+A store is append-only: a slot is written once and never quantized again from its own rounding.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Callable
 import torch
 
 from attar.errors import SettingsError, nearest
-from attar.runtime.kv.store.dense import DenseStore
-from attar.runtime.kv.store.geometry import PoolGeometry, Store
 from attar.runtime.kv.store.kivi import KIVIStore
+from attar.runtime.kv.store.planes import DenseStore, PoolGeometry, Store
 from attar.runtime.kv.store.scaled import ScaledStore
 
 STORES: dict[str, Callable[[PoolGeometry, torch.device], Store]] = {
@@ -34,8 +33,8 @@ def make_store(name: str, geometry: PoolGeometry, device: torch.device) -> Store
     """
     if name not in STORES:
         close = nearest(name, STORES)
-        wish = f" (did you mean {close}?)" if close else ""
-        raise SettingsError("kv_dtype", name, f"one of {', '.join(STORES)}{wish}")
+        hint = f" (did you mean {close}?)" if close else ""
+        raise SettingsError("kv_dtype", name, f"one of {', '.join(STORES)}{hint}")
     return STORES[name](geometry, device)
 
 

@@ -10,9 +10,9 @@ g; R the residual.
 
 Differs from the paper: the residual is the block that is being filled, so R = B, for keys and for values
 (there R values stay exact at any time). A block is quantized once, when it is full and no draft in it can be
-taken back, and is read-only from then on; that is what lets blocks be shared, copied and found by prefix.
-s and m are float16. Blocks in full precision are kept beside the pool, at most ``residuals`` of them besides
-those of the current step: beyond that the one that was written longest ago is quantized early.
+rejected, and is read-only from then on; so blocks can be shared, copied and reused by prefix. s and m are
+float16. Blocks in full precision are stored outside the pool, at most ``residuals`` of them in addition to
+those of the current step: beyond that the least recently written one is quantized early.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.runtime.kv.store.geometry import PoolGeometry
+from attar.runtime.kv.store.planes import PoolGeometry
 
 GROUP = 32  # g
 RESIDUALS = 64  # blocks in full precision (float32)
@@ -35,7 +35,7 @@ class KIVIStore:
 
     Args:
         bits: 4 or 2.
-        residuals: blocks kept in full precision.
+        residuals: most blocks in full precision.
 
     Raises:
         SettingsError: the block is no multiple of 32, or a head's numbers do not fill bytes.
@@ -44,12 +44,12 @@ class KIVIStore:
     def __init__(
         self, geometry: PoolGeometry, bits: int, device: torch.device, *, residuals: int = RESIDUALS
     ) -> None:
-        name, each = f"kivi{bits}", 8 // bits
+        name, per_byte = f"kivi{bits}", 8 // bits
         if geometry.block_size % GROUP:
             raise SettingsError("block_size", geometry.block_size, f"a multiple of {GROUP} with {name}")
-        if geometry.head_dim % each:
+        if geometry.head_dim % per_byte:
             raise SettingsError(
-                "kv_dtype", name, f"another one: {geometry.head_dim} is no multiple of {each}"
+                "kv_dtype", name, f"another one: {geometry.head_dim} is no multiple of {per_byte}"
             )
         self.geometry, self.bits, self.residuals, self.device = geometry, bits, residuals, device
         layers, _, blocks, block, heads, n = geometry.plane(geometry.head_dim)
@@ -58,10 +58,10 @@ class KIVIStore:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float16, device=device)
 
-        self.codes = torch.zeros(geometry.plane(n // each), dtype=torch.uint8, device=device)
+        self.codes = torch.zeros(geometry.plane(n // per_byte), dtype=torch.uint8, device=device)
         self.of_keys = zeros(layers, blocks, 2, block // GROUP, 1, heads, n)  # s at 0, m at 1
         self.of_values = zeros(layers, blocks, 2, block, heads, n // self.channels, 1)
-        self.open: dict[int, Tensor] = {}  # block -> (layers, 2, B, heads, n); the longest unwritten first
+        self.open: dict[int, Tensor] = {}  # block -> (layers, 2, B, heads, n); least recently written first
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +74,7 @@ class KIVIStore:
         for slot in slots.tolist():
             first.setdefault(slot // block, slot % block)
         for index, row in first.items():
-            self.open[index] = self.open.pop(index) if index in self.open else self._opened(index, row)
+            self.open[index] = self.open.pop(index) if index in self.open else self._open_block(index, row)
         surplus = len(self.open) - self.residuals
         for index in [index for index in self.open if index not in first][: max(surplus, 0)]:
             self._close(index)
@@ -84,15 +84,16 @@ class KIVIStore:
         indices, rows = slots // block, slots % block
         for index in dict.fromkeys(indices.tolist()):
             mine = indices == index
-            room = self.open[index]
-            room[layer, 0, rows[mine]], room[layer, 1, rows[mine]] = k[mine].float(), v[mine].float()
+            block_data = self.open[index]
+            block_data[layer, 0, rows[mine]] = k[mine].float()
+            block_data[layer, 1, rows[mine]] = v[mine].float()
 
     def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         k = self._keys(layer, blocks).to(dtype)
         v = self._values(layer, blocks).to(dtype)
-        for place, index in enumerate(blocks.tolist()):
+        for row, index in enumerate(blocks.tolist()):
             if index in self.open:
-                k[place], v[place] = self.open[index][layer].to(dtype)
+                k[row], v[row] = self.open[index][layer].to(dtype)
         return k.flatten(0, 1), v.flatten(0, 1)
 
     def settle_(self, blocks: Sequence[int]) -> None:
@@ -102,33 +103,34 @@ class KIVIStore:
 
     def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, target in pairs:
-            room = self.open.get(source)
+            residual = self.open.get(source)
             self.open.pop(target, None)
-            if room is not None:
-                self.open[target] = room.clone()
+            if residual is not None:
+                self.open[target] = residual.clone()
             for plane in (self.of_keys, self.of_values):
                 plane[:, target] = plane[:, source]
             self.codes[:, :, target] = self.codes[:, :, source]
 
     def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
-        """Inside blocks that are being filled; groups are not taken apart."""
+        """Inside blocks that are being filled; quantized groups are not taken apart."""
         block = self.geometry.block_size
         heads = torch.arange(len(sources), device=sources.device)
         for source, target in zip(sources.T, targets.tolist(), strict=True):
-            rooms = [self.open[index] for index in (source // block).tolist()]
+            residuals = [self.open[index] for index in (source // block).tolist()]
             rows = (source % block).tolist()
-            moved = [room[layer, :, row, head] for room, row, head in zip(rooms, rows, heads, strict=True)]
+            moved = [x[layer, :, row, head] for x, row, head in zip(residuals, rows, heads, strict=True)]
             self.open[target // block][layer, :, target % block] = torch.stack(moved, dim=1)
 
-    def _opened(self, index: int, row: int) -> Tensor:
-        """Room for a block: empty, or what was quantized of it where it is written from the middle."""
+    def _open_block(self, index: int, row: int) -> Tensor:
+        """A block in full precision: zeros, or decoded where it is written from the middle."""
         layers, _, _, block, heads, n = self.geometry.plane(self.geometry.head_dim)
-        room = torch.zeros(layers, 2, block, heads, n, device=self.device)
+        residual = torch.zeros(layers, 2, block, heads, n, device=self.device)
         if row:
-            one = torch.tensor([index], device=self.device)
+            blocks = torch.tensor([index], device=self.device)
             for layer in range(layers):
-                room[layer, 0], room[layer, 1] = self._keys(layer, one)[0], self._values(layer, one)[0]
-        return room
+                residual[layer, 0] = self._keys(layer, blocks)[0]
+                residual[layer, 1] = self._values(layer, blocks)[0]
+        return residual
 
     def _close(self, index: int) -> None:
         k, v = self.open.pop(index).unbind(1)  # (layers, B, heads, n)
@@ -157,16 +159,16 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     low, high = x.aminmax(dim=dim, keepdim=True)
     top = 2**bits - 1
     m = low.half()
-    s = ((high - m.float()) / top).half()  # of the m that is kept, so that the group's largest is reached
+    s = ((high - m.float()) / top).half()  # of the rounded m, so that the group's largest is reached
     q = ((x - m.float()) / s.float().clamp(min=torch.finfo(torch.float16).tiny)).round_().clamp_(0, top)
     return q.to(torch.uint8), s, m
 
 
 def packed(q: Tensor, bits: int) -> Tensor:
     """Codes (..., n) as bytes (..., n * bits / 8), the first in the lowest bits."""
-    each = 8 // bits
-    shifts = torch.arange(each, device=q.device, dtype=torch.uint8) * bits
-    return (q.unflatten(-1, (-1, each)) << shifts).sum(dim=-1, dtype=torch.uint8)
+    per_byte = 8 // bits
+    shifts = torch.arange(per_byte, device=q.device, dtype=torch.uint8) * bits
+    return (q.unflatten(-1, (-1, per_byte)) << shifts).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:

@@ -2,9 +2,9 @@
 
     s = max |x| / 127 (FP8: 448), at least 1e-6;  q = round(x / s);  x ~ s q
 
-x is the key or the value of one token in one head, so that nothing has to be calibrated, and a token never
-changes the rounding of another: appending, sharing and copying blocks work as for plain numbers. INT8 is the
-better one on smooth rows, FP8 where a few numbers of a row are much larger than the rest.
+x is the key or the value of one token in one head, so that no calibration is needed, and no token changes the
+rounding of another: appending, sharing and copying blocks work as for plain numbers. INT8 is better on smooth
+rows, FP8 where a few numbers of a row are much larger than the rest.
 
 Source: vLLM's ``int8_per_token_head`` (``v1/attention/ops/triton_reshape_and_cache_flash.py``). Scales are
 float32: head_dim + 4 bytes for each token and head.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.runtime.kv.store.geometry import Cells, PlaneStore, PoolGeometry
+from attar.runtime.kv.store.planes import Cells, PlaneStore, PoolGeometry
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 FLOOR = 1e-6  # smallest scale
@@ -31,7 +31,7 @@ class ScaledStore(PlaneStore):
     def __init__(self, geometry: PoolGeometry, code: torch.dtype, device: torch.device) -> None:
         codes = torch.zeros(geometry.plane(geometry.head_dim), dtype=torch.int8, device=device)
         scales = torch.zeros(geometry.plane(1), dtype=torch.float32, device=device)
-        super().__init__(geometry, codes, scales)  # FP8's codes too are bytes: torch indexes no float8
+        super().__init__(geometry, codes, scales)  # FP8 codes are stored as bytes: torch indexes no float8
         self.codes, self.scales, self.code = codes, scales, code
 
     def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,0 +1,349 @@
+"""The description of an architecture of GGUF, the sizes that a config states, and modules that families
+share.
+
+A :class:`ModuleMapping` is a weight with its bias; ``{}`` in its names is the block. Names of sizes:
+``hidden``, ``ff`` (MLP width), ``gate_up`` (twice that), ``q`` and ``kv`` (all heads together), ``qkv``,
+``head`` (one head), ``vocabulary``, ``context``.
+
+A missing key of a config has transformers' default. A null one follows from others: the head's width is
+hidden / heads, KV heads are as many as heads, the MLP is four times as wide as the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attar.errors import ModelError
+
+SILU = ("silu", "swish")
+GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu", "gelu_fast")
+"""llama.cpp's only GELU is the tanh approximation; "gelu" is the exact one, which it approximates."""
+
+LLAMA_ROPES = ("default", "linear", "yarn", "llama3", "longrope")
+ROPES = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class ModuleMapping:
+    """A weight and its bias.
+
+    Attributes:
+        gguf: name in the file, without ``.weight``.
+        stored: name in the checkpoint, without the model's prefix and ``.weight``.
+        shape: names of the sizes in the file, rows first.
+        bias: True, False, or the config's key that states whether there is one.
+        order: ``q`` or ``k``: paired rows; ``groups``: fused rows of KV groups to be sorted.
+        plus: added to the weight.
+        transposed: stored as (in, out).
+        matrix: may be quantized.
+    """
+
+    gguf: str
+    stored: str
+    shape: tuple[str, ...]
+    bias: bool | str = False
+    order: str = ""
+    plus: float = 0.0
+    transposed: bool = False
+    matrix: bool = True
+
+
+@dataclass(frozen=True)
+class ConfigRule:
+    """A key of the config, and the values that llama.cpp's code agrees with.
+
+    Attributes:
+        allowed: None: any number.
+        default: of transformers; a config made from a file states it.
+    """
+
+    key: str
+    allowed: tuple[Any, ...] | None
+    default: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family of models.
+
+    Attributes:
+        family: its ``model_type``.
+        arch: ``general.architecture``.
+        model_class: its causal language model in transformers.
+        prefix: of all stored names but the head's.
+        outer: modules outside the blocks; blocks: modules of a block.
+        head: ``output.weight`` is ``optional`` (left out where it is the embedding), ``needed`` or ``never``.
+        head_bias: the head has a bias.
+        head_names: names of the stored head, the usual one first.
+        layer_norm: LayerNorm, not RMSNorm.
+        keys: the config's keys where they are not the usual ones.
+        defaults: of transformers, for missing keys.
+        rules: values that the config must have.
+        extras: further (key of the file, key of the config) that are copied.
+        grouped: its config has a number of KV heads.
+        square: heads times their width must be the hidden size.
+        ropes: kinds of rotary embedding; none: there is no rotary embedding.
+        window: ``all``: every block has the sliding window; ``marked``: those that the config marks; a number
+            n: every block but each n-th, where the config marks none; None: there is none.
+        window_applied: llama.cpp applies it; window_needed: and needs a block that has it.
+        scale_by_layers: blocks at which llama.cpp divides queries by the root of hidden / heads, not of the
+            head's width; 0: the config has no such number (Gemma's ``query_pre_attn_scalar``).
+        no_rope_interval: each n-th block has no rotary embedding; 0: all have it.
+    """
+
+    family: str
+    arch: str
+    model_class: str
+    prefix: str = "model."
+    outer: tuple[ModuleMapping, ...]
+    blocks: tuple[ModuleMapping, ...]
+    head: str = "optional"
+    head_bias: bool = False
+    head_names: tuple[str, ...] = ("lm_head",)
+    layer_norm: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rules: tuple[ConfigRule, ...] = ()
+    extras: tuple[tuple[str, str], ...] = ()
+    grouped: bool = True
+    square: bool = False
+    ropes: tuple[str, ...] = ROPES
+    window: str | int | None = None
+    window_applied: bool = False
+    window_needed: bool = False
+    scale_by_layers: int = 0
+    no_rope_interval: int = 0
+
+    @property
+    def activation(self) -> str:
+        """The config's key of the activation."""
+        return next(rule.key for rule in self.rules if rule.allowed in (SILU, GELU))
+
+
+USUAL = {
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head": "head_dim",
+    "ff": "intermediate_size",
+    "vocabulary": "vocab_size",
+    "context": "max_position_embeddings",
+    "epsilon": "rms_norm_eps",
+}
+"""The config's usual keys."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, in elements; context in tokens."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    ff: int
+    vocabulary: int
+    context: int
+
+    def of(self, name: str) -> int:
+        """A size by its name in :class:`ModuleMapping`."""
+        if name in ("q", "kv", "qkv"):
+            counts = {"q": self.heads, "kv": self.kv_heads, "qkv": self.heads + 2 * self.kv_heads}
+            return counts[name] * self.head
+        return 2 * self.ff if name == "gate_up" else int(getattr(self, name))
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Sliding-window attention: in marked blocks a token attends to itself and the ``tokens`` - 1 before
+    it."""
+
+    tokens: int
+    blocks: tuple[bool, ...]
+
+
+def key_of(architecture: Architecture, name: str) -> str:
+    """A family's key of a number in its config."""
+    return architecture.keys.get(name, USUAL.get(name, name))
+
+
+def number(config: Mapping[str, Any], architecture: Architecture, name: str) -> Any:
+    """The config's number of a name, or transformers' default."""
+    key = key_of(architecture, name)
+    return config[key] if key in config else architecture.defaults.get(name)
+
+
+def sizes(config: Mapping[str, Any], architecture: Architecture) -> Sizes:
+    """The sizes of a config.
+
+    Raises:
+        ModelError: one is missing or no whole number, or they do not fit together.
+    """
+    hidden, heads = _whole(config, architecture, "hidden"), _whole(config, architecture, "heads")
+    measured = Sizes(
+        layers=_whole(config, architecture, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_whole(config, architecture, "kv_heads", heads),
+        head=_whole(config, architecture, "head", hidden // heads),
+        ff=_whole(config, architecture, "ff", 4 * hidden if architecture.family == "gpt2" else None),
+        vocabulary=_whole(config, architecture, "vocabulary"),
+        context=_whole(config, architecture, "context"),
+    )
+    _check_sizes(measured, architecture)
+    return measured
+
+
+def _whole(
+    config: Mapping[str, Any], architecture: Architecture, name: str, default: int | None = None
+) -> int:
+    value = number(config, architecture, name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(
+            f"config of {architecture.family}: {key_of(architecture, name)} is {value!r}, but must be a "
+            "whole number above 0",
+            hint="GGUF has one such number for all blocks; check config.json",
+        )
+    return value
+
+
+def _check_sizes(measured: Sizes, architecture: Architecture) -> None:
+    family = architecture.family
+    if measured.heads % measured.kv_heads:
+        raise ModelError(
+            f"config of {family}: {measured.heads} heads are no multiple of {measured.kv_heads} KV heads"
+        )
+    if architecture.ropes and measured.head % 2:
+        raise ModelError(
+            f"config of {family}: a head's width of {measured.head} is odd; rotary needs an even one"
+        )
+    if architecture.square and measured.heads * measured.head != measured.hidden:
+        raise ModelError(
+            f"{family}: GGUF's {architecture.arch} has no width of a head of its own, so {measured.heads} "
+            f"heads of {measured.head} in a width of {measured.hidden} cannot be written",
+            hint="such a model comes from removing heads; remove neurons or layers instead",
+        )
+
+
+def window(config: Mapping[str, Any], architecture: Architecture, layers: int) -> SlidingWindow | None:
+    """The sliding window; None where no block has one."""
+    scope = architecture.window
+    tokens = number(config, architecture, "sliding_window")
+    if scope is None or not tokens or (scope == "marked" and not config.get("use_sliding_window")):
+        return None
+    marked = config.get("layer_types")
+    if scope == "all":
+        blocks = (True,) * layers
+    elif isinstance(marked, list):
+        blocks = tuple(kind == "sliding_attention" for kind in marked)
+    else:
+        blocks = tuple(_default_blocks(config, scope, layers))
+    if len(blocks) != layers:
+        raise ModelError(
+            f"config of {architecture.family}: layer_types names {len(blocks)} blocks, the model has {layers}"
+        )
+    return SlidingWindow(int(tokens), blocks) if any(blocks) else None
+
+
+def _default_blocks(config: Mapping[str, Any], scope: str | int, layers: int) -> list[bool]:
+    """The blocks with the window where the config marks none."""
+    if scope == "marked":
+        first = config.get("max_window_layers", 28)
+        return [index >= first for index in range(layers)]
+    every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or scope
+    return usual_pattern(int(every), layers)
+
+
+def usual_pattern(every: int, layers: int) -> list[bool]:
+    """Every block has the window but each ``every``-th."""
+    return [bool((index + 1) % every) for index in range(layers)]
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal number of a float32 value: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def norm(
+    gguf: str, stored: str, *, size: str = "hidden", bias: bool = False, plus: float = 0.0
+) -> ModuleMapping:
+    """A norm's weight."""
+    return ModuleMapping(gguf, stored, (size,), bias=bias, plus=plus, matrix=False)
+
+
+def attention(
+    *, bias: bool | str = False, out_bias: bool | str = False, pair: bool = False, out: str = "o_proj"
+) -> tuple[ModuleMapping, ...]:
+    """Separate projections; ``pair``: the rows of q and k are paired."""
+    prefix, order = "blk.{}.attn_", ("q", "k", "") if pair else ("", "", "")
+    inputs = (("q", "q"), ("k", "kv"), ("v", "kv"))
+    return (
+        *(
+            ModuleMapping(
+                f"{prefix}{part}", f"layers.{{}}.self_attn.{part}_proj", (size, "hidden"), bias, kind
+            )
+            for (part, size), kind in zip(inputs, order, strict=True)
+        ),
+        ModuleMapping(f"{prefix}output", f"layers.{{}}.self_attn.{out}", ("hidden", "q"), out_bias),
+    )
+
+
+def gated_mlp(bias: bool | str = False) -> tuple[ModuleMapping, ...]:
+    """gate, up and down."""
+    return (
+        ModuleMapping("blk.{}.ffn_gate", "layers.{}.mlp.gate_proj", ("ff", "hidden"), bias),
+        ModuleMapping("blk.{}.ffn_up", "layers.{}.mlp.up_proj", ("ff", "hidden"), bias),
+        ModuleMapping("blk.{}.ffn_down", "layers.{}.mlp.down_proj", ("hidden", "ff"), bias),
+    )
+
+
+def plain_mlp(up: str, down: str, *, transposed: bool = False) -> tuple[ModuleMapping, ...]:
+    """up and down, with biases."""
+    return (
+        ModuleMapping("blk.{}.ffn_up", up, ("ff", "hidden"), bias=True, transposed=transposed),
+        ModuleMapping("blk.{}.ffn_down", down, ("hidden", "ff"), bias=True, transposed=transposed),
+    )
+
+
+def outside(
+    embedding: str = "embed_tokens", final: str = "norm", *, bias: bool = False, plus: float = 0.0
+) -> tuple[ModuleMapping, ...]:
+    """Embedding and final norm."""
+    return (
+        ModuleMapping("token_embd", embedding, ("vocabulary", "hidden")),
+        norm("output_norm", final, bias=bias, plus=plus),
+    )
+
+
+def pre_norms(*, bias: bool = False, plus: float = 0.0) -> tuple[ModuleMapping, ...]:
+    """The norms before attention and MLP."""
+    return (
+        norm("blk.{}.attn_norm", "layers.{}.input_layernorm", bias=bias, plus=plus),
+        norm("blk.{}.ffn_norm", "layers.{}.post_attention_layernorm", bias=bias, plus=plus),
+    )
+
+
+def around_norms(plus: float) -> tuple[ModuleMapping, ...]:
+    """Gemma's norms before and after attention and MLP."""
+    prefix = "layers.{}."
+    return (
+        norm("blk.{}.attn_norm", f"{prefix}input_layernorm", plus=plus),
+        norm("blk.{}.post_attention_norm", f"{prefix}post_attention_layernorm", plus=plus),
+        norm("blk.{}.ffn_norm", f"{prefix}pre_feedforward_layernorm", plus=plus),
+        norm("blk.{}.post_ffw_norm", f"{prefix}post_feedforward_layernorm", plus=plus),
+    )
+
+
+def head_norms(*, q: str = "head", k: str = "head", plus: float = 0.0) -> tuple[ModuleMapping, ...]:
+    """Norms of queries and keys."""
+    return (
+        norm("blk.{}.attn_q_norm", "layers.{}.self_attn.q_norm", size=q, plus=plus),
+        norm("blk.{}.attn_k_norm", "layers.{}.self_attn.k_norm", size=k, plus=plus),
+    )

@@ -1,0 +1,193 @@
+"""Tokenizers as GGUF metadata. from_gguf.py is the way back.
+
+    tokenizer.json has                                tokenizer.ggml.model
+    BPE, ByteLevel                                    gpt2     bpe.py, pretokenizers.py
+    BPE, byte_fallback; or tokenizer.model (BPE)      llama    spm.py, vocabulary.py, sentencepiece.py
+    Unigram; or spiece.model (unigram)                t5       spm.py
+
+llama.cpp's keys do not hold all of a tokenizer.json. attar adds the key ``attar.tokenizer.pipeline``, which
+other readers ignore: a JSON object with ``normalizer``, ``pre_tokenizer``, ``post_processor`` and ``decoder``
+as in tokenizer.json, ``model`` (the BPE's switches) and ``flags`` (of added tokens by id). With it,
+from_gguf.py restores the original tokenizer. A compiled normalization is null there, because the file has it
+already.
+
+Source: llama.cpp ``src/llama-vocab.cpp``, ``gguf-py/gguf/constants.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attar.errors import CheckpointError, ModelError
+from attar.formats.gguf.tokenizer.bpe import bpe_metadata, normalizer_steps
+from attar.formats.gguf.tokenizer.files import TokenizerFiles, read_tokenizer_files
+from attar.formats.gguf.tokenizer.pretokenizers import by_name, pre_tokenizer_steps
+from attar.formats.gguf.tokenizer.sentencepiece import UNIGRAM
+from attar.formats.gguf.tokenizer.special_tokens import (
+    KNOWN_ENDS,
+    PREFIX,
+    special_ids,
+    special_token_metadata,
+    unnamed_ends,
+)
+from attar.formats.gguf.tokenizer.spm import metaspace_prefix, spm_metadata, unigram_metadata
+from attar.formats.gguf.values import MetadataValue
+
+PIPELINE = "attar.tokenizer.pipeline"
+STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+SWITCHES = ("unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
+CHARSMAP = "precompiled_charsmap"
+
+
+def tokenizer_metadata(
+    folder: str | Path, config: Mapping[str, Any], pre: str | None = None
+) -> dict[str, MetadataValue]:
+    """The GGUF metadata of a model folder's tokenizer.
+
+    Args:
+        folder: with tokenizer.json or a SentencePiece model.
+        config: the content of config.json; its vocab_size is the number of tokens written.
+        pre: llama.cpp's name for the pre-tokenizer of a byte-level BPE; None: it is recognised.
+
+    Returns:
+        All keys below ``tokenizer.``, and ``attar.tokenizer.pipeline``.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or a file is damaged.
+        ModelError: llama.cpp cannot do what this tokenizer does; names the part.
+        SettingsError: llama.cpp has no pre-tokenizer ``pre``.
+    """
+    return source_metadata(read_tokenizer_files(Path(folder), config), pre)
+
+
+def source_metadata(source: TokenizerFiles, pre: str | None = None) -> dict[str, MetadataValue]:
+    """:func:`tokenizer_metadata` of files that are already read."""
+    kind = _kind(source)
+    if kind == "gpt2":
+        metadata = bpe_metadata(source, pre)
+    else:
+        metadata = spm_metadata(source) if kind == "llama" else unigram_metadata(source)
+    metadata.update(special_token_metadata(source))
+    if source.tokenizer:
+        metadata[PIPELINE] = json.dumps(pipeline(source), ensure_ascii=False, separators=(",", ":"))
+    return metadata
+
+
+def _kind(source: TokenizerFiles) -> str:
+    """``tokenizer.ggml.model`` of a tokenizer."""
+    if source.pieces is not None:
+        return "t5" if source.pieces.kind == UNIGRAM else "llama"
+    if not source.tokenizer:
+        raise CheckpointError(
+            f"{source.folder}: no tokenizer.json and no tokenizer.model",
+            hint="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes tokenizer.json",
+        )
+    model = source.model
+    kind = model.get("type") or ("BPE" if "merges" in model else None)
+    if kind == "Unigram":
+        return "t5"
+    if kind != "BPE":
+        raise ModelError(
+            f"{source.file}: model {kind}: GGUF is written for BPE, SentencePiece and unigram tokenizers"
+        )
+    levels = [step.get("type") for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer"))]
+    return "gpt2" if "ByteLevel" in levels else "llama"
+
+
+def pipeline(source: TokenizerFiles) -> dict[str, Any]:
+    """The content of ``attar.tokenizer.pipeline``."""
+    kept = {stage: source.tokenizer.get(stage) for stage in STAGES}
+    kept["normalizer"] = with_charsmap(kept["normalizer"], None)
+    kept["model"] = {name: source.model[name] for name in SWITCHES if name in source.model}
+    kept["flags"] = {str(index): list(token.flags) for index, token in source.added.items() if token.flags}
+    return kept
+
+
+def read_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of ``attar.tokenizer.pipeline``, empty in a file of another writer.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    try:
+        kept = json.loads(metadata.get(PIPELINE, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{PIPELINE}: not JSON: {error}") from error
+    if not isinstance(kept, dict):
+        raise CheckpointError(f"{PIPELINE}: not a JSON object")
+    return kept
+
+
+def with_charsmap(tree: Any, charsmap: str | None) -> Any:
+    """A normalizer with its compiled normalization replaced."""
+    if not isinstance(tree, dict):
+        return tree
+    if "normalizers" in tree:
+        return {**tree, "normalizers": [with_charsmap(step, charsmap) for step in tree["normalizers"]]}
+    return {**tree, CHARSMAP: charsmap} if CHARSMAP in tree else tree
+
+
+def tokenizer_differences(source: TokenizerFiles, metadata: Mapping[str, Any]) -> list[str]:
+    """How llama.cpp's tokens differ from transformers', one line each.
+
+    Args:
+        source: the tokenizer's files.
+        metadata: :func:`source_metadata` of them.
+    """
+    kind = metadata[f"{PREFIX}model"]
+    lines = [*_normalizer(source), *_spaces(source), *_added(source), *_ends(source)]
+    if kind == "gpt2" and by_name(metadata[f"{PREFIX}pre"]).approximate:
+        lines.append("letters with marks and letters outside ASCII may be cut at other places")
+    return lines
+
+
+def _normalizer(source: TokenizerFiles) -> list[str]:
+    kinds = [step.get("type") for step in normalizer_steps(source.tokenizer.get("normalizer"))]
+    return [
+        line
+        for kind, line in (
+            ("NFC", "a text is not brought to NFC first: letters with separate marks make other tokens"),
+            ("Precompiled", "a letter with several marks may be normalized otherwise"),
+        )
+        if kind in kinds
+    ]
+
+
+def _spaces(source: TokenizerFiles) -> list[str]:
+    for step in pre_tokenizer_steps(source.tokenizer.get("pre_tokenizer")):
+        if metaspace_prefix(step):
+            first = step.get("prepend_scheme") == "first"
+            after = ", and after a special token" if first else ""
+            return [f"a text that begins with a space gets one more{after}"]
+    return []
+
+
+def _added(source: TokenizerFiles) -> list[str]:
+    flagged = [
+        token.text
+        for token in source.added.values()
+        if {"lstrip", "rstrip", "single_word"}.intersection(token.flags)
+    ]
+    if not flagged:
+        return []
+    return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave the spaces beside them as they are"]
+
+
+def _ends(source: TokenizerFiles) -> list[str]:
+    """End tokens beyond eos, eot and eom, and plain tokens that llama.cpp takes for an end by their text."""
+    ids = special_ids(source)
+    missed = [
+        index
+        for index in unnamed_ends(source, ids.get("eos"))
+        if index not in (ids.get("eot"), ids.get("eom"))
+    ]
+    lines = [f"token {index} does not end a text: eos, eot and eom are taken" for index in missed]
+    plain = [
+        text
+        for text in KNOWN_ENDS
+        if (index := source.vocabulary.get(text)) is not None and index not in source.added
+    ]
+    return [*lines, *(f"the plain token {text} ends a text, by its look" for text in plain)]

@@ -1,0 +1,136 @@
+"""What all stores have in common, and the stores whose tokens are independent of each other.
+
+A plane is a tensor [layers, 2, blocks, block, kv_heads, n]: keys at [:, 0], values at [:, 1], n numbers for
+each token and head. Slot s is row s % block of block s // block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Cells = tuple[Tensor, Tensor, Tensor]
+"""Layers, slots and heads, int64 (m,) each: the numbers of one token in one head."""
+
+
+@dataclass(frozen=True)
+class PoolGeometry:
+    """The shape of a pool; MHA has as many ``kv_heads`` as heads, MQA has one."""
+
+    layers: int
+    blocks: int
+    block_size: int  # tokens of a block
+    kv_heads: int
+    head_dim: int
+
+    def plane(self, numbers: int) -> tuple[int, ...]:
+        """Shape of a plane with ``numbers`` for each token and head."""
+        return (self.layers, 2, self.blocks, self.block_size, self.kv_heads, numbers)
+
+
+class Store(Protocol):
+    """Keys and values of all layers. No operation allocates in proportion to the pool."""
+
+    geometry: PoolGeometry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        ...
+
+    def begin_(self, slots: Tensor) -> None:
+        """A step will write these slots, in each layer."""
+        ...
+
+    def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k and v (T, kv_heads, head_dim) of any float dtype to slots int64 (T,)."""
+        ...
+
+    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole blocks int64 (n,): two tensors (n * block, kv_heads, head_dim)."""
+        ...
+
+    def settle_(self, blocks: Sequence[int]) -> None:
+        """These blocks are full and will not be written again."""
+        ...
+
+    def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in this order, in each layer."""
+        ...
+
+    def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        """Move tokens of one layer, bit for bit; all are read before any is written.
+
+        Args:
+            sources: int64 (kv_heads, m), slots, for each head its own.
+            targets: int64 (m,), slots.
+        """
+        ...
+
+
+class PlaneStore:
+    """A store of planes: every token is independent, so that blocks, rows and cells can be moved."""
+
+    def __init__(self, geometry: PoolGeometry, *planes: Tensor) -> None:
+        self.geometry = geometry
+        self.planes = planes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.planes)
+
+    def begin_(self, slots: Tensor) -> None:
+        """Nothing to prepare."""
+
+    def settle_(self, blocks: Sequence[int]) -> None:
+        """Nothing to do: a token has its final form when it is written."""
+
+    def copy_(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            for plane in self.planes:
+                plane[:, :, target] = plane[:, :, source]
+
+    def move_(self, layer: int, sources: Tensor, targets: Tensor) -> None:
+        heads = torch.arange(len(sources), device=sources.device)[:, None]
+        for plane in self.planes:
+            for rows in plane[layer].flatten(1, 2):  # keys, values: (slots, kv_heads, n)
+                rows[targets.expand_as(sources), heads] = rows[sources, heads]
+
+    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of cells: two tensors (m, head_dim)."""
+        raise NotImplementedError
+
+    def move_cells_(self, sources: Cells, targets: Cells) -> None:
+        """Move keys and values between cells, bit for bit; all are read before any is written."""
+        for plane in self.planes:
+            for kind in range(2):
+                cells = plane[:, kind].flatten(1, 2)  # (layers, slots, kv_heads, n)
+                cells[targets] = cells[sources]
+
+    def rows(self, plane: Tensor, layer: int, kind: int) -> Tensor:
+        """Keys (0) or values (1) of a layer: a view (slots, kv_heads, n) to write to."""
+        return plane[layer, kind].flatten(0, 1)
+
+
+class DenseStore(PlaneStore):
+    """float32, bfloat16 or float16: one plane with n = head_dim; written values are rounded to its dtype."""
+
+    def __init__(self, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(geometry, torch.zeros(geometry.plane(geometry.head_dim), dtype=dtype, device=device))
+        self.data = self.planes[0]
+
+    def write_(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        for kind, x in enumerate((k, v)):
+            self.rows(self.data, layer, kind).index_copy_(0, slots, x.to(self.data.dtype))
+
+    def read_cells(self, cells: Cells, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (self.data[:, kind].flatten(1, 2)[cells].to(dtype) for kind in range(2))
+        return k, v
+
+    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (kind.index_select(0, blocks).flatten(0, 1).to(dtype) for kind in self.data[layer])
+        return k, v

@@ -1,0 +1,502 @@
+"""Architectures: names against the gguf package's table, numbers against transformers' configs, the way back,
+and what is refused."""
+
+import copy
+import json
+
+import gguf
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from attar.errors import CheckpointError, ModelError
+from attar.formats.gguf.architecture import key_of, sizes, window
+from attar.formats.gguf.families import ARCHITECTURES
+from attar.formats.gguf.metadata import file_placements, hf_config, metadata, notes, size_label
+from attar.formats.gguf.rope import FREQUENCIES, llama3_factors, read_rope
+from attar.formats.gguf.tensor_map import architecture, expected_placements, placements
+from attar.models.configs import parse_config
+from attar.models.load import empty_model
+from tests.formats.gguf import variants
+from tests.formats.gguf.variants import VARIANTS, build, rope, said, stored
+
+
+def written(variant):
+    """Model, config, and the tensors of its file."""
+    model = build(variant)
+    config, state = said(model), stored(model)
+    made = {
+        each.gguf: each.apply(state[each.stored]) if each.stored else each.value
+        for each in placements(config, state)
+    }
+    return model, config, made
+
+
+def test_every_family_has_a_tiny_model():
+    assert {variants.said(variants.config(name))["model_type"] for name in VARIANTS} == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_what_is_taken_for_a_missing_key_is_what_transformers_takes(family):
+    found, config = ARCHITECTURES[family], parse_config({"model_type": family}).to_dict()
+    for name, value in found.defaults.items():
+        theirs = config.get(key_of(found, name), config.get("rope_parameters", {}).get(name))
+        assert value == theirs, name
+    for rule in found.rules:
+        assert rule.default == config.get(rule.key, rule.default), rule
+    assert bool(config["tie_word_embeddings"]) == found.defaults.get("tie_word_embeddings", False)
+    if "kv_heads" not in found.defaults and not found.layer_norm:
+        assert config["num_key_value_heads"] == config["num_attention_heads"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_names_are_those_of_the_gguf_packages_table(variant):
+    model = build(variant)
+    found = architecture(said(model))
+    kind = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == found.arch)
+    table = gguf.get_tensor_name_map(kind, said(model).get("num_hidden_layers") or 3)
+    for each in placements(said(model), stored(model)):
+        if each.stored is None or (each.gguf == "output.weight" and "embed_" in each.stored):
+            continue
+        theirs = table.get_name(each.stored, try_suffixes=(".weight", ".bias"))
+        assert theirs == each.gguf, each.stored
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_keys_are_those_of_the_gguf_package(variant):
+    config = said(variants.config(variant))
+    found = architecture(config).arch
+    known = {
+        value.replace("{arch}", found)
+        for group in vars(gguf.Keys).values()
+        if isinstance(group, type)
+        for value in vars(group).values()
+        if isinstance(value, str)
+    }
+    keys = metadata(config, "tiny")
+    assert keys.keys() <= known
+    assert all(type(value) in (bool, int, float, str, list) for value in keys.values())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_file_gives_a_model_of_the_same_shapes_and_settings(variant):
+    model, config, made = written(variant)
+    again = hf_config(metadata(config, "tiny"), made)
+    rebuilt = empty_model(parse_config(json.loads(json.dumps(again))))
+    shapes = {name: tensor.shape for name, tensor in rebuilt.state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in model.state_dict().items()}
+    ours, theirs = rebuilt.config.to_dict(), model.config.to_dict()
+    changed = {key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+    may = {"bos_token_id", "eos_token_id", "pad_token_id", "dtype", "initializer_range", "hidden_act"}
+    may |= {"rope_parameters"} if "longrope" in variant else set()
+    may |= {"n_inner"} if variant == "gpt2" else set()
+    may |= {"tie_word_embeddings"} if "tie" in variant or variant == "stablelm with biases" else set()
+    may |= {"model_type", "architectures"} if variant == "mistral" else set()
+    may |= {"sliding_window"} if variant == "gemma3 without windows" else set()
+    assert changed <= may, {key: (theirs[key], ours[key]) for key in changed - may}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_come_back_bit_for_bit(variant):
+    model = build(variant)
+    config, state = said(model), stored(model)
+    for name, tensor in state.items():
+        if "norm" in name and "gemma" in variant:
+            state[name] = tensor.bfloat16()
+    placed = placements(config, state)
+    seen = set()
+    for each in placed:
+        if each.stored:
+            tensor = each.apply(state[each.stored])
+            assert tuple(tensor.shape) == each.shape
+            assert tensor.dtype == torch.float32 or each.matrix
+            assert torch.equal(each.undo(tensor, state[each.stored].dtype), state[each.stored]), each.gguf
+            seen.add(each.stored)
+    assert seen == state.keys()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_file_gives_the_model_back(variant):
+    model, config, made = written(variant)
+    again = hf_config(metadata(config, "tiny"), made)
+    state = {each.stored: each.undo(made[each.gguf]) for each in file_placements(again, made)}
+    if "embed_out.weight" in state:
+        state["lm_head.weight"] = state.pop("embed_out.weight")
+    again["hidden_act"] = config.get("hidden_act", again.get("hidden_act"))
+    rebuilt = transformers.AutoModelForCausalLM.from_config(parse_config(again)).eval()
+    missing, unexpected = rebuilt.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    rebuilt.tie_weights()
+    rows = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        one, other = model(rows).logits, rebuilt(rows).logits
+    torch.testing.assert_close(other, one, rtol=2e-5, atol=2e-5)
+
+
+def test_a_file_of_llama_cpps_converter_says_the_same():
+    """It leaves out what its loader takes by default."""
+    _, config, made = written("qwen2")
+    keys = metadata(config, "tiny")
+    for leaf in ("attention.key_length", "attention.value_length", "vocab_size", "rope.dimension_count"):
+        del keys[f"qwen2.{leaf}"]
+    assert hf_config(keys, made) == hf_config(metadata(config, "tiny"), made)
+    _, config, made = written("gemma2")
+    keys = metadata(config, "tiny")
+    del keys["gemma2.rope.freq_base"], keys["gemma2.rope.dimension_count"], keys["gemma2.vocab_size"]
+    assert hf_config(keys, made) == hf_config(metadata(config, "tiny"), made)
+
+
+def test_numbers_come_back_from_float32():
+    config = said(variants.config("llama3"))
+    keys = metadata(config, "tiny")
+    for key, value in keys.items():
+        keys[key] = float(torch.tensor(value)) if isinstance(value, float) else value
+    _, _, made = written("llama3")
+    again = hf_config(keys, made)
+    assert again["rms_norm_eps"] == 1e-6 and again["rope_parameters"]["rope_theta"] == 500000.0
+
+
+def test_special_tokens_and_dtype_are_read():
+    _, config, made = written("qwen2")
+    keys = metadata(config, "tiny") | {"tokenizer.ggml.eos_token_id": 7}
+    made = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in made.items()}
+    again = hf_config(keys, made)
+    assert (again["eos_token_id"], again["bos_token_id"], again["dtype"]) == (7, None, "bfloat16")
+
+
+def test_the_metadata_of_a_llama():
+    config = said(variants.config("llama with rope of llama3"))
+    assert metadata(config, "Tiny") == {
+        "general.architecture": "llama",
+        "general.type": "model",
+        "general.name": "Tiny",
+        "general.size_label": "244K",
+        "llama.block_count": 3,
+        "llama.context_length": 128,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 8,
+        "llama.attention.head_count_kv": 4,
+        "llama.attention.key_length": 32,
+        "llama.attention.value_length": 32,
+        "llama.vocab_size": 320,
+        "llama.attention.layer_norm_rms_epsilon": 1e-6,
+        "llama.rope.dimension_count": 32,
+        "llama.rope.freq_base": 10000.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "count", [1, 999, 4096, 134_515_008, 1_000_000_001, 1_543_714_304, 70_553_706_496, 10**13]
+)
+def test_size_labels_are_those_of_the_gguf_package(count):
+    assert size_label(count) == gguf.size_label(count, 0, 0, 0)
+
+
+# rotary embeddings
+
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"factor": 32.0}, {"low_freq_factor": 2.0, "high_freq_factor": 6.0},
+    {"original_max_position_embeddings": 500, "rope_theta": 10000.0},
+])  # fmt: skip
+@pytest.mark.parametrize("head", [64, 128])
+def test_llama3_factors_are_the_ratio_of_transformers_frequencies(changes, head):
+    settings = {**LLAMA31, **changes}
+    config = transformers.LlamaConfig(
+        hidden_size=4 * head, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=settings
+    )
+    theirs, scale = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = 1.0 / settings["rope_theta"] ** (torch.arange(0, head, 2).double() / head)
+    found = architecture(said(config) | {"architectures": []})
+    rope = read_rope(said(config), found, sizes(said(config), found))
+    ours = llama3_factors(rope)
+    assert scale == 1.0 and ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), plain / theirs.double(), rtol=3e-6, atol=0)
+    assert ours.min() == 1.0 and ours.max() == settings["factor"] and len(ours.unique()) > 3
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 32.0}, {"original_max_position_embeddings": 4096}])
+def test_llama3_settings_are_found_again(changes):
+    settings = {**LLAMA31, **changes}
+    config = said(transformers.LlamaConfig(max_position_embeddings=131072, rope_parameters=settings))
+    again = through_a_file(config)
+    assert again["rope_parameters"] == settings
+
+
+def test_other_settings_give_the_same_factors():
+    settings = LLAMA31 | {"low_freq_factor": 2.0, "high_freq_factor": 8.0}
+    config = said(transformers.LlamaConfig(rope_parameters=settings))
+    again = through_a_file(config)
+    assert again["rope_parameters"]["low_freq_factor"] == 1.0
+    assert torch.allclose(factors(again), factors(config), rtol=1e-5)
+
+
+def test_factors_of_no_kind_become_longrope():
+    config = said(transformers.LlamaConfig(rope_parameters=LLAMA31))
+    strange = torch.linspace(1, 3, 64) ** 2
+    again = through_a_file(config, strange)
+    assert again["rope_parameters"]["rope_type"] == "longrope"
+    frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](transformers.LlamaConfig(**again))
+    plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2).float() / 128)
+    assert scale == 1.0 and torch.allclose(plain / frequencies, strange, rtol=1e-5)
+
+
+def factors(config):
+    return next(each.value for each in expected_placements(config) if each.gguf == FREQUENCIES)
+
+
+def through_a_file(config, frequencies=None):
+    """The config after the way through a file's metadata, without weights."""
+    made = {each.gguf: torch.empty(each.shape, device="meta") for each in expected_placements(config)}
+    made[FREQUENCIES] = factors(config) if frequencies is None else frequencies
+    return hf_config(metadata(config, "x"), made)
+
+
+OLD = {"rope_theta": 500000.0, "rope_scaling": {k: v for k, v in LLAMA31.items() if k != "rope_theta"}}
+
+
+@pytest.mark.parametrize("family, new, old", [
+    ("llama3", {"rope_parameters": LLAMA31}, OLD),
+    ("llama3", rope("linear", factor=4.0),
+     {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("llama3", rope("default", 5e5), {"rope_theta": 5e5, "rope_scaling": None}),
+    ("gpt_neox", rope("default", 5e5, partial_rotary_factor=0.5),
+     {"rotary_emb_base": 5e5, "rotary_pct": 0.5}),
+    ("phi", rope("default", 1e5, partial_rotary_factor=0.75),
+     {"rope_theta": 1e5, "partial_rotary_factor": 0.75}),
+    ("gemma3", {"rope_parameters": {"full_attention": rope("linear", 1e6, factor=8.0)["rope_parameters"],
+                                    "sliding_attention": rope("default", 5e3)["rope_parameters"]}},
+     {"rope_theta": 1e6, "rope_local_base_freq": 5e3, "rope_scaling": {"type": "linear", "factor": 8.0}}),
+    ("phi3", variants.LONG_PHI3,
+     {"original_max_position_embeddings": 256, "rope_scaling": {"type": "su", **variants.LISTS}}),
+])  # fmt: skip
+def test_both_spellings_of_rotary_settings_mean_the_same(family, new, old):
+    base = {key: value for key, value in said(variants.config(family)).items() if key != "rope_parameters"}
+    one, other = {**base, **new}, {**base, **old}
+    assert metadata(one, "x") == metadata(other, "x")
+    for first, second in zip(expected_placements(one), expected_placements(other), strict=True):
+        assert first.value is None or torch.equal(first.value, second.value)
+
+
+def test_longrope_scales_as_transformers_does():
+    config = variants.config("phi3 with longrope")
+    _, scale = ROPE_INIT_FUNCTIONS["longrope"](config)
+    assert metadata(said(config), "x")["phi3.rope.scaling.attn_factor"] == pytest.approx(scale, rel=1e-12)
+
+
+# windows
+
+
+@pytest.mark.parametrize("family, changes", [
+    ("gemma2", {}), ("gemma3", {"num_hidden_layers": 13}), ("gemma3", {"sliding_window_pattern": 2}),
+    ("mistral", {"sliding_window": 8}), ("mistral", {"sliding_window": None}), ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
+])  # fmt: skip
+@pytest.mark.parametrize("named", [True, False])
+def test_windows_are_those_of_transformers(family, changes, named):
+    kind, _, arguments = variants.FAMILIES[family]
+    arguments = {key: value for key, value in arguments.items() if key != "layer_types"} | changes
+    config = said(getattr(transformers, kind)(**arguments)) | changes
+    layers = config["num_hidden_layers"]
+    everywhere = "sliding_attention" if config["sliding_window"] else "full_attention"
+    wanted = config.get("layer_types") or [everywhere] * layers
+    if not named:
+        config.pop("layer_types", None)
+    seen = window(config, ARCHITECTURES[config["model_type"]], layers)
+    assert (seen.blocks if seen else (False,) * layers) == tuple(
+        each.startswith("sliding") for each in wanted
+    )
+    assert seen is None or seen.tokens == 8
+
+
+def test_usual_windows_are_not_spelled_out():
+    keys = metadata(said(variants.config("gemma3 with seven layers")), "x")
+    assert keys["gemma3.attention.sliding_window"] == 8
+    assert "gemma3.attention.sliding_window_pattern" not in keys
+    keys = metadata(said(variants.config("gemma2 with marked layers")), "x")
+    assert keys["gemma2.attention.sliding_window_pattern"] == [False, False, True]
+    assert "gemma3.attention.sliding_window" not in metadata(
+        said(variants.config("gemma3 without windows")), "x"
+    )
+
+
+def test_departures_are_told():
+    assert not notes(said(variants.config("llama3"))) and not notes(said(variants.config("gemma2")))
+    config = said(variants.config("mistral")) | {"sliding_window": 8}
+    assert "beyond 8 tokens" in notes(config)[0]
+    assert metadata(config, "x")["llama.attention.sliding_window"] == 8
+    assert "gelu" in notes(said(variants.config("gpt_neox")))[0]
+    assert "over 256" in notes(said(variants.config("phi3 with longrope")))[0]
+
+
+# refusals
+
+
+@pytest.mark.parametrize("family, changes, word", [
+    ("llama3", {"model_type": "opt"}, "opt"),
+    ("llama3", {"model_type": None}, "None"),
+    ("llama3", {"text_config": {}}, "language model"),
+    ("llama3", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama3", {"num_hidden_layers": [3]}, "num_hidden_layers"),
+    ("llama3", {"intermediate_size": [96, 64, 96]}, "intermediate_size"),
+    ("llama3", {"vocab_size": None}, "vocab_size"),
+    ("llama3", {"head_dim": 7}, "odd"),
+    ("llama3", {"num_key_value_heads": 3}, "KV heads"),
+    ("llama3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, None),
+    ("llama3", {"partial_rotary_factor": 0.5}, "dimensions"),
+    ("qwen2", {"head_dim": 16}, "heads"),
+    ("qwen2", {"rope_parameters": LLAMA31}, "llama3"),
+    ("qwen2", rope("yarn", factor=4.0, attention_factor=2.0), "attention_factor"),
+    ("qwen2", rope("yarn", factor=4.0, beta_fast=16), "beta_fast"),
+    ("qwen2", {"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("gemma", {"tie_word_embeddings": False}, "tied"),
+    ("llama3", {"rope_parameters": "default"}, "object"),
+    ("gemma2", {"query_pre_attn_scalar": 100}, "query_pre_attn_scalar"),
+    ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+    ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("gemma2", {"num_hidden_layers": 46, "layer_types": None}, "query_pre_attn_scalar"),
+    ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping"),
+    ("gemma2", {"layer_types": ["full_attention"] * 3}, "window"),
+    ("gemma2", {"layer_types": ["sliding_attention"]}, "layer_types"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "linear"),
+    ("phi3", rope("longrope", long_factor=[1.0], short_factor=[1.0]), None),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function"),
+    ("gpt_neox", {"attention_bias": False}, "attention_bias"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi", {"tie_word_embeddings": True}, "tied"),
+    ("starcoder2", {"use_bias": False}, "use_bias"),
+    ("stablelm", {"use_parallel_residual": True}, "parallel"),
+    ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "no_rope_layers"),
+])  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_refused_by_name(family, changes, word):
+    config = said(variants.config(family)) | changes
+    if word is None:  # seen when the tensors are made
+        with pytest.raises(ModelError, match="rope settings"):
+            expected_placements(config)
+        return
+    with pytest.raises(ModelError, match=word) as caught:
+        architecture(config)
+    assert "\n" not in caught.value.message
+
+
+def test_tensors_that_do_not_fit_are_named():
+    model = build("llama3")
+    config, state = said(model), stored(model)
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases = {
+        "has no tensor": {key: value for key, value in state.items() if key != name},
+        "no place": {**state, "model.layers.1.mlp.extra.weight": state[name]},
+        "config says": {**state, name: state[name][:64]},
+    }
+    for words, wrong in cases.items():
+        with pytest.raises(CheckpointError, match=words) as caught:
+            placements(config, wrong)
+        assert "layers.1.mlp" in str(caught.value)
+    for wrong in (
+        "model.layers.3.mlp.up_proj.weight",
+        "score.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+    ):
+        with pytest.raises(CheckpointError, match=wrong):
+            placements(config, {**state, wrong: state[name]})
+
+
+def test_files_that_do_not_fit_are_named():
+    _, config, made = written("gemma3")
+    keys = metadata(config, "x")
+    with pytest.raises(ModelError, match="rwkv"):
+        hf_config({"general.architecture": "rwkv"}, made)
+    with pytest.raises(CheckpointError, match="block_count"):
+        hf_config({key: value for key, value in keys.items() if key != "gemma3.block_count"}, made)
+    for leaf, wrong in (
+        ("attention.head_count", 0),
+        ("attention.layer_norm_rms_epsilon", "small"),
+        ("rope.freq_base", float("nan")),
+        ("attention.sliding_window", [8]),
+    ):
+        with pytest.raises(CheckpointError, match=f"gemma3.{leaf} is"):
+            hf_config({**keys, f"gemma3.{leaf}": wrong}, made)
+    with pytest.raises(CheckpointError, match="epsilon is missing"):
+        hf_config({key: value for key, value in keys.items() if not key.endswith("epsilon")}, made)
+    with pytest.raises(ModelError, match="layer_types"):
+        file_placements(hf_config({**keys, "gemma3.attention.sliding_window_pattern": [True]}, made), made)
+    with pytest.raises(CheckpointError, match="feed_forward_length differs"):
+        hf_config({**keys, "gemma3.feed_forward_length": [96, 64, 96]}, made)
+    assert hf_config({**keys, "gemma3.feed_forward_length": [96, 96, 96]}, made) == hf_config(keys, made)
+    again = hf_config(keys, made)
+    for name, wrong in (
+        ("blk.2.ffn_up.weight", {key: value for key, value in made.items() if key != "blk.2.ffn_up.weight"}),
+        ("blk.2.ffn_up.weight", {**made, "blk.2.ffn_up.weight": made["blk.2.ffn_up.weight"][:5]}),
+        ("blk.2.ffn_gate_exps.weight", {**made, "blk.2.ffn_gate_exps.weight": made["output_norm.weight"]}),
+    ):
+        with pytest.raises(CheckpointError, match=name):
+            file_placements(again, wrong)
+
+
+def test_old_and_bare_names_are_understood():
+    model = build("gpt2")
+    config, state = said(model), stored(model)
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 8, 8), "lm_head.weight": state["transformer.wte.weight"]}
+    found = {each.gguf: each.stored for each in placements(config, bare)}
+    assert found["blk.1.attn_qkv.weight"] == "h.1.attn.c_attn.weight" and "output.weight" not in found
+    model = build("gpt_neox")
+    config, state = said(model), stored(model)
+    state["embed_out.weight"] = state.pop("lm_head.weight")
+    found = {each.gguf: each.stored for each in placements(config, state)}
+    assert found["output.weight"] == "embed_out.weight"
+
+
+def test_a_needed_head_is_a_copy_of_the_tied_embedding():
+    _, _, made = written("gpt_neox tied")
+    assert torch.equal(made["output.weight"], made["token_embd.weight"])
+
+
+def test_inputs_are_not_changed():
+    config = said(variants.config("gemma3 with marked layers"))
+    before = copy.deepcopy(config)
+    metadata(config, "x")
+    expected_placements(config)
+    assert config == before
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gemmas_norms_alone_gain_one(variant):
+    gained = {each.gguf for each in expected_placements(said(variants.config(variant))) if each.plus}
+    norms = {each.gguf for each in expected_placements(said(variants.config(variant))) if "norm" in each.gguf}
+    assert gained == (norms if "gemma" in variant else set())
+
+
+@pytest.mark.parametrize("variant, parts, rows", [
+    ("llama with biases", ("attn_q", "attn_k"), None),
+    ("granite with rope of llama3", ("attn_q", "attn_k"), None),
+    ("smollm3", ("attn_q", "attn_k"), None),
+    ("gpt_neox", ("attn_qkv",), 192),
+    ("qwen2", (), None), ("phi3", (), None), ("olmo2", (), None), ("starcoder2", (), None),
+])  # fmt: skip
+def test_biases_are_ordered_as_their_weights_are(variant, parts, rows):
+    placed = {each.gguf: each for each in expected_placements(said(variants.config(variant)))}
+    ordered = {name for name, each in placed.items() if each.rows is not None}
+    found = {name.split(".")[2] for name in ordered}
+    assert found == set(parts)
+    for name in ordered:
+        bias = name.replace(".weight", ".bias")
+        assert bias not in placed or torch.equal(placed[bias].rows, placed[name].rows)
+        assert rows is None or len(placed[name].rows) == rows
