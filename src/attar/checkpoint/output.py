@@ -31,6 +31,7 @@ from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
+from attar.options import flatten
 
 _LOCK, _KEY = "lock", "key.json"
 
@@ -107,7 +108,7 @@ def produce(
     ):
         if needed:
             atomic.check_space(folder, needed)
-        settings = plain(settings)
+        settings = plain(settings if isinstance(settings, dict) else flatten(settings))
         fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         records = zip(parents, fingerprints, strict=True)
         lineage = compact([as_parent(item, role, fingerprint) for (item, role), fingerprint in records])

@@ -28,7 +28,7 @@ from attar.progress import Progress
 from attar.quantization.grids import GGML, GGMLGrid, Grid, MXFP4Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import all_finite
 from attar.quantization.schemes import QuantizationScheme
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import QuantizeSettings, quantize_settings
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -106,13 +106,13 @@ def quantized_codes(
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
-        from attar.quantization.rounding import round_all
+        from attar.quantization.rounding import METHODS, RoundingTask
 
         plan, head = rounding_plan(view, placed, kinds), HeadImportance()
         after_blocks = None if importance.entries else head
-        rounded = round_all(
-            source, plan, _quantize_settings(settings), work / "round", progress, after_blocks
-        )
+        quantization = _quantize_settings(settings)
+        task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks)
+        rounded = METHODS[settings.rounding].walk(task)
         importance = head.added(importance, placed)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
     return GGUFCodes(maker, rounded.reports if rounded else list)
@@ -164,7 +164,7 @@ def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> Quant
 
 
 def _quantize_settings(settings: ExportSettings) -> QuantizeSettings:
-    return QuantizeSettings(
+    return quantize_settings(
         method=settings.rounding,
         samples=settings.samples,
         sequence_length=settings.sequence_length,

@@ -19,8 +19,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, SettingsError
 from attar.formats.gguf.container import MetadataValue
 from attar.formats.gguf.mixes import ALIASES, overridden, quantizable, tensor_bytes
@@ -35,13 +36,15 @@ from attar.progress import SILENT, Progress
 from attar.quantization.grids import Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.mixed_precision.allocate import Allocation, Option, allocate, frontier
-from attar.quantization.mixed_precision.mixture import CalibrationSource, SensitivityInputs, ground
+from attar.quantization.mixed_precision.measurements import Measurement
+from attar.quantization.mixed_precision.mixture import (
+    Interaction,
+    SensitivityInputs,
+    interaction,
+    load_inputs,
+)
 from attar.quantization.mixed_precision.sensitivity import (
     CandidateGrid,
-    Interaction,
-    Measurement,
-    SchemeMix,
-    interaction,
     measure,
     shared_groups,
 )
@@ -58,14 +61,6 @@ NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 
 KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
 """Metadata that depends on the choice; its size does not."""
-
-
-class Budgeted(CalibrationSource, Protocol):
-    """The settings of the export that are used here."""
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """``PATTERN=TYPE`` for some tensors."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,7 @@ class TypeMixture:
 def gguf_mixture(
     checkpoint: Checkpoint,
     placed: Sequence[Placement],
-    settings: Budgeted,
+    settings: ExportSettings,
     *,
     bits: float = 0.0,
     size: int = 0,
@@ -115,7 +110,7 @@ def gguf_mixture(
         SettingsError: not even the smallest types fit; says what would.
         ModelError: no tensor is left to choose a type for.
     """
-    on = ground(checkpoint, settings)
+    on = load_inputs(checkpoint, settings)
     layout = _layout(on, checkpoint, placed, settings.overrides, share)
     if not layout.groups:
         raise ModelError("no tensor can have one of llama.cpp's types", hint="see --type F16")
@@ -130,7 +125,7 @@ def gguf_mixture(
         on.file,
         key=on.key,
         blocks=on.blocks,
-        behind=_after_blocks(on),
+        after_blocks=_after_blocks(on),
         fits=fits,
         progress=progress,
     )
@@ -229,8 +224,8 @@ def _whole(
 ) -> Interaction:
     """The KL of all groups in their types at once."""
     schemes = {module: chosen.choice[group] for group, names in layout.groups.items() for module in names}
-    mix = SchemeMix(schemes, chosen.loss, chosen.gap, chosen.bits, chosen.bits / layout.weights, ())
-    return interaction(on.model, mix, grids, on.batches, on.file.with_name(f".{on.file.name}.whole"))
+    work = on.file.with_name(f".{on.file.name}.whole")
+    return interaction(on.model, schemes, chosen.loss, grids, on.batches, work)
 
 
 def _file_type(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> int:

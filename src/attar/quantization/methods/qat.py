@@ -26,11 +26,11 @@ from attar.errors import ModelError, SettingsError
 from attar.formats.rules import ActivationRule
 from attar.models.fake_quant import quantize_activation as round_activation
 from attar.progress import SILENT, Progress
+from attar.quantization.calibration import ActivationRange
 from attar.quantization.grids import Grid, IntGrid, QuantizedTensor
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.straight_through import into_cells, limits, on_unit_scale, through
 from attar.quantization.methods import lsq
-from attar.quantization.ranges import ActivationRange
 from attar.walks.objectives import Loss, next_token
 from attar.walks.settings import TrainSettings
 from attar.walks.train import TrainHistory

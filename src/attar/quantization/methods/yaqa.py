@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attar.errors import NumericsError
+from attar.quantization.columns import RoundingResult
 from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
 from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import RoundingResult
 
 TILE = 32  # T
 
