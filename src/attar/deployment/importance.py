@@ -71,7 +71,7 @@ def importance_of(
 
 
 def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
-    entries = imatrix.read(file)
+    entries = imatrix.read_imatrix(file)
     for one in placed:
         entry = entries.get(one.gguf)
         if entry is not None and entry.in_sum2.numel() != one.shape[-1]:
