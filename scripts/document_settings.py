@@ -15,7 +15,7 @@ from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings
 from attar.runtime.settings import BenchSettings, ChatSettings, EngineSettings, TextSettings
-from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.settings import ProfileSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 TARGET, MERGE = DOCS / "settings.md", DOCS / "merge.md"
