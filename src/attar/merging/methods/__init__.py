@@ -161,7 +161,7 @@ _ALL = (
         "as ram, with entries that only one model changed made larger",
         "Yuan et al. 2026, arXiv 2601.13572",
         shared=(_not_negative("r", 0.1, (0.0, 1.0)), _not_negative("alpha", 0.2, (0.0, 1.0)),
-               _not_negative("epsilon", 1e-5)))
+                _not_negative("epsilon", 1e-5))),
     MergeMethod("passthrough", passthrough, "unused", (1, 1),
         "one model's tensor, scaled or as it is",
         per_model=(Parameter("scale", None),)),
