@@ -18,8 +18,6 @@ METHODS = {
     "snapkv": ("capacity", "window"),
 }
 DEFAULT = "reread"  # the method of a number alone
-_DRAFTING = ("speculate", "draft", "drafts", "verification")
-_LIMITS = ("step_tokens", "sequences", "chunk", "waiting", "waiting_tokens", "prefix_first")
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -74,14 +72,14 @@ class EngineSettings:
     prefix_first: bool = _option(False, "among waiting requests the longest shared prefix goes first")
 
     def __post_init__(self) -> None:
-        name, _ = _eviction(self.eviction)
-        asked = {store_feature(self.kv_dtype): ("kv_dtype", self.kv_dtype)}
+        name, _ = _parse_eviction(self.eviction)
+        features = {store_feature(self.kv_dtype): ("kv_dtype", self.kv_dtype)}
         if name:
-            asked[name] = ("eviction", self.eviction)
+            features[name] = ("eviction", self.eviction)
         if self.prefix_cache == "on":
-            asked["prefix_reuse"] = ("prefix_cache", "on")
-        check_together(asked)
-        self._wanted().check_with(asked)
+            features["prefix_reuse"] = ("prefix_cache", "on")
+        check_together(features)
+        SpeculationSettings(**self._values_of(SpeculationSettings)).check_with(features)
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of :class:`attar.runtime.llm.LLM`.
@@ -92,17 +90,19 @@ class EngineSettings:
         from attar.runtime.admission import Limits
         from attar.runtime.kv.evict import EVICTIONS
 
-        name, numbers = _eviction(self.eviction)
-        plain = ("runner", "activations", "weights", "dtype", "device", "kv_dtype", "kv_tokens", "block_size")
-        return {
-            **{each: getattr(self, each) for each in (*plain, *_DRAFTING)},
+        name, numbers = _parse_eviction(self.eviction)
+        limits = self._values_of(Limits)
+        others = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in limits}
+        return others | {
             "eviction": EVICTIONS[name](**numbers) if name else None,  # type: ignore[arg-type]
             "prefix_cache": {"auto": None, "on": True, "off": False}[self.prefix_cache],
-            "limits": Limits(**{each: getattr(self, each) for each in _LIMITS}),
+            "limits": Limits(**limits),
         }
 
-    def _wanted(self) -> SpeculationSettings:
-        return SpeculationSettings(**{each: getattr(self, each) for each in _DRAFTING})
+    def _values_of(self, owner: Any) -> dict[str, Any]:
+        """The fields of another dataclass that these settings have too."""
+        own = {field.name for field in fields(self)}
+        return {name: getattr(self, name) for field in fields(owner) if (name := field.name) in own}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +141,10 @@ class TextSettings:
             SettingsError: a value that is not allowed.
             DataError: a file that cannot be read.
         """
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("json_schema", "grammar"):
             values[name] = _read(values[name])
-        values["logit_bias"] = tuple(map(_bias, self.logit_bias))
+        values["logit_bias"] = tuple(map(_parse_bias, self.logit_bias))
         return SamplingParams(**values)
 
 
@@ -168,43 +168,40 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("context", 1), ("tokens", 2), ("rounds", 1)):
             value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if each < least:
-                    raise SettingsError(name, each, f"at least {least}")
+            for number in value if isinstance(value, tuple) else (value,):
+                if number < least:
+                    raise SettingsError(name, number, f"at least {least}")
 
 
-def _eviction(written: str) -> tuple[str, dict[str, int]]:
+def _parse_eviction(text: str) -> tuple[str, dict[str, int]]:
     """A method of eviction and its numbers, from ``name:number,number``; "" for none."""
-    name, _, numbers = (f"{DEFAULT}:{written}" if written.isdecimal() else written).partition(":")
-    if written == "none":
+    name, _, numbers = (f"{DEFAULT}:{text}" if text.isdecimal() else text).partition(":")
+    if text == "none":
         return "", {}
     if name not in METHODS:
         close = nearest(name, METHODS)
-        wish = f" (did you mean {close}?)" if close else ""
-        raise SettingsError(
-            "eviction", written, f"none, {', '.join(METHODS)}{wish}, each with two numbers or none"
-        )
-    given = [each.strip() for each in numbers.split(",")] if numbers else []
-    if len(given) > 2 or not all(each.isdecimal() for each in given):
+        hint = f" (did you mean {close}?)" if close else ""
+        allowed = f"none, {', '.join(METHODS)}{hint}, each with two numbers or none"
+        raise SettingsError("eviction", text, allowed)
+    values = [value.strip() for value in numbers.split(",")] if numbers else []
+    if len(values) > 2 or not all(value.isdecimal() for value in values):
         first, second = METHODS[name]
-        raise SettingsError("eviction", written, f"{name}:{first.upper()},{second.upper()} in whole numbers")
-    return name, dict(zip(METHODS[name], map(int, given), strict=False))
+        raise SettingsError("eviction", text, f"{name}:{first.upper()},{second.upper()} in whole numbers")
+    return name, dict(zip(METHODS[name], map(int, values), strict=False))
 
 
-def _bias(written: str) -> tuple[int, float]:
-    token, _, bias = written.partition("=")
+def _parse_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
     try:
         return int(token), float(bias)
     except ValueError:
-        raise SettingsError("logit_bias", written, "TOKEN=BIAS in numbers") from None
+        raise SettingsError("logit_bias", text, "TOKEN=BIAS in numbers") from None
 
 
-def _read(written: str | None) -> str | None:
-    if written is None or not written.startswith("@"):
-        return written
+def _read(text: str | None) -> str | None:
+    if text is None or not text.startswith("@"):
+        return text
     try:
-        return Path(written[1:]).read_text(encoding="utf-8")
+        return Path(text[1:]).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise DataError(
-            f"{written[1:]}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise DataError(f"{text[1:]}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
