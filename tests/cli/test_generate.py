@@ -84,19 +84,19 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
         (["a", "--eviction", "h2o:8,0"], "--recent is 0, but must be at least 1"),
         (
             ["a", "--eviction", "h2o:8,8", "--prefix-cache", "on"],
-            "--prefix-cache is 'on', but must be something else beside eviction='h2o:8,8': H2O's scores",
+            "--prefix-cache is 'on', but must be something else with eviction='h2o:8,8': H2O's scores",
         ),
         (
             ["a", "--eviction", "h2o", "--speculate", "ngram"],
-            "--speculate is 'ngram', but must be something else beside eviction='h2o': H2O's scores",
+            "--speculate is 'ngram', but must be something else with eviction='h2o': H2O's scores",
         ),
         (
             ["a", "--eviction", "h2o", "--draft", "attar:tiny"],
-            "--draft is 'attar:tiny', but must be something else beside eviction='h2o': H2O's scores",
+            "--draft is 'attar:tiny', but must be something else with eviction='h2o': H2O's scores",
         ),
         (
             ["a", "--eviction", "snapkv", "--kv-dtype", "kivi2"],
-            "--eviction is 'snapkv', but must be something else beside kv_dtype='kivi2': KIVI's",
+            "--eviction is 'snapkv', but must be something else with kv_dtype='kivi2': KIVI's",
         ),
         (["a", "--sequences", "600"], "--sequences is 600, but must be at most step_tokens"),
     ],

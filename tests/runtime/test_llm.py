@@ -190,10 +190,10 @@ def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
 
 def test_eviction_and_what_it_does_not_go_with() -> None:
     with pytest.raises(
-        SettingsError, match="prefix_cache is True, but must be something else beside eviction='h2o'"
+        SettingsError, match="prefix_cache is True, but must be something else with eviction='h2o'"
     ):
         LLM("attar:tiny", kv_tokens=256, eviction=H2O(), prefix_cache=True)
     with pytest.raises(
-        SettingsError, match="eviction is 'h2o', but must be something else beside kv_dtype='kivi4'"
+        SettingsError, match="eviction is 'h2o', but must be something else with kv_dtype='kivi4'"
     ):
         LLM("attar:tiny", kv_tokens=256, block_size=32, kv_dtype="kivi4", eviction=H2O())

@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attar.progress import SILENT, Progress
+from attar.runtime.bench import decoded, run_timed
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.profile.meter import MeteredProposer
 from attar.runtime.speculate.profile.passes import AcceptanceCounts, speedup
 from attar.runtime.speculate.profile.rows import Profile, ProfileRow
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.timing import decoded, run_timed
 
 PLAIN = "plain"
 LEAST = 8  # tokens of a text: end tokens before are passed over
