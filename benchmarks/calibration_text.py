@@ -30,7 +30,7 @@ from attar.measure.evaluate import measure_quality
 from attar.measure.reference import Reference, make_reference, text_note
 from attar.measure.settings import EvaluateSettings
 from attar.measure.subject import load_subject
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import QuantizeSettings, quantize_settings
 from attar.quantization.stage import quantize
 
 SOURCES = ("python-stdlib", "python-docs", "python-docs-chat")
@@ -103,12 +103,12 @@ def _evaluation(options: argparse.Namespace, text: str) -> EvaluateSettings:
 
 def _quantization(options: argparse.Namespace, source: str) -> QuantizeSettings:
     nearest = source == NEAREST
-    return QuantizeSettings(
+    return quantize_settings(
         method="rtn" if nearest else "gptq",
         scheme=options.scheme,
         group_size=options.group_size,
         scales=options.scales,
-        refine=options.refine,
+        **({} if nearest else {"refine": options.refine}),
         samples=options.samples[0],
         sequence_length=options.length,
         data=SOURCES[0] if nearest else source,

@@ -18,7 +18,7 @@ from attar.checkpoint import open_checkpoint
 from attar.measure.evaluate import evaluate
 from attar.measure.reference import make_reference
 from attar.measure.settings import EvaluateSettings
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 
 ROWS = [
@@ -46,8 +46,9 @@ def main() -> None:
         for round_ in range(args.rounds):
             for row in ROWS:
                 scheme, group, method, act_order = row
-                chosen = QuantizeSettings(
-                    scheme=scheme, group_size=group, method=method, act_order=act_order, samples=args.samples
+                own = {} if method == "rtn" else {"act_order": act_order}
+                chosen = quantize_settings(
+                    scheme=scheme, group_size=group, method=method, samples=args.samples, **own
                 )
                 out = Path(folder) / f"{scheme}-{group}-{method}-{act_order}"
                 start = time.perf_counter()

@@ -46,7 +46,7 @@ from attar.checkpoint.hashing import sha256_file
 from attar.errors import AttarError
 from attar.measure.reference import Reference, make_reference
 from attar.measure.settings import EvaluateSettings
-from attar.quantization.settings import METHODS
+from attar.quantization.settings import METHOD_SETTINGS
 
 PEER_METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "llmcompressor": {
@@ -302,7 +302,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--models", nargs="+", default=["attar:tiny"])
     parser.add_argument("--schemes", nargs="+", default=["W4:128", "W3:128", "W2:64", "W8A8", "FP8", "NF4"])
-    parser.add_argument("--methods", nargs="*", default=[*METHODS, PLAIN], help="attar's")
+    parser.add_argument("--methods", nargs="*", default=[*METHOD_SETTINGS, PLAIN], help="attar's")
     parser.add_argument("--peers", nargs="*", default=[], help=" ".join(PEER_METHODS))
     parser.add_argument(
         "--skip", nargs="*", default=[], metavar="PEER/METHOD", help="methods of peers left out"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from attar.measure.report.quality import write_quality_svg
 from attar.measure.run_folder import RunRecord, read_run
+from attar.measure.table import engine_note
 from attar.measure.verdict import findings, verdict
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,7 @@ HEAD = (
 
 
 def table(run: RunRecord) -> str:
-    """The run as a Markdown table, with its verdict and findings."""
+    """The run as a Markdown table, with its verdict, findings and engine."""
     first = run.stages[0].measurements["bytes"]
     rows = [HEAD, "|---|" + "---:|" * 9]
     for stage in run.stages:
@@ -32,7 +33,8 @@ def table(run: RunRecord) -> str:
             f"| {m['kl_mean']:.3f} | {100 * m['top1_agreement']:.1f} % "
             f"| {m['prefill_tokens_per_s']:.0f} | {m['decode_tokens_per_s']:.0f} |"
         )
-    return "\n".join([*rows, "", f"**{verdict(run)}.** " + " ".join(findings(run))])
+    sentences = " ".join([f"**{verdict(run)}.**", *findings(run), engine_note(run)]).rstrip()
+    return "\n".join([*rows, "", sentences])
 
 
 def main() -> None:

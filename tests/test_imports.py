@@ -36,7 +36,6 @@ SOLVERS = (
             "methods/rtn",
             "methods/yaqa",
             "mixed_precision/allocate",
-            "rounded",
             "transforms/awq",
             "transforms/rotation",
             "transforms/smoothquant",
@@ -83,7 +82,6 @@ SHARED = {  # modules that solvers may import, torch aside
     "attar.merging.methods.common.task_vectors",
     "attar.quantization.columns",
     "attar.quantization.hessian",
-    "attar.quantization.rounded",
 }
 KERNELS = {  # solvers that prefer a compiled kernel
     "quantization/grids/ggml.py": {"attar.kernels", "attar.kernels.columns"},

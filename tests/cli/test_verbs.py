@@ -16,6 +16,7 @@ from attar import verbs
 from attar.checkpoint import paths
 from attar.cli.main import call
 from attar.errors import SettingsError, UsageError
+from attar.options import flatten
 from attar.progress import SILENT, Terminal
 from attar.recipe import stages
 from attar.recipe.stages import STAGES
@@ -108,7 +109,8 @@ def test_the_flags_that_scripts_rely_on(calls: list[Any]) -> None:
     assert quantize[0] == "attar.quantization.stage:quantize"
     model, out, settings = quantize[1]
     assert (model, out) == ("MODEL", Path("OUT"))
-    assert (settings.scheme, settings.group_size, settings.method, settings.seed) == ("W4A16", 128, "gptq", 0)
+    options = flatten(settings)
+    assert [options[name] for name in ("scheme", "group_size", "method", "seed")] == ["W4A16", 128, "gptq", 0]
     assert (prune[1][2].method, prune[1][2].ratio) == ("heads", 0.25)
     assert evaluate[2]["reference"] == "BASE" and evaluate[1][1].data == "FILE"
 
@@ -124,7 +126,7 @@ def test_flags_lists_and_the_teacher(calls: list[Any]) -> None:
     assert call(line.split()) == 0
     assert call(["recover", "m", "-o", "x", "--teacher", "t", "--steps", "3"]) == 0
     settings, named = calls[0][1][2], calls[0][2]
-    assert settings.keep_zeros is True and settings.ignore == ("a", "re:b,c")
+    assert settings.storage.keep_zeros is True and settings.storage.ignore == ("a", "re:b,c")
     assert named["force"] is True and named["progress"] is SILENT and "teacher" not in named
     assert calls[1][2]["teacher"] == "t" and calls[1][1][2].steps == 3
 
@@ -198,7 +200,7 @@ def test_python_verbs_check_their_keywords(calls: list[Any]) -> None:
     verbs.quantize("m", "out", scheme="W8A16", group_size=64, force=True)
     verbs.recover("m", "out", teacher="t", steps=3)
     assert (
-        calls[0][1][2].scheme == "W8A16"
+        calls[0][1][2].storage.scheme == "W8A16"
         and calls[0][2]["force"] is True
         and calls[0][2]["progress"] is SILENT
     )

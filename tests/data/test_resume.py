@@ -12,7 +12,7 @@ from attar.distillation.settings import RecoverSettings
 from attar.distillation.stage import recover
 from attar.pruning.settings import PruneSettings
 from attar.pruning.stage import prune
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from tests import tiny_models
 from tests.data.test_splits import prose
@@ -46,7 +46,7 @@ class Interrupting:
 
 
 def gptq(model, out, data, **more):
-    settings = QuantizeSettings(
+    settings = quantize_settings(
         method="gptq", group_size=32, check_tokens=0, scales="absmax", refine=0, data=data, **SWEEP
     )
     return quantize(model, out, settings, **more)

@@ -18,8 +18,8 @@ from attar.formats.gguf.tensor_map import placements
 from attar.formats.gguf.types import TYPES
 from attar.models.load import load_model
 from attar.quantization.grids import GGML
-from attar.quantization.mixed_precision.mixture import ground
-from attar.quantization.mixed_precision.sensitivity import read
+from attar.quantization.mixed_precision.measurements import read
+from attar.quantization.mixed_precision.mixture import load_inputs
 from tests import tiny_models
 
 WIDTHS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -43,7 +43,7 @@ class Case:
 
     def measured(self):
         """KL by group and type, as the cached file has them."""
-        on = ground(self.checkpoint, self.settings)
+        on = load_inputs(self.checkpoint, self.settings)
         found = {}
         for one in read(on.file, on.key):
             found.setdefault(one.group, {})[one.grid] = one
@@ -109,7 +109,7 @@ def kl_by_hand(case, kinds):
         grid = GGML[kind]
         weight.copy_(grid.quantize(weight, grid.choose(weight)).dequantize())
     with torch.no_grad():
-        batches = ground(case.checkpoint, case.settings).batches
+        batches = load_inputs(case.checkpoint, case.settings).batches
         p, q = (
             torch.cat([m(input_ids=batch).logits.flatten(0, 1) for batch in batches]).double().log_softmax(-1)
             for m in (model, changed)
@@ -214,7 +214,7 @@ def test_each_its_own(tmp_path):
 def test_nothing_is_measured_twice_and_the_same_comes_out(tmp_path):
     case = Case(tmp_path)
     first = case.mix(bits=4.0)
-    file = ground(case.checkpoint, case.settings).file
+    file = load_inputs(case.checkpoint, case.settings).file
     before = file.stat().st_mtime_ns
     assert case.mix(bits=4.0) == first
     case.mix(bits=6.0)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attar.measure.evaluate import evaluate
 from attar.measure.settings import EvaluateSettings
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 
 WORDS = 31
@@ -100,7 +100,7 @@ def test_the_gate_of_a_quantization_sees_bos_too(folder: Path, tmp_path: Path) -
     """Its held-out rows begin with BOS: the sample it keeps goes on counting instead of repeating itself."""
     samples = {}
     for bos in ("auto", "never"):
-        settings = QuantizeSettings(
+        settings = quantize_settings(
             method="rtn", scheme="W8A16", group_size=0, check_tokens=128, bos=bos, data=f"{folder}/text.txt"
         )
         made = quantize(folder / "model", tmp_path / bos, settings)

@@ -19,9 +19,9 @@ from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.layouts import decode, encode
 from attar.formats.rules import ActivationRule, WeightRule
 from attar.models.fake_quant import quantize_activation
+from attar.quantization.calibration import ActivationRange
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.ranges import ActivationRange
 from attar.quantization.schemes import SCHEMES
 
 pytestmark = pytest.mark.peers

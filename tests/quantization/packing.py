@@ -1,32 +1,29 @@
 """Packing tiny models for tests: settings by name, rounding to nearest, static scales from one batch."""
 
-from types import SimpleNamespace
-
 import torch
 
 from attar.checkpoint import open_checkpoint
 from attar.checkpoint.companions import copy_companions
 from attar.models.fake_quant import on_keys_and_values
 from attar.models.load import load_model
+from attar.options import option_fields
+from attar.quantization.calibration import ActivationRange
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.plan import plan, static_inputs
-from attar.quantization.ranges import ActivationRange
+from attar.quantization.settings import QuantizeSettings, StorageSettings, quantize_settings
 from attar.quantization.write import write
 from tests import tiny_models
 
-DEFAULTS = {
-    "scheme": "W4A16",
-    "group_size": 32,
-    "ignore": (),
-    "embedding_bits": 0,
-    "overrides": (),
-    "kv_cache": "none",
-    "double_quant": False,
-}
-
 
 def settings(**changes):
-    return SimpleNamespace(**{**DEFAULTS, **changes})
+    return StorageSettings(**{"group_size": 32, **changes})
+
+
+def settings_for(method="gptq", **options):
+    """Settings of a method from options of which it may not take all."""
+    own = {option.field.name: option for option in option_fields(QuantizeSettings)}
+    fitting = {name: options[name] for name in options if not own[name].by or method in own[name].variants}
+    return quantize_settings(method=method, **fitting)
 
 
 def save(folder, family="llama3", dtype=torch.bfloat16, **changes):

@@ -7,8 +7,9 @@ from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import CrossHessian, Hessian, output_error
 from attar.quantization.layerwise import LayerSolver
 from attar.quantization.plan import LayerPlan
+from attar.quantization.rounding import METHODS
 from attar.quantization.schemes import SCHEMES
-from attar.quantization.settings import ORDERED, QuantizeSettings
+from attar.quantization.settings import GROUP_ORDERED, quantize_settings
 
 K, N, GROUP = 64, 16, 16
 GRID = IntGrid(3, GROUP)
@@ -27,8 +28,9 @@ def solver(method, act_order):
     site = LayerPlan("layer", (N, K), False, GRID, SCHEMES["W3A16"].sized(GROUP), torch.float32)
     g = torch.Generator().manual_seed(1)
     H_O = torch.randn(N, 4 * N, generator=g)
-    settings = QuantizeSettings(method=method, act_order=act_order)
-    return LayerSolver({"layer": site}, settings, lambda _: H_O @ H_O.T)
+    settings = quantize_settings(method=method, act_order=act_order).rounding
+    curvature = (lambda _: H_O @ H_O.T) if method == "yaqa" else None
+    return LayerSolver({"layer": site}, METHODS[method], settings, output_hessian=curvature)
 
 
 def statistics(solver, X, order=slice(None)):
@@ -38,7 +40,7 @@ def statistics(solver, X, order=slice(None)):
     return seen
 
 
-@pytest.mark.parametrize("method", ORDERED)
+@pytest.mark.parametrize("method", GROUP_ORDERED)
 def test_group_order_is_the_method_on_sorted_columns(method):
     W, X = layer()
     ours, plain = solver(method, "group"), solver(method, "static")
@@ -59,9 +61,9 @@ def test_scales_are_searched_and_codes_refined_in_group_order_too():
     W, X = layer()
     errors = {}
     for refine, scales in ((0, "absmax"), (0, "output"), (4, "output")):
-        site = solver("gptq", "group").sites
-        settings = QuantizeSettings(method="gptq", act_order="group", refine=refine, scales=scales)
-        one = LayerSolver(site, settings)
+        layers = solver("gptq", "group").layers
+        settings = quantize_settings(method="gptq", act_order="group", refine=refine, scales=scales)
+        one = LayerSolver(layers, METHODS["gptq"], settings.rounding)
         seen = statistics(one, X)
         dense = one.solve({"layer": W}, seen)["layer"].weight
         errors[refine, scales] = output_error(W, dense, seen.value())

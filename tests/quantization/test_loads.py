@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from attar.errors import SettingsError
 from attar.models.load import load_model
 from attar.progress import Silent
-from attar.quantization.loads import CONV1D, ORDERED, READS, YES
 from attar.quantization.plan import READS_WEIGHTS
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
+from attar.quantization.write import CONV1D, ORDERED, READS, YES
 from tests import tiny_models
 from tests.marks import slow_but
 
@@ -75,7 +75,7 @@ def transformers_runs(made):
 def test_transformers_loads_exactly_what_is_said(family, tmp_path):
     progress = Heard()
     made = quantize(
-        dense(family, tmp_path / "dense"), tmp_path / "out", QuantizeSettings(**QUICK), progress=progress
+        dense(family, tmp_path / "dense"), tmp_path / "out", quantize_settings(**QUICK), progress=progress
     )
     said = made.card.details["loads_in"]["transformers"]
     assert (said == YES) == transformers_runs(made) == (family != "gpt2"), said
@@ -91,7 +91,7 @@ def test_transformers_loads_exactly_what_is_said(family, tmp_path):
 
 
 def test_a_family_that_reads_weights_and_two_schemes_do_not_go_together(tmp_path):
-    settings = QuantizeSettings(overrides=("re:dense_4h_to_h$=W8A16",), **QUICK)
+    settings = quantize_settings(overrides=("re:dense_4h_to_h$=W8A16",), **QUICK)
     made = quantize(dense("falcon", tmp_path / "dense"), tmp_path / "out", settings)
     assert made.card.details["loads_in"]["transformers"] == READS and not transformers_runs(made)
 
@@ -118,7 +118,7 @@ def test_table_of_the_documents():
 def test_what_vllm_has_no_kernel_for_is_said_before_the_work(changes, vllm, tmp_path):
     progress = Heard()
     folder = dense("llama3", tmp_path / "dense", intermediate_size=128)
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(**{**QUICK, **changes}), progress=progress)
+    made = quantize(folder, tmp_path / "out", quantize_settings(**{**QUICK, **changes}), progress=progress)
     notes = [line for line in progress.lines if line.startswith("note: vllm")]
     assert len(notes) == (vllm is not None) and all(vllm in note for note in notes)
     assert (vllm or "nothing known against it") in made.card.details["loads_in"]["vllm"]
@@ -127,18 +127,18 @@ def test_what_vllm_has_no_kernel_for_is_said_before_the_work(changes, vllm, tmp_
 def test_the_group_size_that_fits_is_chosen_and_recorded(tmp_path):
     """64 inputs, down_proj 96: 32 for all."""
     folder = dense("llama3", tmp_path / "dense")
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(overrides=("down_proj=W8A16",), **QUICK))
+    made = quantize(folder, tmp_path / "out", quantize_settings(overrides=("down_proj=W8A16",), **QUICK))
     assert made.card.details["group_sizes"] == {"W4A16": 64, "W8A16": 32}
-    alone = quantize(folder, tmp_path / "alone", QuantizeSettings(**QUICK))
+    alone = quantize(folder, tmp_path / "alone", quantize_settings(**QUICK))
     assert alone.card.details["group_sizes"] == {"W4A16": 32}
     with pytest.raises(SettingsError, match=r"group_size is 128.*32 or 16 fits"):
-        quantize(folder, tmp_path / "wrong", QuantizeSettings(group_size=128, **QUICK))
+        quantize(folder, tmp_path / "wrong", quantize_settings(group_size=128, **QUICK))
 
 
 def test_the_check_says_how_far_it_is(tmp_path):
     """Between packing and the end there was silence: minutes of it on a real model."""
     progress = Heard()
-    settings = QuantizeSettings(**{**QUICK, "check_tokens": 64})
+    settings = quantize_settings(**{**QUICK, "check_tokens": 64})
     quantize(dense("llama3", tmp_path / "dense"), tmp_path / "out", settings, progress=progress)
     pack, compare, sample = progress.tasks[-3:]
     assert pack == ("pack", 30) and sample == ("sample", 1)

@@ -110,8 +110,8 @@ def test_assigned_schemes_that_split_a_set(llama):
 @pytest.mark.parametrize(
     ("override", "match"),
     [
-        ("down_proj", "pattern=SCHEME"),
-        ("=W4A16", "pattern=SCHEME"),
+        ("down_proj", "MODULE=SCHEME"),
+        ("=W4A16", "MODULE=SCHEME"),
         ("down_proj=W4A61", "did you mean W4A16"),
         ("nowhere=W8A16", "some Linear's name matches"),
         ("re:(=W8A16", "regular expression"),

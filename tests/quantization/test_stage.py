@@ -13,7 +13,7 @@ import attar
 from attar.checkpoint import open_checkpoint
 from attar.errors import ModelError, NumericsError, SettingsError
 from attar.models.load import load_model
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
 from attar.recipe.stages import STAGES
 from tests import tiny_models
@@ -47,14 +47,14 @@ def logits(model):
 @pytest.mark.parametrize("family", slow_but(LINEAR_FAMILIES, "llama3", "gemma2", "phi3", "gpt_neox", "opt"))
 def test_transformers_gives_the_logits_of_our_decoded_weights(saved, tmp_path, family):
     out = tmp_path / "out"
-    quantize(saved(family), out, QuantizeSettings(method="rtn", check_tokens=0, **SMALL))
+    quantize(saved(family), out, quantize_settings(method="rtn", check_tokens=0, **SMALL))
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(out)))
 
 
 @pytest.mark.parametrize("family", slow_but(tiny_models.ENCODERS, "bert"))
 def test_encoders_are_quantized_too(saved, tmp_path, family):
-    made = quantize(saved(family), tmp_path / "out", QuantizeSettings(method="gptq", **SMALL))
+    made = quantize(saved(family), tmp_path / "out", quantize_settings(method="gptq", **SMALL))
     theirs = AutoModelForMaskedLM.from_pretrained(made.path, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(made)))
     assert all(row["error"] < row["rtn_error"] for row in made.card.details["layers"])
@@ -69,7 +69,7 @@ def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_si
         "group_size": group_size,
         "check_tokens": 0,
     }  # random weights' samples repeat themselves
-    settings = QuantizeSettings(scheme=scheme, method=method, **sizes)
+    settings = quantize_settings(scheme=scheme, method=method, **sizes)
     folder = saved("smollm", intermediate_size=128)
     made = quantize(folder, tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_every_scheme_and_method_loads(saved, tmp_path, scheme, method, group_si
 def test_int8_embedding_loads_and_shrinks(saved, tmp_path, tied, capfd):
     folder = saved("llama3", tie_word_embeddings=tied)
     overrides = ("down_proj=W8A16",)
-    settings = QuantizeSettings(method="rtn", embedding_bits=8, overrides=overrides, **SMALL)
+    settings = quantize_settings(method="rtn", embedding_bits=8, overrides=overrides, **SMALL)
     made = quantize(folder, tmp_path / "out", settings)
     theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
     assert "Could not match" not in capfd.readouterr().err  # compressed-tensors warns of targets in vain
@@ -99,7 +99,7 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
     close = {}
     for method in ("rtn", "gptq"):
         made = quantize(
-            folder, tmp_path / method, QuantizeSettings(method=method, **{**SMALL, "samples": 64})
+            folder, tmp_path / method, quantize_settings(method=method, **{**SMALL, "samples": 64})
         )
         close[method] = (logits(load_model(made)).float() - logits(load_model(folder)).float()).norm()
     rows = made.card.details["layers"]
@@ -109,7 +109,7 @@ def test_gptq_is_closer_than_rtn_on_every_layer_and_in_the_logits(saved, tmp_pat
 
 def test_conv1d_is_packed_for_attar_and_refused_by_name_elsewhere(saved, tmp_path):
     folder = saved("gpt2")
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(scheme="W8A16", method="gptq", **SMALL))
+    made = quantize(folder, tmp_path / "out", quantize_settings(scheme="W8A16", method="gptq", **SMALL))
     far = (logits(load_model(made)).float() - logits(load_model(folder)).float()).abs().max()
     assert 0 < far < 0.2
     assert made.nbytes < 0.8 * open_checkpoint(folder).nbytes
@@ -121,7 +121,7 @@ def test_the_same_call_gives_the_same_bytes_and_leaves_the_input_alone(saved, tm
     folder = saved("llama3")
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     for name in ("a", "b"):
-        quantize(folder, tmp_path / name, QuantizeSettings(method="gptq", **SMALL))
+        quantize(folder, tmp_path / name, quantize_settings(method="gptq", **SMALL))
     assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
     assert before == {file.name: file.read_bytes() for file in folder.iterdir()}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "llama3"]
@@ -131,7 +131,7 @@ def test_ignored_modules_stay_dense(saved, tmp_path):
     made = quantize(
         saved("llama3"),
         tmp_path / "out",
-        QuantizeSettings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL),
+        quantize_settings(method="rtn", ignore=("re:layers.0", "down_proj"), **SMALL),
     )
     assert "model.layers.0.self_attn.q_proj.weight" in made.tensors
     assert "model.layers.1.mlp.down_proj.weight" in made.tensors
@@ -144,15 +144,15 @@ def test_ignored_modules_stay_dense(saved, tmp_path):
 
 def test_group_size_that_does_not_divide_names_layer_and_mend(saved, tmp_path):
     with pytest.raises(SettingsError, match=r"down_proj has 96 .* 32 or 16 fits") as raised:
-        quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", group_size=64))
+        quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", group_size=64))
     assert raised.value.exit_code == 2
     assert not (tmp_path / "out").exists()
 
 
 def test_quantizing_twice_is_refused(saved, tmp_path):
-    quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+    quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", **SMALL))
     with pytest.raises(ModelError, match=r"out is quantized already \(compressed-tensors\)"):
-        quantize(tmp_path / "out", tmp_path / "again", QuantizeSettings(method="rtn", **SMALL))
+        quantize(tmp_path / "out", tmp_path / "again", quantize_settings(method="rtn", **SMALL))
 
 
 def test_a_gguf_is_refused_by_its_own_name_before_the_stage_is_imported(saved, tmp_path, monkeypatch):
@@ -166,18 +166,18 @@ def test_a_gguf_is_refused_by_its_own_name_before_the_stage_is_imported(saved, t
 def test_codes_of_the_first_gptq_files_are_refused_too(saved, tmp_path):
     """Their config stands in quantize_config.json."""
     folder = saved("llama3")
-    made = quantize(folder, tmp_path / "packed", QuantizeSettings(method="rtn", **SMALL))
+    made = quantize(folder, tmp_path / "packed", quantize_settings(method="rtn", **SMALL))
     attar.export(made.path, tmp_path / "gptq", format="gptq")
     config = json.loads((tmp_path / "gptq/config.json").read_text())
     said = config.pop("quantization_config")
     (tmp_path / "gptq/config.json").write_text(json.dumps(config))
     (tmp_path / "gptq/quantize_config.json").write_text(json.dumps(said))
     with pytest.raises(ModelError, match="quantized already"):
-        quantize(tmp_path / "gptq", tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+        quantize(tmp_path / "gptq", tmp_path / "out", quantize_settings(method="rtn", **SMALL))
 
 
 def test_groups_in_act_order_go_into_gptqs_layout(saved, tmp_path):
-    settings = QuantizeSettings(method="gptq", act_order="group", check_tokens=0, **SMALL)
+    settings = quantize_settings(method="gptq", act_order="group", check_tokens=0, **SMALL)
     made = quantize(saved("llama3"), tmp_path / "out", settings)
     gptq = attar.export(made.path, tmp_path / "gptq", format="gptq")
     wanted, got = (logits(load_model(each, dtype=torch.float32)) for each in (made, gptq))
@@ -193,12 +193,12 @@ def test_nan_weights_are_named_and_nothing_is_left(saved, tmp_path, method):
 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NumericsError, match=r"layers.1.mlp.up_proj.weight"):
-        quantize(folder, tmp_path / "out", QuantizeSettings(method=method, **SMALL))
+        quantize(folder, tmp_path / "out", quantize_settings(method=method, **SMALL))
     assert [path.name for path in tmp_path.iterdir()] == ["llama3"]
 
 
 def test_config_is_what_the_format_says(saved, tmp_path):
-    made = quantize(saved("llama3"), tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+    made = quantize(saved("llama3"), tmp_path / "out", quantize_settings(method="rtn", **SMALL))
     config = json.loads((made.path / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "compressed-tensors" and config["format"] == "pack-quantized"
     assert config["ignore"] == ["lm_head"]
@@ -216,7 +216,7 @@ def test_config_is_what_the_format_says(saved, tmp_path):
 
 
 def test_gptq_beats_rtn_on_every_layer_of_the_embedded_model(tmp_path):
-    settings = QuantizeSettings(method="gptq", group_size=128, samples=16, sequence_length=256)
+    settings = quantize_settings(method="gptq", group_size=128, samples=16, sequence_length=256)
     rows = quantize("attar:tiny", tmp_path / "out", settings).card.details["layers"]
     assert len(rows) == 7 * 8
     assert all(row["error"] < row["rtn_error"] for row in rows)

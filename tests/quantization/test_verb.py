@@ -21,9 +21,10 @@ from attar.measure.settings import EvaluateSettings
 from attar.models import device
 from attar.models.load import load_model
 from attar.quantization.schemes import SCHEMES
-from attar.quantization.settings import METHODS, ORDERED, QuantizeSettings
+from attar.quantization.settings import GROUP_ORDERED, METHOD_SETTINGS, quantize_settings
 from attar.quantization.stage import quantize
 from tests import tiny_models
+from tests.quantization.packing import settings_for
 
 SMALL = {
     "samples": 32,
@@ -55,9 +56,9 @@ def distance(made, folder):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHOD_SETTINGS))
 def test_every_method_makes_a_checkpoint_that_transformers_loads(folder, tmp_path, method):
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(method=method, **SMALL))
+    made = quantize(folder, tmp_path / "out", settings_for(method=method, **SMALL))
     theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
     assert torch.equal(logits(theirs), logits(load_model(made)))
     assert len(made.card.details["layers"]) == 14
@@ -82,7 +83,7 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
         lambda module, args, output: spy(module, args, output) if type(module) is torch.nn.Linear else None
     )
     try:
-        settings = QuantizeSettings(method=method, **{**SMALL, "check_tokens": 0})
+        settings = settings_for(method=method, **{**SMALL, "check_tokens": 0})
         made = quantize(folder, tmp_path / "out", settings)
     finally:
         hook.remove()
@@ -91,14 +92,15 @@ def test_arithmetic_follows_the_processor_and_the_card_says_which(
 
 
 @pytest.mark.parametrize("act_order", ["off", "group"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", list(METHOD_SETTINGS))
 def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_path, method, act_order):
-    if act_order == "group" and method not in ORDERED:
-        with pytest.raises(SettingsError, match=rf"off or static with {method}; group goes with .*gptq"):
-            QuantizeSettings(method=method, act_order=act_order)
+    if act_order == "group" and method not in GROUP_ORDERED:
+        refused = rf"(off or static with {method}; group goes|left out with method {method}: it belongs)"
+        with pytest.raises(SettingsError, match=rf"{refused} (with|to) .*gptq"):
+            quantize_settings(method=method, act_order=act_order)
         return
     few = {**SMALL, "samples": 8, "check_tokens": 0, "scheme": "W4A16_ASYM"}
-    made = quantize(folder, tmp_path / "out", QuantizeSettings(method=method, act_order=act_order, **few))
+    made = quantize(folder, tmp_path / "out", settings_for(method=method, act_order=act_order, **few))
     name = "model.layers.1.self_attn.q_proj"
     ours = load_model(made)
     assert torch.equal(ours.get_submodule(name).weight, decoded_by_hand(made, name))
@@ -122,7 +124,7 @@ def decoded_by_hand(made, name):
 
 @pytest.mark.parametrize("changes", [{"scheme": "W8A8"}, {"scheme": "NVFP4A16"}, {"group_size": 0}])
 def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
-    settings = QuantizeSettings(**{**SMALL, "method": "gptq", "act_order": "group", **changes})
+    settings = settings_for(**{**SMALL, "method": "gptq", "act_order": "group", **changes})
     with pytest.raises(SettingsError, match="act_order is 'group', but must be off or static with"):
         quantize(folder, tmp_path / "out", settings)
     assert not list(tmp_path.iterdir())
@@ -130,7 +132,7 @@ def test_group_order_wants_a_layout_with_groups(folder, tmp_path, changes):
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "INT8"])
 def test_every_scheme_goes_through_save_load_and_evaluate(folder, tmp_path, scheme):
-    settings = QuantizeSettings(scheme=scheme, method="gptq", **SMALL)
+    settings = settings_for(scheme=scheme, method="gptq", **SMALL)
     made = quantize(folder, tmp_path / "out", settings)
     if scheme != "NF4":  # transformers needs bitsandbytes for it: tests/peers
         theirs = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16)
@@ -149,7 +151,7 @@ def test_subnormal_scales_survive_the_file_and_transformers_decodes_them(folder,
     for block in model.model.layers:
         block.mlp.down_proj.weight.data.mul_(1e-3)
     small = tiny_models.save(model, tmp_path / "small", dtype=torch.float16)
-    settings = QuantizeSettings(scheme="W8A16", method="rtn", **{**SMALL, "check_tokens": 0})
+    settings = settings_for(scheme="W8A16", method="rtn", **{**SMALL, "check_tokens": 0})
     made = quantize(small, tmp_path / "out", settings)
     name = "model.layers.1.mlp.down_proj"
     assert made.load(f"{name}.weight_scale").max() < torch.finfo(torch.float16).tiny
@@ -167,7 +169,7 @@ def test_fp8_with_an_fp8_cache_equals_transformers_in_the_stored_type(tmp_path):
     rounds a decoded weight to the stored type, and rounded activations turn small steps into large ones."""
     model = tiny_models.build("gemma3", num_hidden_layers=2)
     dense = tiny_models.save(model, tmp_path / "dense", dtype=torch.bfloat16)
-    settings = QuantizeSettings(scheme="FP8", kv_cache="fp8", method="rtn", **{**SMALL, "check_tokens": 0})
+    settings = settings_for(scheme="FP8", kv_cache="fp8", method="rtn", **{**SMALL, "check_tokens": 0})
     made = quantize(dense, tmp_path / "out", settings)
     theirs, ours = AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16), load_model(made)
     assert torch.equal(logits(theirs), logits(ours))
@@ -185,7 +187,7 @@ def test_better_methods_are_closer_in_the_whole_model(folder, tmp_path):
     settings = {**SMALL, "samples": 64, "check_tokens": 512}
     kl = {}
     for method in ("rtn", "gptq", "qronos"):
-        chosen = QuantizeSettings(scheme="W3A16", method=method, **settings)
+        chosen = settings_for(scheme="W3A16", method=method, **settings)
         kl[method] = quantize(folder, tmp_path / method, chosen).card.details["gates"]["kl"]
     assert kl["gptq"] < 0.7 * kl["rtn"] and kl["qronos"] < 0.7 * kl["rtn"], kl
 
@@ -199,7 +201,7 @@ def test_pruned_weights_stay_zero(folder, tmp_path, method):
     pruned = tmp_path / "pruned"
     tiny_models.save(tiny_models.build("llama3", **WIDE), pruned, dtype=torch.bfloat16)
     save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
-    made = quantize(pruned, tmp_path / "out", QuantizeSettings(method=method, keep_zeros=True, **SMALL))
+    made = quantize(pruned, tmp_path / "out", settings_for(method=method, keep_zeros=True, **SMALL))
     decoded = Decoded(made)
     for name in decoded.tensors:
         if name.endswith("proj.weight"):
@@ -209,7 +211,7 @@ def test_pruned_weights_stay_zero(folder, tmp_path, method):
 
 def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTAR_CACHE", str(tmp_path / "cache"))
-    settings = QuantizeSettings(bits=4.5, method="gptq", **SMALL)
+    settings = settings_for(bits=4.5, method="gptq", **SMALL)
     made = quantize(folder, tmp_path / "out", settings)
     mixture = made.card.details["mixture"]
     assert mixture["bits_per_weight"] <= 4.5 and mixture["gap"] == 0
@@ -222,18 +224,18 @@ def test_bits_are_spent_where_they_matter(folder, tmp_path, monkeypatch):
         logits(load_model(made)),
     )
     before = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache/sensitivity").iterdir()}
-    quantize(folder, tmp_path / "again", QuantizeSettings(bits=5.0, method="rtn", **SMALL))
+    quantize(folder, tmp_path / "again", settings_for(bits=5.0, method="rtn", **SMALL))
     after = {file.name: file.stat().st_mtime_ns for file in (tmp_path / "cache/sensitivity").iterdir()}
     assert before == after, "another budget measures nothing again"
     with pytest.raises(SettingsError, match=r"bits is 1\.5"):
-        quantize(folder, tmp_path / "less", QuantizeSettings(bits=1.5, **SMALL))
+        quantize(folder, tmp_path / "less", settings_for(bits=1.5, **SMALL))
 
 
 @pytest.mark.parametrize("steps", [{"rotate": True}, {"rotate": True, "smooth": "awq"}])
 def test_transforms_compose_and_leave_an_ordinary_checkpoint(tmp_path, steps):
     model = tiny_models.build("llama3", tie_word_embeddings=False, **WIDE)
     source = tiny_models.save(model, tmp_path / "untied", dtype=torch.bfloat16)
-    made = quantize(source, tmp_path / "out", QuantizeSettings(method="gptq", **steps, **SMALL))
+    made = quantize(source, tmp_path / "out", settings_for(method="gptq", **steps, **SMALL))
     assert len(made.card.details["transforms"]) == len(steps)
     assert {info.dtype for info in made.tensors.values()} <= {"I32", "I64", "BF16"}
     assert made.config["dtype"] == "bfloat16"
@@ -250,16 +252,16 @@ def test_garbage_is_an_error_that_names_the_layer(folder, tmp_path):
     tiny_models.save(tiny_models.build("llama3", **WIDE), broken, dtype=torch.bfloat16)
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(NumericsError, match=r"layers\.1\.mlp\.gate_proj.*collapsed") as raised:
-        quantize(broken, tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+        quantize(broken, tmp_path / "out", settings_for(method="rtn", **SMALL))
     assert raised.value.exit_code == 1 and raised.value.hint
     assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_says_nothing_any_more_is_an_error(folder, tmp_path, monkeypatch):
     """The files decode to something else than what was rounded: only the comparison at the end can tell."""
-    monkeypatch.setattr("attar.quantization.judgement.Decoded", _Wrong)
+    monkeypatch.setattr("attar.quantization.check.Decoded", _Wrong)
     with pytest.raises(NumericsError, match=r"garbage.*KL"):
-        quantize(folder, tmp_path / "out", QuantizeSettings(method="rtn", **SMALL))
+        quantize(folder, tmp_path / "out", settings_for(method="rtn", **SMALL))
     assert not (tmp_path / "out").exists()
 
 

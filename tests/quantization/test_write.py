@@ -142,7 +142,7 @@ def test_act_order_with_groups_of_distant_inputs(tmp_path):
     """``weight_g_idx``: each input names its group."""
     folder = save(tmp_path / "dense", dtype=torch.float32)
     checkpoint = open_checkpoint(folder)
-    chosen = plan(checkpoint, settings(scheme="W4A16_ASYM", act_order="group"))
+    chosen = plan(checkpoint, settings(scheme="W4A16_ASYM"), group_order=True)
     order = {128: torch.randperm(128), 256: torch.randperm(256)}
     dense = {}
 
@@ -165,7 +165,7 @@ def test_act_order_with_groups_of_distant_inputs(tmp_path):
 def test_what_stays_dense_takes_the_type_asked_for(tmp_path):
     """A transform leaves float32 behind; the result is of the type of the original."""
     checkpoint = open_checkpoint(save(tmp_path / "dense", dtype=torch.float32))
-    chosen = plan(checkpoint, settings(embedding_bits=8), storage=torch.bfloat16)
+    chosen = plan(checkpoint, settings(embedding_bits=8), dtype=torch.bfloat16)
     (tmp_path / "out").mkdir()
     codes = nearest(checkpoint, chosen)
     write(checkpoint, chosen, codes, tmp_path / "out", tmp_path / "work", dtype=torch.bfloat16)
@@ -177,7 +177,7 @@ def test_what_stays_dense_takes_the_type_asked_for(tmp_path):
 
 def test_evaluate_sees_what_the_scheme_does(tmp_path):
     """W8A8 with a static scale that is far too small loses the model, although its weights are fine."""
-    from attar.quantization.ranges import ActivationRange
+    from attar.quantization.calibration import ActivationRange
 
     folder = save(tmp_path / "dense")
     _, good = pack(folder, tmp_path / "good", scheme="W8A8_STATIC")

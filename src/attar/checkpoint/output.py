@@ -13,7 +13,6 @@ the work. Afterwards:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -31,6 +30,7 @@ from attar.checkpoint.lineage import as_parent, compact, write_texts
 from attar.checkpoint.open import Checkpoint
 from attar.checkpoint.readme import write_readme
 from attar.errors import AttarError, CheckpointError, OutputError
+from attar.options import flatten
 
 _LOCK, _KEY = "lock", "key.json"
 
@@ -107,7 +107,7 @@ def produce(
     ):
         if needed:
             atomic.check_space(folder, needed)
-        settings = plain(settings)
+        settings = plain(settings if isinstance(settings, dict) else flatten(settings))
         fingerprints = hashing.in_parallel(lambda parent: parent[0].fingerprint(), parents)
         records = zip(parents, fingerprints, strict=True)
         lineage = compact([as_parent(item, role, fingerprint) for (item, role), fingerprint in records])
@@ -265,13 +265,11 @@ def _lock(work: Path, final: Path) -> int:
         with suppress(OSError):
             work.rmdir()  # fails if another process has files in it
         raise
-    # a record lock, not flock: forked children do not inherit it, so an orphan cannot block the next run
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        same = False
-    if not same:
+    try:  # the holder of the lock may have removed the folder in between
+        locked = atomic.try_lock(lock) and os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
+    except FileNotFoundError:
+        locked = False
+    if not locked:
         os.close(lock)
         raise OutputError(
             f"{final}: is being written by another process", hint="wait for it, or choose another folder"

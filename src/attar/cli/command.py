@@ -16,12 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import typer
+import typer.core
 import typer.main
 
 from attar.cli.guard import exit_on_error
 from attar.progress import SILENT, Progress, Terminal
-from attar.recipe.settings import CommandOrigin, SettingField, option, parse, settings_of, short
+from attar.recipe.settings import (
+    VARIANTS,
+    CommandOrigin,
+    SettingField,
+    option,
+    parse,
+    settings_of,
+    short,
+)
 
+_LINE = "attar.line"
 MODEL_HELP = "a folder, a .gguf file, a hub id (org/name@revision) or attar:tiny"
 _METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT"}
 
@@ -48,6 +58,46 @@ class Answer:
             self.text()
         else:
             print(self.text, flush=True)
+
+
+class GroupedCommand(typer.core.TyperCommand):
+    """A command whose help lists its options under the headings of their settings. With ``--method NAME`` on
+    the line, options that this method does not take are left out of the help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the line: help is printed before all of them are parsed."""
+        ctx.meta[_LINE] = list(args)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Arguments, options without a heading, then each heading in the order of its first option."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        method = _named_method(ctx.meta.get(_LINE, []))
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            heading = getattr(parameter, "rich_help_panel", None)
+            if parameter.param_type_name == "argument":
+                heading = "Arguments"
+            if record is not None and _belongs(heading or "", method):
+                groups.setdefault(heading or "Options", []).append(record)
+        for heading, records in groups.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
+
+
+def _named_method(words: Sequence[str]) -> str:
+    """The value of ``--method`` among the words of a command line; "": there is none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word == "--method" or word.startswith("--method="):
+            return word.partition("=")[2] or after
+    return ""
+
+
+def _belongs(heading: str, method: str) -> bool:
+    """Whether a group of options applies to a method."""
+    names = heading.removeprefix(VARIANTS)
+    return not method or names == heading or method in names.replace(" and ", ", ").split(", ")
 
 
 Act = Callable[[dict[str, Any], Progress], Answer]
@@ -83,7 +133,7 @@ def build_command(
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
     epilog = f"\b\nExample:\n  {example}"
-    app.command(name=name, help=help, epilog=epilog, context_settings=context)(callback)
+    app.command(name, cls=GroupedCommand, help=help, epilog=epilog, context_settings=context)(callback)
     return typer.main.get_command(app)
 
 
@@ -145,6 +195,10 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
     spelling = option(setting.name)
     default = "required" if setting.default is dataclasses.MISSING else f"default: {short(setting.default)}"
     if setting.flag:
+        both = f"{spelling}/--no-{spelling[2:]}"
+        words = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
+        info = typer.Option(None, both, help=words, show_default=False, rich_help_panel=setting.title or None)
+        return _parameter(setting.name, bool, info)
         both_spellings = f"{spelling}/--no-{spelling[2:]}"
         help = f"{setting.help}  [default: {'yes' if setting.default else 'no'}]"
         return _parameter(
@@ -159,6 +213,7 @@ def _setting_option(setting: SettingField) -> inspect.Parameter:
         metavar=metavar,
         show_default=False,
         autocompletion=_completer(choices) if choices else None,
+        rich_help_panel=setting.title or None,
     )
     return _parameter(setting.name, list[str] if setting.many else str, info)
 

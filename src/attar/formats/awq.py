@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.coded import Coded, TensorLayout
+from attar.formats.coded import Coded, WeightLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.qweight import (
     HEAD,
@@ -69,7 +69,7 @@ def encode(weight: Coded, rule: WeightRule) -> dict[str, Tensor]:
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+def layout(shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K)."""
     (rows, columns), groups = shape, rule.tiles(shape)[1]
     return {
@@ -162,7 +162,7 @@ class AWQReader(QweightReader):
     def shape(self, qweight: tuple[int, int], module: str, rule: WeightRule) -> tuple[int, int]:
         return qweight[1] * OUTPUTS, qweight[0]
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
         return layout(shape, rule)
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:

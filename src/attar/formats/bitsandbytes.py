@@ -43,7 +43,7 @@ from torch import Tensor
 
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.coded import Coded, TensorLayout
+from attar.formats.coded import Coded, WeightLayout
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
 from attar.formats.quantization_config import CONV1D
 from attar.formats.rules import WeightRule
@@ -97,11 +97,11 @@ def encode_nf4(
     return {**tensors, STATE: torch.tensor(list(state), dtype=torch.uint8)}
 
 
-def layout_nf4(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool) -> TensorLayout:
+def layout_nf4(shape: tuple[int, int], blocksize: int, dtype: torch.dtype, double: bool) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode_nf4` returns for a weight of ``shape`` (N, K)."""
     count = shape[0] * shape[1]
     blocks = -(-count // blocksize)
-    specs: TensorLayout = {
+    specs: WeightLayout = {
         WEIGHT: ("U8", (-(-count // 2), 1)),
         ABSMAX: ("U8" if double else "F32", (blocks,)),
         MAP: ("F32", (16,)),
@@ -218,7 +218,7 @@ def encode_int8(weight: Coded) -> dict[str, Tensor]:
     }
 
 
-def layout_int8(shape: tuple[int, int]) -> TensorLayout:
+def layout_int8(shape: tuple[int, int]) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode_int8` returns for a weight of ``shape`` (N, K)."""
     return {WEIGHT: ("I8", shape), SCB: ("F32", (shape[0],)), WEIGHT_FORMAT: ("U8", ())}
 

@@ -19,7 +19,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The positive FP4 levels; codes 8 to 15 are their negatives."""
 FP4_BITS = 5  # of a doubled FP4 level, which is at most 12
 
-TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
+WeightLayout = dict[str, tuple[str, tuple[int, ...]]]
 """Type (as safetensors names it) and shape of the tensors of a weight, by the last part of their names."""
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import ModelError
-from attar.formats.coded import TensorLayout
+from attar.formats.coded import WeightLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 
@@ -91,7 +91,7 @@ def encode(
     }
 
 
-def layout(shape: tuple[int, int], sections: Sections) -> TensorLayout:
+def layout(shape: tuple[int, int], sections: Sections) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K).
 
     Raises:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, ModelError, NumericsError
-from attar.formats.coded import Coded, TensorLayout
+from attar.formats.coded import Coded, WeightLayout
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.quantization_config import matches_start
 from attar.formats.qweight import (
@@ -100,7 +100,7 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     }
 
 
-def layout(shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+def layout(shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K)."""
     (rows, columns), groups = shape, rule.tiles(shape)[1]
     return {
@@ -239,7 +239,7 @@ class GPTQReader(QweightReader):
         info = self.checkpoint.tensors.get(f"{module}.{G_IDX}")
         return qweight[1], info.shape[0] if info and len(info.shape) == 1 else qweight[0] * 32 // rule.bits
 
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
         return layout(shape, rule)
 
     def unpack(self, tensors: Mapping[str, Tensor], rule: WeightRule) -> Coded:

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attar.formats.coded import Coded, TensorLayout, fp4_levels, unpack_nibbles
+from attar.formats.coded import Coded, WeightLayout, fp4_levels, unpack_nibbles
 from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
 
@@ -60,7 +60,7 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     return tensors
 
 
-def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8") -> TensorLayout:
+def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code: str = "I8") -> WeightLayout:
     """Type and shape of the tensors that :func:`encode` returns, without a weight.
 
     Args:
@@ -70,7 +70,7 @@ def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code
     """
     (rows, columns), tiles = shape, rule.tiles(shape)
     if form in (NVFP4, MXFP4):
-        specs: TensorLayout = {PACKED: ("U8", (rows, columns // 2))}
+        specs: WeightLayout = {PACKED: ("U8", (rows, columns // 2))}
         specs[SCALE] = ("F8_E4M3" if form == NVFP4 else "U8", tiles)
         return {**specs, GLOBAL: ("F32", (1,))} if form == NVFP4 else specs
     single = rule.strategy == "tensor"

@@ -1,15 +1,15 @@
-"""What a packed checkpoint cannot do where it is to run, in plain sentences.
+"""The limits of a packed checkpoint in the engines that load it, in plain sentences.
 
-Tensor parallelism cuts a Linear (N, K) along its outputs, or, where its inputs are the outputs of such a one
-(o_proj, down_proj), along its inputs. A cut must not go through a group, a block, a word of packed codes or
-an attention head; heads of keys and values may be repeated on several devices instead.
+Tensor parallelism splits a Linear (N, K) along its outputs, or, where its inputs are the outputs of such a
+Linear (o_proj, down_proj), along its inputs. A split must not divide a group, a block, a word of packed codes
+or an attention head; heads of keys and values may be repeated on several devices instead.
 
     along the outputs    N / TP whole; whole words where codes or zero points are packed that way
     along the inputs     K / TP whole, a multiple of g; whole words likewise
 
 With act-order every device keeps all scales, and groups do not matter.
 
-The rest is which kernels take which codes, as their sources say:
+Codes that the kernels support, by their sources:
 
     Marlin (vLLM, GPTQModel)    4 bits and 8, without zero points; 4 bits with; groups of 32, 64, 128 or the
                                 row; N % 64 and K % 128 (vLLM of mid-2026 pads instead, but for act-order)
@@ -30,11 +30,11 @@ from attar.formats.rules import WeightRule
 
 DEGREES = (1, 2, 4, 8, 16)
 ROW = ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "c_proj", "fc2", "wo", "w2")
-"""Last parts of the names of Linears that are cut along their inputs."""
+"""Last parts of the names of Linears that are split along their inputs."""
 QUERY, KEYS = ("q_proj",), ("k_proj", "v_proj")
 ATTENTION, GATED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 SETS = {**dict.fromkeys(ATTENTION, ATTENTION), **dict.fromkeys(GATED, GATED)}
-"""Linears of one input, of which vLLM makes one."""
+"""Linears of one input, which vLLM fuses."""
 MARLIN_GROUPS = (0, 32, 64, 128)
 TORCH_GROUPS = {"gptq": (0, 16, 32, 64, 128, 256, 512, 1024), "awq": (0, 16, 32, 64, 128)}
 HEAD = "lm_head"
@@ -53,57 +53,53 @@ def limits(
     kv_heads: int = 0,
     activations: bool = False,
 ) -> list[str]:
-    """What to know before a packed checkpoint is deployed, each limit with the first layer that has it.
+    """The limits of a packed checkpoint, each with the first layer that has it; the first is that of tensor
+    parallelism. Empty for an unknown format.
 
     Args:
-        format: ``gptq``, ``awq``, ``compressed-tensors``, ``modelopt`` or ``bitsandbytes``; of others nothing
-            is known.
+        format: ``gptq``, ``awq``, ``compressed-tensors``, ``modelopt`` or ``bitsandbytes``.
         shapes: (N, K) of the quantized Linears, by module name.
-        rules: what their codes are, one for all or by module name.
+        rules: of their weights, one for all or by module name.
         heads: attention heads of the model; 0: unknown.
-        kv_heads: those of keys and values; 0: as many.
+        kv_heads: those of keys and values; 0: as many as ``heads``.
         activations: inputs are rounded as well; other kernels run them, without these limits.
-
-    Returns:
-        sentences; the first one says how far tensor parallelism goes.
     """
     if not shapes or format not in ("gptq", "awq", "compressed-tensors", "modelopt", "bitsandbytes"):
         return []
     if format == "bitsandbytes":
         return ["tensor parallel: vLLM does not split bitsandbytes weights; it splits the model by layers"]
     named = dict.fromkeys(shapes, rules) if isinstance(rules, WeightRule) else rules
-    said = [_parallel(format, shapes, named, heads, kv_heads or heads), *_fused(named)]
+    sentences = [_parallel(format, shapes, named, heads, kv_heads or heads), *_fused(named)]
     checks: tuple[LimitCheck, ...] = () if activations else (kernels, _marlin_groups, _marlin_shapes)
     checks += (_torch_groups, _cpu_groups, _whole_blocks, _act_order, _second_version, _one_rule, _head)
-    found = [check(format, shapes, named) for check in checks]
-    return [*said, *(sentence for sentence in found if sentence)]
+    return [*sentences, *filter(None, (check(format, shapes, named) for check in checks))]
 
 
 LimitCheck = Callable[[str, Shapes, WeightRules], str | None]
 
 
 def _parallel(format: str, shapes: Shapes, rules: WeightRules, heads: int, kv_heads: int) -> str:
-    """How many devices a model can be split over, and what is in the way of more."""
+    """The largest number of devices, and the reason against more."""
 
     def problems(degree: int) -> list[tuple[str, str]]:
-        whys = (
-            (name, _uncut(format, name, shape, rules[name], degree, heads, kv_heads))
+        reasons = (
+            (name, _why_unsplit(format, name, shape, rules[name], degree, heads, kv_heads))
             for name, shape in shapes.items()
         )
-        return [(name, why) for name, why in whys if why]
+        return [(name, why) for name, why in reasons if why]
 
     good = [degree for degree in DEGREES if not problems(degree)]
     best = good[-1] if good else 0
     if best == DEGREES[-1]:
         return f"tensor parallel: up to {best} devices, and no more were considered"
     bad = problems(next(degree for degree in DEGREES if degree > best))
-    said = f"{bad[0][0]} {bad[0][1]}{_more(bad[1:])}"
+    reason = f"{bad[0][0]} {bad[0][1]}{_more(bad[1:])}"
     if not best:
-        return f"tensor parallel: not even one device, in vLLM: {said}"
-    return f"tensor parallel: up to {best} device{'s' if best > 1 else ''}; on {2 * best}, {said}"
+        return f"tensor parallel: not even one device, in vLLM: {reason}"
+    return f"tensor parallel: up to {best} device{'s' if best > 1 else ''}; on {2 * best}, {reason}"
 
 
-def _uncut(
+def _why_unsplit(
     format: str,
     name: str,
     shape: tuple[int, int],
@@ -112,17 +108,17 @@ def _uncut(
     heads: int,
     kv_heads: int,
 ) -> str | None:
-    """Why a Linear cannot be cut for so many devices; None where it can."""
+    """Why a Linear cannot be split over ``degree`` devices; None where it can."""
     leaf, (rows, columns) = name.rpartition(".")[2], shape
     if leaf in QUERY and heads % degree:
         return f"has {heads} heads, which {degree} devices cannot share"
     if leaf in KEYS and kv_heads % degree and degree % kv_heads:
         return f"has {kv_heads} heads of keys and values, which {degree} devices can neither share nor repeat"
-    whole, kind = (columns, "inputs") if leaf in ROW else (rows, "outputs")
+    size, kind = (columns, "inputs") if leaf in ROW else (rows, "outputs")
     parts = min(degree, kv_heads) if leaf in KEYS and kv_heads else degree
-    if whole % parts:
-        return f"has {whole} {kind}, which {degree} devices cannot share"
-    share = whole // parts
+    if size % parts:
+        return f"has {size} {kind}, which {degree} devices cannot share"
+    share = size // parts
     inputs = share if leaf in ROW else columns
     height, width = rule.block or (1, rule.group_size or 1)
     if inputs % width and not rule.ordered:
@@ -135,7 +131,7 @@ def _uncut(
 
 
 def _packed(format: str, rule: WeightRule, kind: str) -> bool:
-    """Whether codes or zero points are packed into words along the axis of a cut."""
+    """Whether codes or zero points are packed into words along the split axis."""
     if rule.kind != "int" or format == "modelopt":
         return False
     if format == "awq":
@@ -144,32 +140,27 @@ def _packed(format: str, rule: WeightRule, kind: str) -> bool:
 
 
 def _fused(rules: WeightRules) -> list[str]:
-    """Sets of Linears of which vLLM makes one, and which have different codes."""
-    found: list[tuple[str, str]] = []
+    """Sets of Linears that vLLM fuses, but whose codes differ."""
+    differing: list[tuple[str, str]] = []
     for name in rules:
         parent, _, leaf = name.rpartition(".")
         members = SETS.get(leaf, ())
         known = [rules.get(f"{parent}.{other}" if parent else other) for other in members]
         if any(rule != known[0] for rule in known):
-            found.append((parent, ", ".join(members)))
-    found = list(dict.fromkeys(found))
-    if not found:
+            differing.append((parent, ", ".join(members)))
+    differing = list(dict.fromkeys(differing))
+    if not differing:
         return []
-    parent, joined = found[0]
+    parent, joined = differing[0]
     return [
         f"vLLM makes one Linear of {joined}, which need the same codes; those of {parent} differ"
-        f"{_more(found[1:])}: it will refuse the model"
+        f"{_more(differing[1:])}: it will refuse the model"
     ]
 
 
 def kernels(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Codes that vLLM has no kernel for, in a sentence; None where it has one for all.
-
-    Args:
-        format: ``gptq`` or ``compressed-tensors``; of others nothing is known.
-        shapes: (N, K) by module name.
-        rules: of weights whose inputs stay as they are, by module name.
-    """
+    """Codes for which vLLM has no kernel, in a sentence; None where it has one for all, and for formats other
+    than ``gptq`` and ``compressed-tensors``. ``rules`` are those of weights whose inputs are not rounded."""
     if format not in ("gptq", "compressed-tensors"):
         return None
     odd = [name for name, rule in rules.items() if rule.kind == "int" and not _marlin(format, rule)]
@@ -229,7 +220,7 @@ def _marlin_shapes(format: str, shapes: Shapes, rules: WeightRules) -> str | Non
 
 
 def _torch_groups(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Group sizes that no kernel of GPTQModel has, on which transformers relies."""
+    """Group sizes that no kernel of GPTQModel, which transformers uses, has."""
     known = TORCH_GROUPS.get(format)
     odd = [name for name, rule in rules.items() if known and rule.group_size not in known]
     if not odd or known is None:
@@ -255,7 +246,7 @@ def _whole_blocks(format: str, shapes: Shapes, rules: WeightRules) -> str | None
 
 
 def _act_order(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Kernels that cannot cut along inputs whose groups are not neighbours."""
+    """Kernels that cannot split inputs whose groups are not neighbours."""
     odd = [name for name in shapes if rules[name].ordered and name.rpartition(".")[2] in ROW]
     if not odd:
         return None
@@ -266,7 +257,7 @@ def _act_order(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
 
 
 def _second_version(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Readers that take GPTQ's second version for the first."""
+    """Readers that read GPTQ's second version as the first."""
     if format != "gptq" or all(rule.symmetric for rule in rules.values()):
         return None
     return (
@@ -275,7 +266,7 @@ def _second_version(format: str, shapes: Shapes, rules: WeightRules) -> str | No
 
 
 def _one_rule(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Readers that know one rule for all Linears."""
+    """Readers that have one rule for all Linears."""
     if format != "gptq":
         return None
     kinds = {name: (rule.bits, rule.group_size, rule.symmetric) for name, rule in rules.items()}
@@ -299,7 +290,7 @@ def _head(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
 
 
 def _cpu_groups(format: str, shapes: Shapes, rules: WeightRules) -> str | None:
-    """Group sizes that the kernel which transformers takes on a CPU has not."""
+    """Group sizes that transformers' CPU kernel does not have."""
     odd = [name for name, rule in rules.items() if rule.bits == 4 and rule.group_size == 16]
     if format not in ("gptq", "awq") or not odd:
         return None

@@ -31,7 +31,7 @@ from torch import Tensor
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import ModelError
 from attar.formats import layouts
-from attar.formats.coded import Coded, TensorLayout, fp4_levels, unpack_nibbles
+from attar.formats.coded import Coded, WeightLayout, fp4_levels, unpack_nibbles
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales, weight_dtype
 from attar.formats.rules import FLOAT, NVFP4, ActivationRule, WeightRule
 
@@ -93,7 +93,7 @@ def encode(weight: Coded, rule: WeightRule, *, input_scale: float | None = None)
     return tensors
 
 
-def layout(shape: tuple[int, int], rule: WeightRule, *, static: bool = False) -> TensorLayout:
+def layout(shape: tuple[int, int], rule: WeightRule, *, static: bool = False) -> WeightLayout:
     """Type and shape of the tensors that :func:`encode` returns for a weight of ``shape`` (N, K).
 
     Args:
@@ -110,7 +110,7 @@ def layout(shape: tuple[int, int], rule: WeightRule, *, static: bool = False) ->
             hint="quantize with a scheme that has one scale for each output (FP8_DYNAMIC)",
         )
     if rule.bits == 4:
-        specs: TensorLayout = {WEIGHT: ("U8", (rows, columns // 2))}
+        specs: WeightLayout = {WEIGHT: ("U8", (rows, columns // 2))}
         specs |= {SCALE: ("F8_E4M3", tiles), SCALE_2: ("F32", ())}
     else:
         specs = {WEIGHT: ("F8_E4M3", shape), SCALE: ("F32", _scale_shape(rule, tiles))}

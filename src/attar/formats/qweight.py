@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import CheckpointError, NumericsError
-from attar.formats.coded import Coded, TensorLayout, dequantize
+from attar.formats.coded import Coded, WeightLayout, dequantize
 from attar.formats.packed_reader import PackedReader, check_codes
 from attar.formats.quantization_config import CONV1D, read_quantization_config
 from attar.formats.rules import WeightRule
@@ -88,7 +88,7 @@ class QweightReader(PackedReader):
         """(N, K) of a Linear, from the shapes of its tensors."""
 
     @abstractmethod
-    def layout(self, shape: tuple[int, int], rule: WeightRule) -> TensorLayout:
+    def layout(self, shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
         """Types and shapes that its tensors must have."""
 
     @abstractmethod

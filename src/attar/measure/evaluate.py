@@ -271,10 +271,10 @@ def _sample(subject: Subject, settings: EvaluateSettings) -> tuple[str | None, s
     return text, decode_tokens(subject, generate_greedily(subject, ids, settings.sample_tokens))
 
 
-def _speeds(speed: Speed | None, transformers: Speed | None) -> dict[str, float | None]:
-    """Fields of the record."""
+def _speeds(speed: Speed | None, transformers: Speed | None) -> dict[str, Any]:
+    """Fields of the record: tokens per second and their spreads, None where not measured."""
     names = ("prefill_tokens_per_s", "prefill_spread", "decode_tokens_per_s", "decode_spread")
-    fields: dict[str, float | None] = {name: getattr(speed, name, None) for name in names}
+    fields = {name: getattr(speed, name, None) for name in names}
     for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
         fields[f"transformers_{name}"] = getattr(transformers, name, None)
     return fields

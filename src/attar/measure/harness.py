@@ -88,7 +88,9 @@ class Harness(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, with the tokenizer's special tokens unless the text begins with one."""
-        has_bos = self.tokenizer.bos_token is not None and string.startswith(self.tokenizer.bos_token)
+        bos_id = self.tokenizer.bos_token_id
+        bos = None if bos_id is None else self.tokenizer.convert_ids_to_tokens(bos_id)
+        has_bos = bos is not None and string.startswith(bos)
         special = not has_bos if add_special_tokens is None else add_special_tokens
         return list(self.tokenizer(string, add_special_tokens=special, verbose=False)["input_ids"])
 

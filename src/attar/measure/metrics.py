@@ -23,7 +23,7 @@ Letters: N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -50,12 +50,7 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     Returns:
         float64 (N,), on q's device. Infinite where q is 0 and p is not.
     """
-    width = min(p_logits.shape[-1], q_logits.shape[-1])
-    parts = [
-        _kl_chunk(p_logits[part, :width].to(q_logits.device), q_logits[part, :width])
-        for part in chunks(q_logits.shape[0], width)
-    ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+    return _compare(_kl_chunk, p_logits, q_logits, torch.float64)
 
 
 def _kl_chunk(p: Tensor, q: Tensor) -> Tensor:
@@ -71,12 +66,19 @@ def agreement(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
     Does not modify its inputs; of equal logits the lowest token id counts.
     """
+    return _compare(lambda p, q: likeliest(p) == likeliest(q), p_logits, q_logits, torch.bool)
+
+
+def _compare(
+    function: Callable[[Tensor, Tensor], Tensor], p_logits: Tensor, q_logits: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """``function`` of both, a chunk of tokens at a time, over the columns both have."""
     width = min(p_logits.shape[-1], q_logits.shape[-1])
     parts = [
-        likeliest(p_logits[part, :width].to(q_logits.device)) == likeliest(q_logits[part, :width])
+        function(p_logits[part, :width].to(q_logits.device), q_logits[part, :width])
         for part in chunks(q_logits.shape[0], width)
     ]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
 
 
 def likeliest(logits: Tensor) -> Tensor:

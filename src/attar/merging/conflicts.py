@@ -69,7 +69,8 @@ class ConflictSums:
 
     def __add__(self, other: ConflictSums) -> ConflictSums:
         """The sums over both sets of entries, of the same models."""
-        return ConflictSums(*(_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        sums: list[Any] = [_plus(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return ConflictSums(*sums)
 
     def row(self) -> dict[str, list[float | None]]:
         """``cosine`` and ``agreement`` by pair, ``norm`` and ``overruled`` by model; None where the quotient
@@ -91,7 +92,8 @@ class ConflictSums:
     @classmethod
     def from_plain(cls, values: Sequence[Any]) -> ConflictSums:
         """The inverse of :meth:`plain`."""
-        return cls(*(tuple(value) if isinstance(value, list) else value for value in values))
+        sums: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
+        return cls(*sums)
 
 
 def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAMPLE) -> ConflictSums:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -141,7 +142,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
         CheckpointError: a parameter has no tensor.
         ModelError: one has another shape.
     """
-    for name, stored in stored_names(model, _StateCheckpoint(state)).items():
+    for name, stored in stored_names(model, SimpleNamespace(tensors=state, path="merge")).items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         wanted, value = getattr(owner, leaf).shape, state[stored]
@@ -153,11 +154,3 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
     for _, buffer in model.named_buffers():
         buffer.data = buffer.data.to(device)
     return model.eval()
-
-
-@dataclass(frozen=True)
-class _StateCheckpoint:
-    """A state with the attributes of a checkpoint, for :func:`attar.models.stored.stored_names`."""
-
-    tensors: Mapping[str, Tensor]
-    path: str = "merge"

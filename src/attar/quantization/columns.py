@@ -1,24 +1,41 @@
-"""The loop that the second-order roundings share: one column after the other, each error handed on to the
-columns still to come.
+"""The loop of the second-order roundings: one column after the other, each error corrected in the columns
+that are not rounded yet.
 
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii ;  w_j -= e_i U_ij   for j > i
 
 Letters: W (N, K) weight, N outputs, K inputs; U (K, K) upper triangular; E (B, N) errors of a block of B
 columns.
 
-Inside a block the loop is compiled (kernels/columns.py) for grids with a code book, and in torch for all
-others.
+Inside a block the loop is compiled (kernels/columns.py) for grids with a code book, and in torch for others.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attar.kernels import columns as kernel
-from attar.quantization.grids import Grid, TileParameters
+from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
+from attar.quantization.hessian import HessianFactor
 
 BLOCK = 128  # B: columns whose updates are applied to the rest in one matrix product
+
+
+@dataclass(frozen=True)
+class RoundingResult:
+    """What a second-order rounding returns.
+
+    Attributes:
+        quantized: the codes.
+        damp: lambda that was used, as a fraction of the Hessian's mean diagonal.
+        dead: number of columns without any input.
+    """
+
+    quantized: QuantizedTensor
+    damp: float
+    dead: int
 
 
 def round_columns(
@@ -32,8 +49,8 @@ def round_columns(
 ) -> Tensor:
     """Codes (N, K), float32, of the columns in the order they stand in; W is not modified.
 
-    Works on transposed blocks, so that a column is contiguous. Inside a block a column collects what the
-    errors before it owe it; the columns after the block get theirs in one matrix product.
+    Works on transposed blocks, so that a column is contiguous. Inside a block a column is corrected when its
+    turn comes; the columns after the block are corrected in one matrix product.
 
     Args:
         W: (N, K) float32.
@@ -41,15 +58,14 @@ def round_columns(
         parameters: (N, G), a row for each output.
         group: int64 (K,), the tile that each column belongs to.
         mask: bool (N, K); False: stays zero.
-        first: (N,), what is rounded in the first column in place of W's, whose error still is what the others
-            make up for.
+        first: (N,), rounded in place of W's first column; the error is still taken from W's.
     """
     columns = W.shape[1]
     Wt = W.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty_like(Wt)
     kept = None if mask is None else mask.T.contiguous()
     tiles = compiled_tiles(grid, parameters, group)
-    across = parameters.each(lambda value: value.T)
+    across = parameters.map(lambda value: value.T)
     for start in range(0, columns, BLOCK):
         at = slice(start, min(start + BLOCK, columns))
         block, factor = Wt[at], U[at, at].contiguous()
@@ -58,15 +74,24 @@ def round_columns(
         if tiles is not None:
             kernel.round_block(tiles, at, block, factor, codes[at], errors, mask=zeros, first=decided)
         else:
-            spread = across.each(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
+            spread = across.map(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
             _round_in_torch(grid, spread, block, factor, codes[at], errors, zeros, decided)
         if at.stop < columns:
             Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
     return codes.T
 
 
+def in_original_order(
+    codes: Tensor, factor: HessianFactor, grid: Grid, parameters: TileParameters
+) -> RoundingResult:
+    """Codes (N, K) in rounding order as a result in the weight's column order."""
+    restored = torch.empty(codes.shape, dtype=grid.code_dtype, device=codes.device)
+    restored[:, factor.order] = codes.to(grid.code_dtype)
+    return RoundingResult(QuantizedTensor(grid, restored, parameters), factor.damp, int(factor.dead.sum()))
+
+
 def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> kernel.TileScales | None:
-    """What the compiled loop decodes with; None where it does not know the grid, or does not run.
+    """Scales as the compiled loop takes them; None where it does not support the grid, or does not run.
 
     Args:
         parameters: (N, G), a row for each output.
@@ -75,7 +100,7 @@ def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> ker
     book = grid.code_book()
     if book is None or not kernel.available(parameters.scale.device):
         return None
-    across = parameters.each(lambda value: value.float().T.contiguous())
+    across = parameters.map(lambda value: value.float().T.contiguous())
     return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
 
 
@@ -99,7 +124,7 @@ def _round_in_torch(
         column = block[i]
         if i:
             column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
-        at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        at = spread.map(lambda value, i=i: value[i])  # type: ignore[misc]
         target = first if i == 0 and first is not None else column
         if mask is not None:
             target = target * mask[i]

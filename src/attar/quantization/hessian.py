@@ -1,13 +1,14 @@
-"""What a layer's inputs say about its weights: H = 2 / T * sum over tokens of x x^T, accumulated batch by
-batch.
+"""The Hessian of a layer's output error, H = 2 / T * sum over tokens of x x^T, accumulated batch by batch,
+and its factor.
 
 Letters: X (T, K) inputs of a Linear, T tokens; H (K, K). The output error of a changed weight is
-|| (W - W') X^T ||^2 = T / 2 * tr((W - W') H (W - W')^T): everything the second-order roundings know of the
-data. X~ (T, K) are the inputs that the same tokens had in the original model; C = 2 / T * sum x~ x^T.
+|| (W - W') X^T ||^2 = T / 2 * tr((W - W') H (W - W')^T): all that the second-order roundings use of the data.
+X~ (T, K) are the inputs of the same tokens in the original model; C = 2 / T * sum x~ x^T. U (K, K) is upper
+triangular with U^T U = (H + lambda I)^-1.
 
-The products are the greater part of a calibration's arithmetic. They multiply in bfloat16 and add in float32
-where the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean diagonal,
-where damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before any damping is
+Most of a calibration's arithmetic is in these products. They multiply in bfloat16 and add in float32 where
+the processor has such an instruction: H then differs from float32's by some 3e-4 of its mean diagonal, where
+damping adds 1e-2. A factorization that fails in float32 is tried again in float64 before the damping is
 raised.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from attar.errors import NumericsError
 
 STEP = 256  # inputs whose rows of H are summed at a time
 CHUNK = 1 << 21  # weights whose energy is computed at a time
+CHECK = "check the model and the calibration data"
 
 
 class Hessian:
@@ -48,20 +51,20 @@ class Hessian:
 
     def value(self) -> Tensor:
         """H, float32 (K, K)."""
-        return self._whole().mul_(2.0 / max(self.weight, 1e-30))
+        return self._full_sum().mul_(2.0 / max(self.weight, 1e-30))
 
-    def _whole(self) -> Tensor:
+    def _full_sum(self) -> Tensor:
         """The sum with its lower half."""
-        whole = self.sum.clone()
-        for start in range(0, len(whole), STEP):
+        full = self.sum.clone()
+        for start in range(0, len(full), STEP):
             at, below = slice(start, start + STEP), slice(start + STEP, None)
-            whole[below, at] = whole[at, below].T
-        return whole
+            full[below, at] = full[at, below].T
+        return full
 
     def ordered(self, order: Tensor) -> Hessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = Hessian(0)
-        other.sum, other.tokens, other.weight = self._whole()[order][:, order], self.tokens, self.weight
+        other.sum, other.tokens, other.weight = self._full_sum()[order][:, order], self.tokens, self.weight
         return other
 
     @property
@@ -71,34 +74,32 @@ class Hessian:
 
 
 class CrossHessian(Hessian):
-    """H of the inputs behind the quantized prefix, and C = 2 / T * sum x~ x^T with the original model's
-    inputs x~ of the same tokens."""
+    """H of the inputs after the quantized layers, and C = 2 / T * sum x~ x^T with the original model's inputs
+    x~ of the same tokens."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__(inputs)
-        self.change = torch.zeros(
-            inputs, inputs, dtype=torch.float32
-        )  # sum of (x~ - x) x^T: a small difference
+        self.change = torch.zeros(inputs, inputs, dtype=torch.float32)  # sum of (x~ - x) x^T: small
 
     def add(self, x: Tensor, original: Tensor | None = None) -> None:
-        """Add a batch of inputs (..., K) and what they are in the original model (None: the same)."""
+        """Add a batch of inputs (..., K) and the original model's inputs (None: the same)."""
         super().add(x)
         rows = x.reshape(-1, x.shape[-1]).float()
         if original is None:
             return
-        theirs = original.reshape(-1, x.shape[-1]).float()
+        original_rows = original.reshape(-1, x.shape[-1]).float()
         self.change = self.change.to(x.device)
         with reduced_products():
-            self.change.addmm_((theirs - rows).T, rows)
+            self.change.addmm_((original_rows - rows).T, rows)
 
     def cross(self) -> Tensor:
         """C, float32 (K, K): rows belong to the original inputs, columns to the quantized ones."""
-        return self._whole().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
+        return self._full_sum().add_(self.change).mul_(2.0 / max(self.weight, 1e-30))
 
     def ordered(self, order: Tensor) -> CrossHessian:
         """The same statistics with the inputs in another order, int64 (K,)."""
         other = CrossHessian(0)
-        other.sum, other.change = (value[order][:, order] for value in (self._whole(), self.change))
+        other.sum, other.change = (value[order][:, order] for value in (self._full_sum(), self.change))
         other.tokens, other.weight = self.tokens, self.weight
         return other
 
@@ -118,6 +119,60 @@ def reduced_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True)
+class HessianFactor:
+    """U and the order of columns that it belongs to; weights with the same inputs share it.
+
+    Attributes:
+        order: int64 (K,), the order in which columns are rounded.
+        U: (K, K), of the damped H in that order.
+        damp: lambda that was used, as a fraction of H's mean diagonal.
+        dead: bool (K,), columns whose input is always zero.
+        diagonal: of H (K,), 1 where a column is dead.
+    """
+
+    order: Tensor
+    U: Tensor
+    damp: float
+    dead: Tensor
+    diagonal: Tensor
+
+    def group(self, group_size: int) -> Tensor:
+        """The group of each column in rounding order, int64 (K,); 0: one group."""
+        return self.order // (group_size or len(self.order))
+
+
+def factorize(H: Tensor, damp: float = 0.01, act_order: bool = True) -> HessianFactor:
+    """The factor of a Hessian (K, K). Does not modify its input.
+
+    Args:
+        H: (K, K) float32, symmetric, positive semi-definite.
+        damp: lambda as a fraction of the mean of H's diagonal.
+        act_order: columns in descending order of H_ii.
+
+    Raises:
+        NumericsError: H is not finite, or no damping up to 1 makes it invertible.
+    """
+    H = H.float()
+    if not all_finite(H):
+        raise NumericsError("the Hessian holds NaN or infinity", hint=CHECK)
+    dead = H.diagonal() <= 0
+    if dead.any():
+        H = H.clone()
+        H[dead, dead] = 1.0
+    order = torch.arange(len(H), device=H.device)
+    if act_order:
+        order = torch.argsort(H.diagonal(), descending=True, stable=True)
+    U, used = inverse_factor(H, damp, order)
+    return HessianFactor(order, U, used, dead, H.diagonal())
+
+
+def check_finite(*values: Tensor) -> None:
+    """Raise NumericsError unless a weight and its statistics are finite."""
+    if not all(all_finite(value) for value in values):
+        raise NumericsError("the weight or its Hessian holds NaN or infinity", hint=CHECK)
 
 
 def inverse_factor(H: Tensor, damp: float, order: Tensor | None = None) -> tuple[Tensor, float]:

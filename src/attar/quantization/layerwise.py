@@ -1,195 +1,275 @@
-"""The roundings that work on one Linear at a time, as the sweep walk calls them.
-
-Here a method's name meets its solver; what the solvers have in common (scales, refinement, zeros that stay,
-the report with round to nearest beside) is done once, around them.
-"""
+"""Rounding one Linear at a time, as the sweep walk calls it: scales, the solver, refinement, zeros that stay,
+and the report with round to nearest for comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import Grid, NVFP4Grid, QuantizedTensor, TileParameters, choose_scales
-from attar.quantization.hessian import CrossHessian, Hessian, energy
-from attar.quantization.methods.gptaq import gptaq
-from attar.quantization.methods.gptq import HessianFactor, factorize, gptq_shared
+from attar.quantization.hessian import CrossHessian, Hessian, HessianFactor, energy, factorize
 from attar.quantization.methods.qronos import least_squares_weight, qronos
 from attar.quantization.methods.refine import refine
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.methods.yaqa import yaqa
 from attar.quantization.plan import LayerPlan
-from attar.quantization.rounded import RoundingResult
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import AWQSettings, GPTQSettings
 from attar.quantization.transforms.awq import search_clip
 from attar.walks.sweep import Solution
 
-ASYMMETRIC = ("gptaq", "qronos", "yaqa")
+if TYPE_CHECKING:
+    from attar.quantization.rounding import QuantizationMethod
+
 DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
-SEARCH_BELOW = 5.0  # bits a weight under which a searched scale pays
 
 
 @dataclass(frozen=True)
 class LayerSolver:
-    """Rounds each Linear on its grid by the settings' method.
+    """Rounds each Linear on its grid.
 
     Attributes:
-        sites: by module name.
-        settings: the method and its numbers.
-        curvature: gives H_O (N, N) of a module, for yaqa.
+        layers: by module name.
+        method: the rounding; see rounding.METHODS.
+        settings: its options.
+        keep_zeros: weights that are zero stay zero.
+        output_hessian: gives H_O (N, N) of a module, for yaqa.
     """
 
-    sites: Mapping[str, LayerPlan]
-    settings: QuantizeSettings
-    curvature: Callable[[str], Tensor] | None = None
+    layers: Mapping[str, LayerPlan]
+    method: QuantizationMethod
+    settings: AWQSettings | GPTQSettings
+    keep_zeros: bool = False
+    output_hessian: Callable[[str], Tensor] | None = None
 
     @property
     def original(self) -> bool:
-        """The asymmetric methods compare with the original model's inputs."""
-        return self.settings.rounding in ASYMMETRIC
+        """Whether the solver compares with the original model's inputs."""
+        return self.method.original_inputs
 
     def accumulator(self, names: Sequence[str], inputs: int) -> Hessian:
         """Empty statistics of a group."""
         return CrossHessian(inputs) if self.original else Hessian(inputs)
 
-    def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
-        """Round the weights (N, K) of a group; those on one grid share the work."""
-        H, order = seen.value(), None
+    def solve(self, weights: dict[str, Tensor], statistics: Hessian) -> dict[str, Solution]:
+        """Round the weights (N, K) of Linears that read the same inputs.
+
+        For act-order "group" the columns are sorted by H_ii first, so that columns of similar H_ii share a
+        group.
+        """
+        H, order = statistics.value(), None
+        sorted_H, sorted_statistics = H, statistics
         if self.settings.act_order == "group":
             order = torch.argsort(H.diagonal(), descending=True, stable=True)
-        sorted_H, sorted_seen = (H, seen) if order is None else (H[order][:, order], seen.ordered(order))
-        inputs = self._factorized(sorted_H)
-        solved: dict[str, Solution] = {}
-        for grid in dict.fromkeys(self.sites[name].grid for name in weights):
-            part = {name: weights[name] for name in weights if self.sites[name].grid == grid}
-            columns = part if order is None else {name: weight[:, order] for name, weight in part.items()}
-            made = self._round(columns, fused(grid, part.values()), sorted_H, sorted_seen, inputs)
-            for name, rounded in made.items():
+            sorted_H, sorted_statistics = H[order][:, order], statistics.ordered(order)
+        shared = self._shared(sorted_H, sorted_statistics)
+        solutions: dict[str, Solution] = {}
+        for stack in self._stacks(weights, sorted_H, order):
+            if self.method.solver is None:
+                result = RoundingResult(_nearest_codes(stack), 0.0, 0)
+            else:
+                result = self.method.solver(**shared, **self._own(stack))
+            for name, rounded in stack.split(result):
+                rounded = self._refined(stack.weights[name], rounded, shared, stack.masks[name])
                 if order is not None:
                     rounded = replace(rounded, quantized=rounded.quantized.restored(order))
-                solved[name] = self._solution(weights[name], rounded, H, seen)
-        return solved
-
-    def _factorized(self, H: Tensor) -> HessianFactor | None:
-        """H's factor, once for all grids of a group."""
-        if self.settings.rounding != "gptq":
-            return None
-        return factorize(H, self.settings.damp, self.settings.act_order != "off")
+                solutions[name] = self._solution(weights[name], rounded, H, statistics)
+        return {name: solutions[name] for name in weights}
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight (N, K) that stored codes stand for."""
-        return QuantizedTensor.from_tensors(self.sites[name].grid, tensors).dequantize()
+        """The weight (N, K) of stored codes."""
+        return QuantizedTensor.from_tensors(self.layers[name].grid, tensors).dequantize()
 
-    def _round(
-        self,
-        weights: Mapping[str, Tensor],
-        grid: Grid,
-        H: Tensor,
-        seen: Hessian,
-        inputs: HessianFactor | None,
-    ) -> dict[str, RoundingResult]:
-        """Round weights with one input; for act-order "group" their columns stand sorted by H_ii, so that
-        every method forms its groups of columns that matter alike."""
-        settings = self.settings
-        masks = {name: mask_of(weight, settings.keep_zeros) for name, weight in weights.items()}
-        if settings.rounding == "gptq":
-            rounded = gptq_shared(
-                list(weights.values()),
-                H,
-                grid,
-                parameters=[self._parameters(weight, grid, H) for weight in weights.values()],
-                masks=list(masks.values()),
-                inputs=inputs,
-            )
-            made = dict(zip(weights, rounded, strict=True))
-        else:
-            made = {
-                name: self._round_one(name, weight, grid, H, seen, masks[name])
-                for name, weight in weights.items()
-            }
-        if settings.rounding == "yaqa":
-            return made
-        return {name: self._refined(weights[name], one, H, seen, masks[name]) for name, one in made.items()}
+    def _shared(self, H: Tensor, statistics: Hessian) -> dict[str, Any]:
+        """The solver's arguments that are the same for all Linears of a group."""
+        if self.method.solver is None:
+            return {"H": H}
+        assert isinstance(self.settings, GPTQSettings)
+        damp, act_order = self.settings.damp, self.settings.act_order != "off"
+        shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factorize(H, damp, act_order)}
+        return shared | ({"cross": statistics.cross()} if isinstance(statistics, CrossHessian) else {})
 
-    def _round_one(
-        self, name: str, weight: Tensor, grid: Grid, H: Tensor, seen: Hessian, mask: Tensor | None
-    ) -> RoundingResult:
-        settings, ordered = self.settings, self.settings.act_order != "off"
-        parameters = self._parameters(weight, grid, H)
-        if settings.rounding == "yaqa":
-            assert self.curvature is not None and isinstance(seen, CrossHessian)
-            if settings.refine:
-                one = qronos(
-                    weight, H, seen.cross(), grid, parameters=parameters, damp=settings.damp, mask=mask
+    def _own(self, stack: StackedLayers) -> dict[str, Any]:
+        """The solver's arguments of one stack."""
+        weight, grid, parameters, mask = stack.joined()
+        own = {"weight": weight, "grid": grid, "parameters": parameters, "mask": mask}
+        if self.output_hessian is None:
+            return own
+        assert isinstance(self.settings, GPTQSettings)
+        (name,) = stack.weights
+        return own | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
+
+    def _stacks(
+        self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None
+    ) -> Iterator[StackedLayers]:
+        """The weights that are rounded in one call: those on one grid, where the method allows it."""
+        for grid in dict.fromkeys(self.layers[name].grid for name in weights):
+            names = [name for name in weights if self.layers[name].grid == grid]
+            shared_grid = fused(grid, [weights[name] for name in names])
+            for group in [names] if self.method.stacked else [[name] for name in names]:
+                columns = {
+                    name: weights[name] if order is None else weights[name][:, order] for name in group
+                }
+                yield StackedLayers(
+                    shared_grid,
+                    columns,
+                    {name: self._parameters(weight, shared_grid, H) for name, weight in columns.items()},
+                    {name: mask_of(weight, self.keep_zeros) for name, weight in columns.items()},
                 )
-                one = self._refined(weight, one, H, seen, mask)
-                parameters = one.quantized.parameters
-            return yaqa(
-                weight,
-                self.curvature(name),
-                H,
-                grid,
-                parameters=parameters,
-                target=least_squares_weight(weight, H, seen.cross(), settings.damp),
-                damp=settings.damp,
-                damp_output=DAMP_OUTPUT,
-                act_order=ordered,
-                mask=mask,
-            )
-        if settings.rounding in ASYMMETRIC:
-            assert isinstance(seen, CrossHessian)
-            solver = gptaq if settings.rounding == "gptaq" else qronos
-            return solver(
-                weight,
-                H,
-                seen.cross(),
-                grid,
-                parameters=parameters,
-                damp=settings.damp,
-                act_order=ordered,
-                mask=mask,
-            )
-        nearest = rtn(weight, grid, parameters)
-        return RoundingResult(nearest if mask is None else masked(nearest, mask), 0.0, 0)
 
     def _refined(
-        self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian, mask: Tensor | None
+        self, weight: Tensor, rounded: RoundingResult, shared: Mapping[str, Any], mask: Tensor | None
     ) -> RoundingResult:
-        settings = self.settings
-        quantized = rounded.quantized
-        if not settings.refine or settings.rounding not in ("gptq", *ASYMMETRIC):
+        """Codes after coordinate descent, for methods that have it."""
+        if not self.method.refined or not isinstance(self.settings, GPTQSettings) or not self.settings.refine:
             return rounded
-        target = weight @ seen.cross() if isinstance(seen, CrossHessian) else None
-        better = refine(
-            quantized, H, target, sweeps=settings.refine, damp=settings.damp, weight=weight, mask=mask
+        target = weight @ shared["cross"] if "cross" in shared else None
+        refined = refine(
+            rounded.quantized,
+            shared["H"],
+            target,
+            sweeps=self.settings.refine,
+            damp=self.settings.damp,
+            weight=weight,
+            mask=mask,
         )
-        return RoundingResult(better, rounded.damp, rounded.dead)
+        return replace(rounded, quantized=refined)
 
     def _parameters(self, weight: Tensor, grid: Grid, H: Tensor) -> TileParameters:
-        how = scale_choice(self.settings, grid)
+        how = scale_choice(self.method, self.settings.scales, grid)
         if how == "output" and not grid.searches:
             return grid.choose(weight, search_clip(weight, H, grid).shrink)
         return choose_scales(weight, grid, "mse" if how == "output" else how, H.diagonal())
 
-    def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, seen: Hessian) -> Solution:
-        quantized, whole = rounded.quantized, max(energy(weight, H), 1e-30)
+    def _solution(self, weight: Tensor, rounded: RoundingResult, H: Tensor, statistics: Hessian) -> Solution:
+        quantized, total = rounded.quantized, max(energy(weight, H), 1e-30)
         dense, nearest = quantized.dequantize(), _nearest(weight, quantized)
         report = {
-            "error": energy(weight - dense, H) / whole,
-            "rtn_error": energy(weight - nearest, H) / whole,
+            "error": energy(weight - dense, H) / total,
+            "rtn_error": energy(weight - nearest, H) / total,
             "damp": rounded.damp,
             "dead": rounded.dead,
-            "tokens": seen.tokens,
+            "tokens": statistics.tokens,
             **code_numbers(quantized, weight, dense),
         }
         return Solution(dense, quantized.tensors(), report)
 
 
+@dataclass(frozen=True)
+class StackedLayers:
+    """Weights with the same inputs on one grid, rounded in one call.
+
+    Attributes:
+        grid: the number format.
+        weights: (N, K) by name.
+        parameters: of each.
+        masks: bool (N, K), False where a weight stays zero; None: no such weight.
+    """
+
+    grid: Grid
+    weights: dict[str, Tensor]
+    parameters: dict[str, TileParameters]
+    masks: dict[str, Tensor | None]
+
+    def joined(self) -> tuple[Tensor, Grid, TileParameters, Tensor | None]:
+        """Weight, grid, parameters and mask of all rows; several weights have parameters by row."""
+        weights, masks = list(self.weights.values()), list(self.masks.values())
+        parameters = list(self.parameters.values())
+        if len(weights) == 1:
+            return weights[0], self.grid, parameters[0], masks[0]
+        grid = self.grid if self.grid.rows == 1 else replace(self.grid, rows=1)  # type: ignore[type-var]
+        rows = [self.grid.by_row(one, len(W)) for one, W in zip(parameters, weights, strict=True)]
+        mask = None
+        if any(one is not None for one in masks):
+            pairs = zip(masks, weights, strict=True)
+            mask = torch.cat(
+                [torch.ones_like(W, dtype=torch.bool) if one is None else one for one, W in pairs]
+            )
+        return torch.cat([W.float() for W in weights]), grid, _joined_parameters(rows), mask
+
+    def split(self, result: RoundingResult) -> Iterator[tuple[str, RoundingResult]]:
+        """The result of each weight."""
+        if len(self.weights) == 1:
+            yield next(iter(self.weights)), result
+            return
+        parts = result.quantized.codes.split([len(weight) for weight in self.weights.values()])
+        for (name, parameters), codes in zip(self.parameters.items(), parts, strict=True):
+            yield name, replace(result, quantized=QuantizedTensor(self.grid, codes.contiguous(), parameters))
+
+
+def _joined_parameters(rows: Sequence[TileParameters]) -> TileParameters:
+    """Parameters of several weights, one under the other."""
+
+    def joined(values: list[Tensor | None]) -> Tensor | None:
+        return None if values[0] is None else torch.cat([value for value in values if value is not None])
+
+    scale = torch.cat([one.scale for one in rows])
+    return TileParameters(scale, joined([one.zero for one in rows]), joined([one.minimum for one in rows]))
+
+
+def solve_yaqa(
+    weight: Tensor,
+    H: Tensor,
+    cross: Tensor,
+    grid: Grid,
+    *,
+    parameters: TileParameters,
+    damp: float,
+    act_order: bool,
+    mask: Tensor | None,
+    factor: HessianFactor,
+    output_hessian: Tensor,
+    sweeps: int,
+) -> RoundingResult:
+    """YAQA towards the least-squares weight after quantized layers, with the scales of refined Qronos codes.
+
+    Args:
+        weight, H, cross, grid, parameters, damp, act_order, mask, factor: as in qronos.
+        output_hessian: H_O (N, N).
+        sweeps: passes of refinement; 0: the scales stay.
+    """
+    if sweeps:
+        started = qronos(
+            weight,
+            H,
+            cross,
+            grid,
+            parameters=parameters,
+            damp=damp,
+            mask=mask,
+            factor=factor if act_order else None,
+        )
+        target = weight @ cross
+        refined = refine(started.quantized, H, target, sweeps=sweeps, damp=damp, weight=weight, mask=mask)
+        parameters = refined.parameters
+    return yaqa(
+        weight,
+        output_hessian,
+        H,
+        grid,
+        parameters=parameters,
+        target=least_squares_weight(weight, H, cross, damp),
+        damp=damp,
+        damp_output=DAMP_OUTPUT,
+        act_order=act_order,
+        mask=mask,
+    )
+
+
+def _nearest_codes(stack: StackedLayers) -> QuantizedTensor:
+    """Round to nearest with the stack's parameters."""
+    weight, grid, parameters, mask = stack.joined()
+    quantized = rtn(weight, grid, parameters)
+    return quantized if mask is None else masked(quantized, mask)
+
+
 def _nearest(weight: Tensor, quantized: QuantizedTensor) -> Tensor:
-    """The weight rounded to nearest; on a grid that searches for its scales with those that are there."""
+    """The weight rounded to nearest; on a grid that searches for its scales with the given ones."""
     grid = quantized.grid
     return rtn(weight, grid, quantized.parameters if grid.searches else None).dequantize()
 
@@ -201,15 +281,11 @@ def fused(grid: Grid, weights: Iterable[Tensor]) -> Grid:
     return replace(grid, peak=max(float(weight.abs().max()) for weight in weights))
 
 
-def scale_choice(settings: QuantizeSettings, grid: Grid) -> str:
-    """How scales are chosen on a grid: what the settings say, or for "auto" a search where few bits make it
-    pay."""
-    if settings.scales != "auto":
-        return settings.scales
-    if settings.method == "awq":
-        return "output"
-    few = grid.bits_per_weight((4096, 4096)) < SEARCH_BELOW
-    return "output" if few and settings.rounding != "rtn" else "absmax"
+def scale_choice(method: QuantizationMethod, scales: str, grid: Grid) -> str:
+    """How scales are chosen on a grid; "auto" searches where the method sees data and bits are few."""
+    if scales != "auto":
+        return scales
+    return "output" if grid.bits_per_weight((4096, 4096)) < method.search_below else "absmax"
 
 
 def mask_of(weight: Tensor, keep_zeros: bool) -> Tensor | None:

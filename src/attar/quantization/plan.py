@@ -22,7 +22,7 @@ from attar.models.parts import Anatomy
 from attar.models.stored import stored_names
 from attar.quantization.grids import Grid
 from attar.quantization.schemes import KV_CACHES, SCHEMES, QuantizationScheme
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import StorageSettings
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16}
 DENSE = "dense"
@@ -85,19 +85,19 @@ class QuantizationPlan:
 
 def plan(
     checkpoint: Any,
-    settings: QuantizeSettings,
+    settings: StorageSettings,
     assigned: Mapping[str, str] | None = None,
     *,
-    storage: torch.dtype | None = None,
+    group_order: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> QuantizationPlan:
     """Decide what happens to each tensor. Reads headers only.
 
     Args:
-        settings: ``scheme``, ``group_size``, ``ignore``, ``embedding_bits``, and where they exist
-            ``overrides`` ("pattern=SCHEME", the last that matches decides), ``kv_cache``, ``double_quant``;
-            ``act_order`` "group" stores the group of each input.
-        assigned: scheme by module name, as an allocator chose it; overrides and ignore go before it.
-        storage: type of the stored scales; None: that of each weight.
+        settings: schemes and exceptions; of several overrides that match, the last one decides.
+        assigned: scheme by module name, as an allocator chose it; overrides and ignore take precedence.
+        group_order: act-order "group": the group of each input is stored.
+        dtype: type of the stored scales; None: that of each weight.
 
     Raises:
         ModelError: the checkpoint is quantized already, or nothing in it can be.
@@ -113,17 +113,17 @@ def plan(
         raise ModelError(f"{checkpoint.path}: every Linear is ignored", hint="ignore fewer modules")
     shapes = {name: _shape(model, name) for name in chosen}
     chosen = fit(chosen, shapes, settings.group_size)
-    if getattr(settings, "act_order", None) == "group":
+    if group_order:
         chosen = {name: _ordered(scheme) for name, scheme in chosen.items()}
     sites = {}
     for module, scheme in chosen.items():
         stored = names[f"{module}.weight"]
-        kind = storage or FLOATS.get(checkpoint.tensors[stored].dtype, torch.float32)
+        kind = dtype or FLOATS.get(checkpoint.tensors[stored].dtype, torch.float32)
         transposed = not isinstance(model.get_submodule(module), nn.Linear)
         sites[stored] = LayerPlan(module, shapes[module], transposed, scheme.grid(kind), scheme, kind)
-    order = {name: place for place, name in enumerate(checkpoint.tensors)}
+    order = {name: number for number, name in enumerate(checkpoint.tensors)}
     sites = {name: sites[name] for name in sorted(sites, key=order.__getitem__)}
-    cache = _kv_cache(anatomy, getattr(settings, "kv_cache", "none"))
+    cache = _kv_cache(anatomy, settings.kv_cache)
     static = cache is not None and not cache.dynamic
     caches = {names[f"{b.attention.k.name}.weight"]: b.attention.name for b in anatomy.blocks if static}
     embedding = names[f"{anatomy.embedding}.weight"] if settings.embedding_bits else None
@@ -131,19 +131,19 @@ def plan(
     linears = [name for name, module in model.named_modules() if is_linear(module)]
     ignore = tuple(name for name in linears if name not in chosen)
     reads = checkpoint.config["model_type"] in READS_WEIGHTS
-    found = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
-    return replace(found, config=_config(found, settings.scheme, anatomy.embedding))
+    planned = QuantizationPlan(sites, embedding, tied, ignore, {}, caches, cache, reads)
+    return replace(planned, config=_config(planned, settings.scheme, anatomy.embedding))
 
 
 def choose(
-    anatomy: Anatomy, settings: QuantizeSettings, assigned: Mapping[str, str]
+    anatomy: Anatomy, settings: StorageSettings, assigned: Mapping[str, str]
 ) -> dict[str, QuantizationScheme]:
     """The scheme of each Linear of the blocks that gets one, in forward order.
 
     Raises:
         SettingsError: see :func:`plan`.
     """
-    overrides = [_override(text) for text in getattr(settings, "overrides", ())]
+    overrides = [_override(text) for text in settings.overrides]
     modules = [name for block in anatomy.blocks for name in block.linears]
     for pattern, name in overrides:
         if not any(matches(module, pattern) for module in modules):
@@ -158,7 +158,7 @@ def choose(
     wanted |= dict.fromkeys(ignored, DENSE)
     _check_fused(anatomy, wanted, "ignore" if ignored else "overrides" if overrides else "assigned")
     chosen = {module: _scheme(name) for module, name in wanted.items() if name != DENSE}
-    if getattr(settings, "double_quant", False):
+    if settings.double_quant:
         chosen = {module: _double(scheme) for module, scheme in chosen.items()}
     _check_alone(chosen, settings)
     return chosen
@@ -289,7 +289,7 @@ def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> N
                 )
 
 
-def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: QuantizeSettings) -> None:
+def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: StorageSettings) -> None:
     """Raise where NF4, whose file format knows nothing else, would stand beside something else."""
     names = list(dict.fromkeys(scheme.name for scheme in chosen.values()))
     if "NF4" not in names:
@@ -298,7 +298,7 @@ def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: QuantizeSet
         other = next(name for name in names if name != "NF4")
         raise SettingsError("scheme", "NF4", f"alone: the bitsandbytes format cannot hold {other} as well")
     for name, none in (("embedding_bits", 0), ("kv_cache", "none")):
-        if getattr(settings, name, none) != none:
+        if getattr(settings, name) != none:
             allowed = f"{none} with NF4: the bitsandbytes format has no place for it"
             raise SettingsError(name, getattr(settings, name), allowed)
 
@@ -318,35 +318,35 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
     return replace(rule, group_size=widths[0]) if rule.strategy == "group" else rule
 
 
-def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
+def _config(planned: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
     """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
     stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
-    sites = list(found.sites.values())
+    sites = list(planned.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
         return bitsandbytes.nf4_config(
-            list(found.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
+            list(planned.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
         )
     transposed = any(site.transposed for site in sites)
     alias = SCHEMES[main].name
     first = alias if alias in schemes else next(iter(schemes))
     groups = []
-    if found.embedding:
-        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
+    if planned.embedding:
+        head = (f"re:.*{re.escape(planned.tied_head)}$",) if planned.tied_head else ()
         groups.append(ConfigGroup((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
     for name in sorted(schemes, key=lambda name: name == first):
         modules = tuple(site.module for site in sites if site.scheme.name == name)
         scheme = schemes[name]
         targets = ("Linear",) if name == first else modules
         groups.append(ConfigGroup(targets, scheme.weights, scheme.activations, scheme.form))
-    alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
+    alone = len(groups) == 1 and groups[0].activations is None and planned.kv_cache is None
     return compressed_tensors.quantization_config(
         groups,
         dequantize=alone
         and not transposed
-        and (not groups[0].weights.symmetric or _narrow(sites[0]) or found.reads_weights),
-        ignore=[name for name in found.ignore if name != found.tied_head or not found.embedding],
-        kv_cache=found.kv_cache,
+        and (not groups[0].weights.symmetric or _narrow(sites[0]) or planned.reads_weights),
+        ignore=[name for name in planned.ignore if name != planned.tied_head or not planned.embedding],
+        kv_cache=planned.kv_cache,
         transposed=transposed,
     )
 
@@ -358,8 +358,8 @@ def _narrow(site: LayerPlan) -> bool:
 
 def _shape(model: nn.Module, module: str) -> tuple[int, int]:
     """(N, K) of a Linear or a Conv1D."""
-    found = model.get_submodule(module)
-    rows, columns = found.weight.shape if isinstance(found, nn.Linear) else reversed(found.weight.shape)  # type: ignore[union-attr]
+    linear = model.get_submodule(module)
+    rows, columns = linear.weight.shape if isinstance(linear, nn.Linear) else reversed(linear.weight.shape)  # type: ignore[union-attr]
     return int(rows), int(columns)
 
 

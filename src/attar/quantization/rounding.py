@@ -1,9 +1,9 @@
-"""Codes for every site of a plan, by whatever method the settings name: which walk it takes, what it leaves.
+"""Codes for every layer of a plan: the table of methods, and the walks that they take over a checkpoint.
 
-rtn with scales that need no data              streams: codes are made as tensors pass by
-gptq, gptaq, qronos, yaqa, awq's clipping      sweep, one Linear at a time     (layerwise.py)
-autoround                                      sweep, one block at a time      (autoround_solver.py)
-qat                                            the train walk                  (qat.py)
+stream_nearest   codes are made while the tensors are written; needs no data
+sweep_layers     one Linear at a time, with calibration activations         (layerwise.py)
+sweep_blocks     one block at a time, learned                               (methods/autoround.py)
+train            the whole model under quantization                         (methods/qat.py)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,19 +24,31 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
+from attar.quantization.calibration import batches_of
+from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
 from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
-from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice
+from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice, solve_yaqa
 from attar.quantization.methods import qat
 from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
+from attar.quantization.methods.gptaq import gptaq
+from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
+from attar.quantization.methods.qronos import qronos
 from attar.quantization.mixed_precision.sensitivity import shared_groups
-from attar.quantization.observe import StaticScales, observe
 from attar.quantization.plan import LayerPlan, QuantizationPlan
-from attar.quantization.settings import QuantizeSettings
-from attar.quantization.transforms.preparation import calibration
-from attar.quantization.write import CodeSource
+from attar.quantization.settings import (
+    AutoRoundSettings,
+    AWQSettings,
+    GPTQSettings,
+    MethodSettings,
+    QATSettings,
+    QuantizeSettings,
+    RTNSettings,
+    SmoothQuantSettings,
+    YAQASettings,
+)
 from attar.walks.objectives import distillation_loss, soft_loss
 from attar.walks.settings import TrainSettings
 from attar.walks.sweep import AfterBlocks, SweepResult, sweep
@@ -44,210 +57,237 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 CHUNK = 1 << 20  # weights compared at a time: temporaries stay in the cache
+FEW = 5.0  # bits a weight under which a searched scale pays
+
+CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
+"""``codes(stored name, load)``: the quantized weight of a layer; ``load()`` reads the dense one as it is
+stored."""
+
+
+@dataclass(frozen=True)
+class RoundingTask:
+    """What a walk is given.
+
+    Attributes:
+        checkpoint: dense; the plan was made for it.
+        plan: the layers and their grids.
+        settings: of the quantization.
+        work: folder of finished parts; survives a kill.
+        progress: where progress is reported.
+        after_blocks: called with the hidden states after the last block, where a sweep rounds.
+    """
+
+    checkpoint: Checkpoint
+    plan: QuantizationPlan
+    settings: QuantizeSettings
+    work: Path
+    progress: Progress
+    after_blocks: AfterBlocks | None = None
+
+    def batches(self) -> list[Tensor]:
+        """The calibration batches, int64 (B, S)."""
+        return batches_of(self.checkpoint, self.settings)
 
 
 @dataclass(frozen=True)
 class RoundedModel:
-    """What a rounding leaves.
+    """What a walk returns.
 
     Attributes:
-        codes: see attar.quantization.write.
-        reports: one row a layer, once all codes have been asked for.
-        input_scales: static scales of inputs, by module name.
-        kv_scales: of keys and values, by the name of the attention module.
+        codes: see :data:`CodeSource`.
+        reports: one row a layer, once all codes have been read.
+        input_scales: learned static scales of inputs, by module name.
         curve: of a training run.
-        precision: in which the calibration or the training multiplied: ``bf16`` or ``fp32``; empty where
-            there was none.
+        precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
+            were none.
     """
 
     codes: CodeSource
     reports: Callable[[], list[dict[str, Any]]]
     input_scales: Mapping[str, float] = field(default_factory=dict)
-    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     curve: list[dict[str, float]] = field(default_factory=list)
     precision: str = ""
 
 
-def round_all(
-    checkpoint: Checkpoint,
-    chosen: QuantizationPlan,
-    settings: QuantizeSettings,
-    work: Path,
-    progress: Progress,
-    after_blocks: AfterBlocks | None = None,
-) -> RoundedModel:
-    """Round every site of a plan.
+@dataclass(frozen=True)
+class QuantizationMethod:
+    """A rounding method.
 
-    Args:
-        checkpoint: dense; the plan was made for it.
-        work: where finished parts survive a kill.
-        after_blocks: called after the last block, where a sweep rounds (walks/sweep.py).
-
-    Raises:
-        NumericsError: a weight, an activation or a result is not finite.
+    Attributes:
+        settings: class of its options.
+        walk: makes the codes of a checkpoint.
+        solver: rounds one weight, for sweep_layers; None: to nearest.
+        original_inputs: the solver compares with the original model's inputs: ``cross=``.
+        stacked: weights with the same inputs are rounded in one call.
+        refined: coordinate descent on the codes follows.
+        search_below: bits a weight under which ``scales: auto`` searches for the least output error.
     """
-    seen = _static_scales(checkpoint, chosen, settings, work, progress)
-    if settings.rounding == "qat":
-        made = _trained(checkpoint, chosen, settings, work, progress)
-    elif settings.method == "rtn" or (settings.rounding == "rtn" and settings.method != "awq"):
-        nearest = StreamedCodes(checkpoint, chosen, settings, work / "errors.jsonl")
-        made = RoundedModel(nearest, nearest.reports)
-    else:
-        swept = SweepCodes(chosen, _sweep(checkpoint, chosen, settings, work, progress, after_blocks))
-        made = RoundedModel(swept, swept.reports, precision=swept.swept.precision)
-    inputs = {**seen.inputs, **made.input_scales}
-    return replace(made, input_scales=inputs, kv_scales=seen.caches)
+
+    settings: type[MethodSettings]
+    walk: Callable[[RoundingTask], RoundedModel]
+    solver: Callable[..., RoundingResult] | None = None
+    original_inputs: bool = False
+    stacked: bool = False
+    refined: bool = False
+    search_below: float = 0.0
+
+    @property
+    def sees_text(self) -> bool:
+        """Whether calibration text is run through the model."""
+        return self.walk is not stream_nearest
 
 
-def _static_scales(
-    checkpoint: Checkpoint,
-    chosen: QuantizationPlan,
-    settings: QuantizeSettings,
-    work: Path,
-    progress: Progress,
-) -> StaticScales:
-    if not chosen.caches and not any(site.static for site in chosen.sites.values()):
-        return StaticScales({}, {})
-    return observe(
-        checkpoint,
-        chosen,
-        calibration(checkpoint, settings),
-        work=work / "ranges",
-        precision=settings.precision,
-        device=torch.device(pick_device(settings.device)),
-        progress=progress,
-    )
+def stream_nearest(task: RoundingTask) -> RoundedModel:
+    """Round to nearest while the tensors are written."""
+    codes = StreamedCodes(task)
+    return RoundedModel(codes, codes.reports)
 
 
-def _sweep(
-    checkpoint: Checkpoint,
-    chosen: QuantizationPlan,
-    settings: QuantizeSettings,
-    work: Path,
-    progress: Progress,
-    after_blocks: AfterBlocks | None = None,
-) -> SweepResult:
-    batches = calibration(checkpoint, settings)
-    sites = {site.module: site for site in chosen.sites.values()}
-    device, blocks = torch.device(pick_device(settings.device)), work / "blocks"
-    settings = replace(settings, precision=resolve(settings.precision, device, blocks))
-    solver: LayerSolver | AutoRoundSolver
-    if settings.rounding == "autoround":
-        solver = _autoround(checkpoint, chosen, settings)
-    else:
-        curvature = None
-        if settings.rounding == "yaqa":
-            curvature = OutputHessian(checkpoint, chosen, batches, settings, work / "curvature", progress)
-            curvature.collect()
-        solver = LayerSolver(sites, settings, curvature)
-    return sweep(
-        checkpoint,
+def sweep_layers(task: RoundingTask) -> RoundedModel:
+    """Round one Linear at a time, each with the inputs that it gets after the layers rounded before it."""
+    settings = task.settings
+    method, options = METHODS[settings.method], settings.rounding
+    assert isinstance(options, AWQSettings | GPTQSettings)
+    precision = _precision(task)
+    layers = {layer.module: layer for layer in task.plan.sites.values()}
+    batches, hessian = task.batches(), None
+    if isinstance(options, YAQASettings):
+        hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
+        hessian.collect(precision)
+    solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
+    swept = sweep(
+        task.checkpoint,
         batches,
         solver,
-        work=blocks,
-        select=sites.__contains__,
-        precision=settings.precision,
-        after_blocks=after_blocks,
-        device=device,
-        progress=progress,
+        work=task.work / "blocks",
+        select=layers.__contains__,
+        precision=precision,
+        after_blocks=task.after_blocks,
+        device=torch.device(pick_device(settings.device)),
+        progress=task.progress,
         what=settings.method,
     )
+    codes = SweepCodes(task.plan, swept)
+    return RoundedModel(codes, codes.reports, precision=swept.precision)
 
 
-def _autoround(
-    checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings
-) -> AutoRoundSolver:
-    masks = {}
-    for stored, site in chosen.sites.items() if settings.keep_zeros else ():
-        mask = mask_of(dense_weight(checkpoint.load(stored), site), True)
-        if mask is not None:
-            masks[site.module] = mask
-    return AutoRoundSolver(
-        {site.module: site.grid for site in chosen.sites.values()},
-        iterations=settings.iterations,
-        batch=settings.batch_size,
-        precision=settings.precision,
+def sweep_blocks(task: RoundingTask) -> RoundedModel:
+    """Learn the rounding of one block at a time."""
+    settings, options = task.settings, task.settings.rounding
+    assert isinstance(options, AutoRoundSettings)
+    precision = _precision(task)
+    grids = {layer.module: layer.grid for layer in task.plan.sites.values()}
+    solver = AutoRoundSolver(
+        grids,
+        iterations=options.iterations,
+        batch=settings.calibration.batch_size,
+        precision=precision,
         seed=settings.seed,
         update="adam",
-        start=gptq_start if settings.start in ("gptq", "qronos") else None,
-        masks=masks or None,
+        start=gptq_start if options.start in ("gptq", "qronos") else None,
+        masks=_masks(task) or None,
     )
+    swept = sweep(
+        task.checkpoint,
+        task.batches(),
+        solver,
+        work=task.work / "blocks",
+        select=grids.__contains__,
+        precision=precision,
+        after_blocks=task.after_blocks,
+        device=torch.device(pick_device(settings.device)),
+        progress=task.progress,
+        what=settings.method,
+    )
+    codes = SweepCodes(task.plan, swept)
+    return RoundedModel(codes, codes.reports, precision=swept.precision)
 
 
-def _trained(
-    checkpoint: Checkpoint,
-    chosen: QuantizationPlan,
-    settings: QuantizeSettings,
-    work: Path,
-    progress: Progress,
-) -> RoundedModel:
+def train(task: RoundingTask) -> RoundedModel:
     """Quantization-aware training, from the codes of another rounding."""
-    sites = {site.module: site for site in chosen.sites.values()}
-    first = replace(settings, method="gptq" if settings.start == "auto" else settings.start, smooth="none")
-    start = SweepCodes(chosen, _sweep(checkpoint, chosen, first, work / "start", progress)).all()
+    settings, checkpoint, options = task.settings, task.checkpoint, task.settings.rounding
+    assert isinstance(options, QATSettings)
+    method = "gptq" if options.start == "auto" else options.start
+    first = replace(task, settings=replace(settings, method=method), work=task.work / "start")
+    started = sweep_layers(first).codes
     device = pick_device(settings.device)
     model, teacher = (load_model(checkpoint, dtype=torch.float32, device=device) for _ in range(2))
     teacher.requires_grad_(False)
-    schedule = TrainSettings(
-        steps=settings.steps,
-        batch_size=settings.batch_size,
-        sequence_length=settings.sequence_length,
-        learning_rate=settings.learning_rate,
+    layers = {layer.module: layer for layer in task.plan.sites.values()}
+    rules = {name: layer.scheme.activations for name, layer in layers.items()}
+    sizes = settings.calibration
+    rows = pack(
+        load_tokenizer(checkpoint),
+        settings.data,
+        "train",
+        length=row_length(sizes.sequence_length, checkpoint.config),
+        rows=options.steps * sizes.batch_size,
+        seed=settings.seed,
+        bos=settings.bos,
+    )
+    learned = qat.learn(
+        model,
+        {name: layer.grid for name, layer in layers.items()},
+        {name: rule for name, rule in rules.items() if rule is not None},
+        rows,
+        _schedule(settings, options),
+        loss=distillation_loss(soft_loss(teacher), options.distill),
+        train="scales" if options.train == "scales" else "weights",
+        work=task.work / "train",
+        progress=task.progress,
+        start={layer.module: started(stored, Tensor) for stored, layer in task.plan.sites.items()},
+    )
+    codes = TrainedCodes(task, learned.weights, teacher)
+    scales = {name: float(values["scale"]) for name, values in learned.activations.items()}
+    history = learned.history
+    return RoundedModel(codes, codes.reports, scales, history.curve, history.precision)
+
+
+def _schedule(settings: QuantizeSettings, options: QATSettings) -> TrainSettings:
+    return TrainSettings(
+        steps=options.steps,
+        batch_size=settings.calibration.batch_size,
+        sequence_length=settings.calibration.sequence_length,
+        learning_rate=options.learning_rate,
         weight_decay=0.0,
-        precision=settings.precision,
+        precision=settings.calibration.precision,
         data=settings.data,
         bos=settings.bos,
         seed=settings.seed,
         device=settings.device,
     )
-    rows = pack(
-        load_tokenizer(checkpoint),
-        settings.data,
-        "train",
-        length=row_length(settings.sequence_length, checkpoint.config),
-        rows=settings.steps * settings.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-    )
-    rules = {name: site.scheme.activations for name, site in sites.items()}
-    learned = qat.learn(
-        model,
-        {name: site.grid for name, site in sites.items()},
-        {name: rule for name, rule in rules.items() if rule is not None},
-        rows,
-        schedule,
-        loss=distillation_loss(soft_loss(teacher), settings.distill),
-        train="scales" if settings.train == "scales" else "weights",
-        work=work / "train",
-        progress=progress,
-        start=start,
-    )
-    held = TrainedCodes(chosen, learned.weights, teacher, settings)
-    scales = {name: float(found["scale"]) for name, found in learned.activations.items()}
-    history = learned.history
-    return RoundedModel(
-        held, held.reports, input_scales=scales, curve=history.curve, precision=history.precision
-    )
+
+
+def _precision(task: RoundingTask) -> str:
+    """``bf16`` or ``fp32`` for the passes of a sweep; a resumed sweep keeps its own."""
+    device = torch.device(pick_device(task.settings.device))
+    return resolve(task.settings.calibration.precision, device, task.work / "blocks")
+
+
+def _masks(task: RoundingTask) -> dict[str, Tensor]:
+    """Masks of the layers with weights that stay zero, by module name."""
+    masks = {}
+    for stored, layer in task.plan.sites.items() if task.settings.storage.keep_zeros else ():
+        mask = mask_of(dense_weight(task.checkpoint.load(stored), layer), True)
+        if mask is not None:
+            masks[layer.module] = mask
+    return masks
 
 
 class SweepCodes:
-    """Codes that a sweep left on disk; one block's are held at a time, because tensors are asked for in file
+    """Codes that a sweep wrote, one file a block. One block is kept in memory: tensors are read in file
     order."""
 
-    def __init__(self, chosen: QuantizationPlan, swept: SweepResult) -> None:
-        self.chosen, self.swept = chosen, swept
-        self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
+    def __init__(self, plan: QuantizationPlan, swept: SweepResult) -> None:
+        self.plan, self.swept = plan, swept
+        self.block: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
-        site = self.chosen.sites[stored]
-        number = self.swept.block_of[site.module]
-        if self.held[0] != number:
-            self.held = (number, self.swept.tensors(number))
-        return QuantizedTensor.from_tensors(site.grid, self.held[1][site.module])
-
-    def all(self) -> dict[str, QuantizedTensor]:
-        """Every site's codes at once, by module name."""
-        return {site.module: self(stored, Tensor) for stored, site in self.chosen.sites.items()}
+        layer = self.plan.sites[stored]
+        number = self.swept.block_of[layer.module]
+        if self.block[0] != number:
+            self.block = (number, self.swept.tensors(number))
+        return QuantizedTensor.from_tensors(layer.grid, self.block[1][layer.module])
 
     def reports(self) -> list[dict[str, Any]]:
         """One row a layer, in the order of the blocks."""
@@ -255,26 +295,19 @@ class SweepCodes:
 
 
 class TrainedCodes:
-    """Codes in memory, by module name."""
+    """Codes in memory, by module name, with the errors of their weights."""
 
-    def __init__(
-        self,
-        chosen: QuantizationPlan,
-        weights: Mapping[str, QuantizedTensor],
-        original: Any,
-        settings: QuantizeSettings,
-    ) -> None:
-        self.chosen, self.weights, self.rows = chosen, dict(weights), []
-        for site in chosen.sites.values():
-            weight = dense_weight(original.get_submodule(site.module).weight.detach(), site)
-            mask = mask_of(weight, settings.keep_zeros)
+    def __init__(self, task: RoundingTask, weights: Mapping[str, QuantizedTensor], original: Any) -> None:
+        self.plan, self.weights, self.rows = task.plan, dict(weights), []
+        for layer in task.plan.sites.values():
+            weight = dense_weight(original.get_submodule(layer.module).weight.detach(), layer)
+            mask = mask_of(weight, task.settings.storage.keep_zeros)
             if mask is not None:
-                self.weights[site.module] = masked(self.weights[site.module], mask)
-            made = self.weights[site.module]
-            self.rows.append({"name": site.module, **weight_numbers(weight, made)})
+                self.weights[layer.module] = masked(self.weights[layer.module], mask)
+            self.rows.append({"name": layer.module, **weight_numbers(weight, self.weights[layer.module])})
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
-        return self.weights[self.chosen.sites[stored].module]
+        return self.weights[self.plan.sites[stored].module]
 
     def reports(self) -> list[dict[str, Any]]:
         """One row a layer, in the order of the file."""
@@ -282,34 +315,35 @@ class TrainedCodes:
 
 
 class StreamedCodes:
-    """Codes rounded to nearest as the tensors stream by; notes each layer's numbers in a file that survives a
+    """Codes rounded to nearest when a tensor is read. The numbers of each layer go to a file that survives a
     kill."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, chosen: QuantizationPlan, settings: QuantizeSettings, errors: Path
-    ) -> None:
-        self.checkpoint, self.chosen, self.settings, self.errors = checkpoint, chosen, settings, errors
-        self.stored = {site.module: stored for stored, site in chosen.sites.items()}
-        self.together: dict[str, list[str]] = {}
-        if any(isinstance(site.grid, NVFP4Grid) for site in chosen.sites.values()):
-            blocks = discover(empty_model(checkpoint.config)).blocks
+    def __init__(self, task: RoundingTask) -> None:
+        self.task, self.errors = task, task.work / "errors.jsonl"
+        self.method = METHODS[task.settings.method]
+        self.stored = {layer.module: stored for stored, layer in task.plan.sites.items()}
+        self.fused_with: dict[str, list[str]] = {}
+        if any(isinstance(layer.grid, NVFP4Grid) for layer in task.plan.sites.values()):
+            blocks = discover(empty_model(task.checkpoint.config)).blocks
             groups = shared_groups(blocks, list(self.stored)).values()
-            self.together = {name: names for names in groups for name in names}
+            self.fused_with = {name: names for names in groups for name in names}
 
     def __call__(self, stored: str, load: Callable[[], Tensor]) -> QuantizedTensor:
-        site = self.chosen.sites[stored]
-        weight = dense_weight(load(), site)
+        layer, options = self.task.plan.sites[stored], self.task.settings.rounding
+        assert isinstance(options, RTNSettings)
+        weight = dense_weight(load(), layer)
         if not all_finite(weight):
             raise NumericsError(f"{stored} holds NaN or infinity", hint="the checkpoint is damaged")
-        siblings = self.together.get(site.module, ())
-        grid = fused(site.grid, (self.checkpoint.load(self.stored[name]) for name in siblings))
-        made = grid.quantize(weight, choose_scales(weight, grid, scale_choice(self.settings, grid)))
-        mask = mask_of(weight, self.settings.keep_zeros)
+        siblings = self.fused_with.get(layer.module, ())
+        grid = fused(layer.grid, (self.task.checkpoint.load(self.stored[name]) for name in siblings))
+        how = scale_choice(self.method, options.scales, grid)
+        quantized = grid.quantize(weight, choose_scales(weight, grid, how))
+        mask = mask_of(weight, self.task.settings.storage.keep_zeros)
         if mask is not None:
-            made = masked(made, mask)
+            quantized = masked(quantized, mask)
         with self.errors.open("a") as file:
-            file.write(json.dumps({"name": site.module, **weight_numbers(weight, made)}) + "\n")
-        return made
+            file.write(json.dumps({"name": layer.module, **weight_numbers(weight, quantized)}) + "\n")
+        return quantized
 
     def reports(self) -> list[dict[str, Any]]:
         """One row a layer, in the order of the file."""
@@ -317,23 +351,45 @@ class StreamedCodes:
         return list({row["name"]: row for row in rows}.values())
 
 
-def dense_weight(stored: Tensor, site: LayerPlan) -> Tensor:
-    """A site's weight (N, K) from the tensor as it is stored."""
-    return stored.T.contiguous() if site.transposed else stored
+def dense_weight(stored: Tensor, layer: LayerPlan) -> Tensor:
+    """A layer's weight (N, K) from the tensor as it is stored."""
+    return stored.T.contiguous() if layer.transposed else stored
 
 
-def weight_numbers(weight: Tensor, made: QuantizedTensor) -> dict[str, Any]:
-    """A report where no inputs were seen: the relative squared error of the weight, and what the gates want
-    to know of the codes."""
-    lost = whole = 0.0
+def weight_numbers(weight: Tensor, quantized: QuantizedTensor) -> dict[str, Any]:
+    """A report where no inputs were seen: the relative squared error of the weight, and the numbers of its
+    codes that the gates check."""
+    lost = total = 0.0
     rows = max(CHUNK // max(weight.shape[1], 1), 1)
-    for part, decoded in zip(weight.split(rows), made.dequantize().split(rows), strict=True):
+    for part, decoded in zip(weight.split(rows), quantized.dequantize().split(rows), strict=True):
         part = part.float()
         lost += _energy(part - decoded)
-        whole += _energy(part)
-    return {"weight_error": lost / max(whole, 1e-30), **code_numbers(made, weight)}
+        total += _energy(part)
+    return {"weight_error": lost / max(total, 1e-30), **code_numbers(quantized, weight)}
 
 
 def _energy(weight: Tensor) -> float:
     """The sum of squares of a weight (N, K)."""
     return float(torch.linalg.vector_norm(weight, dim=1).double().square().sum())
+
+
+METHODS: dict[str, QuantizationMethod] = {
+    "rtn": QuantizationMethod(RTNSettings, stream_nearest),
+    "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest),
+    "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
+    "gptq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
+    ),
+    "gptaq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
+    ),
+    "qronos": QuantizationMethod(
+        GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW
+    ),
+    "yaqa": QuantizationMethod(
+        YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW
+    ),
+    "autoround": QuantizationMethod(AutoRoundSettings, sweep_blocks),
+    "qat": QuantizationMethod(QATSettings, train),
+}
+"""The methods by name, with the same names and settings classes as settings.METHOD_SETTINGS."""

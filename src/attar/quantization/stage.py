@@ -1,13 +1,13 @@
 """The verb ``quantize``: a dense checkpoint in, a packed one out.
 
-    allocate   bits for each layer from measured sensitivities               (--bits)
-    transform  rotate, smooth: a dense model of the same function            (transform.py)
-    round      codes on each layer's grid, whatever the method               (rounding.py)
-    write      codes and everything else, as the scheme's format wants it    (write.py)
-    judge      each layer, and the model against the original                (judgement.py)
+    allocate    bits for each layer from measured sensitivities              (mixed_precision/, with --bits)
+    transform   rotate, smooth: a dense model of the same function           (transforms/apply.py)
+    round       codes on each layer's grid, by any method                    (rounding.py)
+    write       codes and everything else in the scheme's format             (write.py)
+    check       each layer, and the model against the original               (check.py)
 
-The steps know nothing of each other but checkpoints and codes, so that any rounding follows any transform and
-ends in any format. Each leaves what it has done in the work folder; a killed run goes on from there.
+The steps exchange checkpoints and codes only, so that any rounding follows any transform and ends in any
+format. Each keeps its results in the work folder; a killed run resumes there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from attar.models.fit import check_fit
 from attar.models.load import load_tokenizer
 from attar.models.stored import stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.judgement import check_result
-from attar.quantization.loads import loads_in, warnings
+from attar.quantization.calibration import static_scales
+from attar.quantization.check import check_result
 from attar.quantization.mixed_precision.mixture import mixture
 from attar.quantization.plan import QuantizationPlan, group_sizes, plan
-from attar.quantization.rounding import round_all
-from attar.quantization.settings import VERSION, QuantizeSettings
-from attar.quantization.transforms.preparation import prepare
-from attar.quantization.write import write
+from attar.quantization.rounding import METHODS, RoundingTask
+from attar.quantization.settings import VERSION, AWQSettings, GPTQSettings, QATSettings, QuantizeSettings
+from attar.quantization.transforms.apply import apply_transforms
+from attar.quantization.write import loads_in, warnings, write
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
@@ -53,22 +53,21 @@ def quantize(
 
     Args:
         model: a dense checkpoint.
-        out: the folder to make.
-        settings: what to quantize, how far and how.
         force: replace an existing ``out``.
         key: identity of this work, when a recipe knows it.
 
     Returns:
-        the packed checkpoint; its card lists every layer with its error, and what the gates found.
+        the packed checkpoint; its card lists every layer with its error, and the results of the gates.
 
     Raises:
         NumericsError: a layer or the whole result failed its gate; names the layer.
-        AttarError: see errors.py; nothing is left behind.
+        AttarError: see errors.py; no partial output is left.
     """
     checkpoint = open_checkpoint(model)
     if not checkpoint.config.get("quantization_config"):
         check_fit(checkpoint, text=settings.check_tokens > 0)
-    first = plan(checkpoint, settings)  # what cannot be done is said before anything is
+    ordered = _stores_order(settings)
+    first = plan(checkpoint, settings.storage, group_order=ordered)  # refuses before any work is done
     if _calibrates(settings, first) or settings.check_tokens:
         settings = fit(settings, checkpoint, progress)
     text = fingerprint(settings.data)
@@ -76,18 +75,20 @@ def quantize(
         details: dict[str, Any] = output.details
         note_texts(output, _records(checkpoint, settings, first), progress)
         assigned = None
-        if settings.bits:
+        if settings.storage.bits:
             assigned, details["mixture"] = mixture(checkpoint, settings, output.work, progress)
-        source, transforms = prepare(checkpoint, settings, assigned, output.work, progress)
+        source, transforms = apply_transforms(checkpoint, settings, assigned, output.work, progress)
+        dtype = stored_precision(checkpoint) if transforms else None
         if transforms:
             details["transforms"] = transforms
-        storage = stored_precision(checkpoint)
-        chosen = plan(source, settings, assigned, storage=storage if transforms else None)
+        chosen = plan(source, settings.storage, assigned, group_order=ordered, dtype=dtype)
         details["loads_in"] = loads_in(chosen)
         details["group_sizes"] = group_sizes(chosen)
         for warning in warnings(details["loads_in"]):
             progress.log(f"note: {warning}")
-        rounded = round_all(source, chosen, settings, output.work, progress)
+        scales = static_scales(source, chosen, settings, output.work, progress)
+        task = RoundingTask(source, chosen, settings, output.work, progress)
+        rounded = METHODS[settings.method].walk(task)
         write(
             source,
             chosen,
@@ -95,18 +96,17 @@ def quantize(
             output.folder,
             output.work / "shards",
             progress,
-            input_scales=rounded.input_scales,
-            kv_scales=rounded.kv_scales,
-            dtype=storage if transforms else None,
+            input_scales={**scales.inputs, **rounded.input_scales},
+            kv_scales=scales.caches,
+            dtype=dtype,
         )
         copy_companions(checkpoint.path, output.folder)
-        details["layers"] = rounded.reports()
+        details["layers"] = reports = rounded.reports()
         if rounded.precision:
             details["precision"] = rounded.precision
         if rounded.curve:
             details["curve"] = rounded.curve
         written, texts = open_checkpoint(output.folder), [*texts_of(checkpoint), *output.texts]
-        reports = rounded.reports()
         gates = check_result(checkpoint, written, chosen, reports, settings, output.work, texts, progress)
         details["gates"] = gates
         for warning in gates["warnings"]:
@@ -120,10 +120,16 @@ def quantize(
     return open_checkpoint(out)
 
 
+def _stores_order(settings: QuantizeSettings) -> bool:
+    """Whether groups follow the order of importance, stored with each column's group."""
+    options = settings.rounding
+    return isinstance(options, AWQSettings | GPTQSettings) and options.act_order == "group"
+
+
 def _calibrates(settings: QuantizeSettings, chosen: QuantizationPlan) -> bool:
     """Whether calibration text is run through the model."""
-    nearest = settings.rounding == "rtn" and settings.smoothing == "none" and not settings.bits
-    return not nearest or bool(chosen.caches) or any(site.static for site in chosen.sites.values())
+    sees_text = METHODS[settings.method].sees_text or settings.smoothing != "none" or settings.storage.bits
+    return bool(sees_text or chosen.caches or any(layer.static for layer in chosen.sites.values()))
 
 
 def _records(
@@ -132,8 +138,9 @@ def _records(
     """The text that the quantization reads."""
     if not _calibrates(settings, chosen):
         return []
-    reads = [("calibration", settings.samples)]
-    if settings.rounding == "qat":
-        reads.append(("train", settings.steps * settings.batch_size))
-    tokenizer, length = load_tokenizer(checkpoint), row_length(settings.sequence_length, checkpoint.config)
+    sizes = settings.calibration
+    reads = [("calibration", sizes.samples)]
+    if isinstance(settings.rounding, QATSettings):
+        reads.append(("train", settings.rounding.steps * sizes.batch_size))
+    tokenizer, length = load_tokenizer(checkpoint), row_length(sizes.sequence_length, checkpoint.config)
     return [record("quantize", tokenizer, settings, split, length=length, rows=rows) for split, rows in reads]

@@ -1,4 +1,5 @@
-"""Writing what was quantized: codes in, a checkpoint folder out, streamed tensor by tensor."""
+"""Writing a quantized checkpoint: codes in, a folder out, streamed tensor by tensor; and which libraries can
+load it."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from attar.checkpoint.tensors import TORCH, stored_dtype
 from attar.errors import NumericsError
 from attar.formats import bitsandbytes, compressed_tensors, layouts
 from attar.formats.coded import Coded
+from attar.formats.limits import kernels
+from attar.formats.rules import PACK
 from attar.progress import SILENT, Progress
 from attar.quantization.grids import IntGrid, QuantizedTensor
 from attar.quantization.methods.rtn import rtn
@@ -23,11 +26,18 @@ from attar.walks.stream import stream
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
+    from attar.quantization.rounding import CodeSource
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-CodeSource = Callable[[str, Callable[[], Tensor]], QuantizedTensor]
-"""``codes(stored name, load)`` gives the quantized weight of a site; ``load()`` reads the dense one as it is
-stored."""
+YES = "yes"
+UNTRIED = "nothing known against it; attar is not tested with vLLM"
+CONV1D = (
+    "no: the packed layout of Conv1D modules is attar's own; attar export --format dense loads everywhere"
+)
+ORDERED = "no: compressed-tensors dropped groups in act-order with version 0.20; attar export --format gptq"
+READS = (
+    "no: the family's code reads weights that stay packed; one scheme for all Linears and no kv_cache load"
+)
 
 
 def write(
@@ -46,11 +56,9 @@ def write(
 
     Args:
         checkpoint: the dense model that the codes were made of.
-        chosen: what happens to each tensor.
-        codes: see :data:`CodeSource`.
         folder: where the result goes.
         work: where unfinished shards survive a kill.
-        input_scales: of the inputs of each site whose activations are static, by module name.
+        input_scales: of the inputs of each layer whose activations are static, by module name.
         kv_scales: of keys and values, by the name of the attention module.
         dtype: of every floating-point tensor that stays dense, where a transform has left them in another
             one; None: as they are.
@@ -70,74 +78,76 @@ def write(
 
     def layout(info: Any) -> Sequence[TensorSpec]:
         base, kind = info.name.removesuffix(".weight"), kept(info.dtype)
-        beside = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
+        caches = [TensorSpec(name, kind, (1,)) for name in _cache_names(chosen, info.name)]
         if info.name in chosen.sites:
-            return [*site_slots(chosen.sites[info.name], base), *beside]
+            return [*layer_specs(chosen.sites[info.name], base), *caches]
         if info.name == chosen.embedding:
             scale = [TensorSpec(name, kind, (info.shape[0], 1)) for name in _scaled(chosen, base)]
-            return [TensorSpec(info.name, "I8", info.shape), *scale, *beside]
-        return [TensorSpec(info.name, kind, info.shape), *beside]
+            return [TensorSpec(info.name, "I8", info.shape), *scale, *caches]
+        return [TensorSpec(info.name, kind, info.shape), *caches]
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         base = name.removesuffix(".weight")
-        beside = {}
+        cache_scales = {}
         if name in chosen.caches:
             kind = getattr(torch, TORCH[kept(checkpoint.tensors[name].dtype)])
             scales = (torch.tensor([value], dtype=kind) for value in caches[chosen.caches[name]])
-            beside = dict(zip(_cache_names(chosen, name), scales, strict=True))
+            cache_scales = dict(zip(_cache_names(chosen, name), scales, strict=True))
         if name in chosen.sites:
-            site = chosen.sites[name]
-            return {**site_tensors(site, base, codes(name, load), inputs.get(site.module)), **beside}
+            layer = chosen.sites[name]
+            packed = layer_tensors(layer, base, codes(name, load), inputs.get(layer.module))
+            return {**packed, **cache_scales}
         if name == chosen.embedding:
-            return {**_embedding(chosen, name, cast(load())), **beside}
-        return {name: cast(load()), **beside}
+            return {**_embedding(chosen, name, cast(load())), **cache_scales}
+        return {name: cast(load()), **cache_scales}
 
     stream(checkpoint, layout, transform, folder, work=work, progress=progress, what="pack")
 
 
-def site_slots(site: LayerPlan, base: str) -> list[TensorSpec]:
-    """What the weight of a site becomes, known before any number is.
+def layer_specs(layer: LayerPlan, base: str) -> list[TensorSpec]:
+    """The tensors of a layer's weight, known before any number is.
 
     Args:
         base: name of the stored weight without ``.weight``.
     """
-    rule, dtype = site.scheme.weights, stored_dtype(site.grid.storage)
+    rule, storage = layer.scheme.weights, layer.grid.storage
+    dtype, code_dtype = stored_dtype(storage), stored_dtype(layer.grid.code_dtype)
     if rule.kind == "nf4":
-        made = bitsandbytes.layout_nf4(site.shape, rule.group_size, site.grid.storage, rule.double)
+        parts = bitsandbytes.layout_nf4(layer.shape, rule.group_size, storage, rule.double)
     else:
-        made = layouts.layout(site.shape, rule, site.scheme.form, dtype, stored_dtype(site.grid.code_dtype))
-    slots = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
-    if site.static:
-        slots.append(TensorSpec(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
-    return slots
+        parts = layouts.layout(layer.shape, rule, layer.scheme.form, dtype, code_dtype)
+    specs = [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts.items()]
+    if layer.static:
+        specs.append(TensorSpec(f"{base}.{compressed_tensors.INPUT_SCALE}", dtype, (1,)))
+    return specs
 
 
-def site_tensors(
-    site: LayerPlan, base: str, made: QuantizedTensor, input_scale: float | None
+def layer_tensors(
+    layer: LayerPlan, base: str, quantized: QuantizedTensor, input_scale: float | None
 ) -> dict[str, Tensor]:
-    """The tensors of a site, as :func:`site_slots` announces them."""
-    rule, parameters = site.scheme.weights, made.parameters
+    """The tensors of a layer, as :func:`layer_specs` announces them."""
+    rule, parameters, storage = layer.scheme.weights, quantized.parameters, layer.grid.storage
     if rule.kind == "nf4":
-        levels = made.grid.level(torch.arange(16))
+        levels = quantized.grid.level(torch.arange(16))
         nested = parameters.stored if rule.double else None
-        found = bitsandbytes.encode_nf4(made.codes, parameters.scale, levels, site.grid.storage, nested)
+        tensors = bitsandbytes.encode_nf4(quantized.codes, parameters.scale, levels, storage, nested)
     else:
-        stored = parameters.stored
-        coded = Coded(made.codes, parameters.scale, parameters.zero, stored.get("global_scale"), made.g_idx)
-        found = layouts.encode(coded, rule, site.scheme.form, site.grid.storage)
-    if site.static:
-        found[compressed_tensors.INPUT_SCALE] = torch.tensor([input_scale], dtype=site.grid.storage)
-    return {f"{base}.{leaf}": value for leaf, value in found.items()}
+        global_scale = parameters.stored.get("global_scale")
+        coded = Coded(quantized.codes, parameters.scale, parameters.zero, global_scale, quantized.g_idx)
+        tensors = layouts.encode(coded, rule, layer.scheme.form, storage)
+    if layer.static:
+        tensors[compressed_tensors.INPUT_SCALE] = torch.tensor([input_scale], dtype=storage)
+    return {f"{base}.{leaf}": value for leaf, value in tensors.items()}
 
 
 def _embedding(chosen: QuantizationPlan, name: str, weight: Tensor) -> dict[str, Tensor]:
     """The int8 embedding and its scale, for itself and for a head tied to it."""
-    made = rtn(weight, IntGrid(8, 0, storage=weight.dtype))
-    scale = made.parameters.scale.to(weight.dtype)
-    return {name: made.codes, **dict.fromkeys(_scaled(chosen, name.removesuffix(".weight")), scale)}
+    quantized = rtn(weight, IntGrid(8, 0, storage=weight.dtype))
+    scale = quantized.parameters.scale.to(weight.dtype)
+    return {name: quantized.codes, **dict.fromkeys(_scaled(chosen, name.removesuffix(".weight")), scale)}
 
 
 def _scaled(chosen: QuantizationPlan, embedding: str) -> list[str]:
@@ -147,7 +157,7 @@ def _scaled(chosen: QuantizationPlan, embedding: str) -> list[str]:
 
 
 def _cache_names(chosen: QuantizationPlan, stored: str) -> list[str]:
-    """Names of the scales of keys and values that stand beside the weight of the keys."""
+    """Names of the scales of keys and values, written with the weight of the keys."""
     if stored not in chosen.caches:
         return []
     parent = stored.removesuffix(".weight").rpartition(".")[0]
@@ -158,11 +168,36 @@ def _check_scales(
     chosen: QuantizationPlan, inputs: Mapping[str, float], caches: Mapping[str, tuple[float, float]]
 ) -> None:
     """Raise where a static scale is missing, not finite or not positive."""
-    found = [(site.module, inputs.get(site.module)) for site in chosen.sites.values() if site.static]
+    scales = [(layer.module, inputs.get(layer.module)) for layer in chosen.sites.values() if layer.static]
     for name in chosen.caches.values():
-        found += [(name, value) for value in caches.get(name, (None, None))]
-    for name, value in found:
+        scales += [(name, value) for value in caches.get(name, (None, None))]
+    for name, value in scales:
         if value is None or not 0 < value < float("inf"):
             raise NumericsError(
                 f"{name}: the scale of its activations is {value}", hint="calibrate with more samples"
             )
+
+
+def loads_in(chosen: QuantizationPlan) -> dict[str, str]:
+    """For transformers and vLLM: "yes", or the reason why not in a sentence. attar loads everything that it
+    writes."""
+    rules = {site.module: site.scheme.weights for site in chosen.sites.values()}
+    if any(rule.kind == "nf4" for rule in rules.values()):
+        return {
+            "transformers": "yes, with bitsandbytes",
+            "vllm": "with bitsandbytes, which it does not split over devices",
+        }
+    if any(site.transposed for site in chosen.sites.values()):
+        return {"transformers": CONV1D, "vllm": CONV1D}
+    if any(rule.ordered for rule in rules.values()):
+        return {"transformers": ORDERED, "vllm": ORDERED}
+    packed = any(site.scheme.form == PACK for site in chosen.sites.values())
+    stuck = chosen.reads_weights and packed and not chosen.config.get("dequantize")
+    dense = {site.module: site.shape for site in chosen.sites.values() if not site.scheme.activations}
+    missing = kernels("compressed-tensors", dense, {name: rules[name] for name in dense})
+    return {"transformers": READS if stuck else YES, "vllm": missing or UNTRIED}
+
+
+def warnings(loads: dict[str, str]) -> list[str]:
+    """Notes for the user before the work: a sentence for each library that may not load the result."""
+    return [f"{library}: {why}" for library, why in loads.items() if why not in (YES, UNTRIED)]

@@ -29,14 +29,16 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.geometry import geometry
 from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
+from attar.recipe.settings import plain
 
 if TYPE_CHECKING:
     from attar.checkpoint.open import Checkpoint
-    from attar.recipe.schema import StageEntry
 
 _BASE_MEMORY = 450e6  # the interpreter with torch and transformers loaded
 _DISK_RATE = 2e8  # bytes per second, read, packed and written
@@ -56,6 +58,8 @@ _HELD_OUT = 16_384  # tokens of a held-out loss
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 _SEES_ORIGINAL = ("gptaq", "qronos", "yaqa")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+_ATTENTION = re.compile(r"attn|attention")
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def evaluation_seconds(settings: Any, shape: Shape, rates: Rates) -> float:
 
 def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> Work:
     """The work of a stage."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
         return _training(settings, result, teacher or source) + _text(settings, _HELD_OUT)
     if entry.stage == "prune":
@@ -140,7 +144,7 @@ def stage_work(entry: StageEntry, source: Shape, teacher: Shape | None, result: 
         backward = Work(6 * source.parameters * tokens, 6.0 * source.vocabulary * tokens)
         return backward + _text(settings, tokens)
     if entry.stage == "quantize":
-        return _quantizing(settings, source) + _check(settings, source)
+        return _quantizing(settings, source, entry.settings.smoothing) + _check(settings, source)
     if entry.stage == "export":
         return _exporting(settings, source) + Work(elements=10 * source.parameters)
     return Work(elements=4 * source.parameters)
@@ -168,8 +172,8 @@ def _taught(settings: Any, tokens: float) -> float:
     return min(tokens, float(settings.rows * settings.sequence_length))
 
 
-def _quantizing(settings: Any, source: Shape) -> Work:
-    rounding, smoothing = settings.rounding, settings.smoothing
+def _quantizing(settings: Any, source: Shape, smoothing: str) -> Work:
+    rounding = "rtn" if settings.method in ("smoothquant", "awq") else settings.method
     work = Work(elements=10 * source.parameters)
     tokens = _calibration(settings)
     if smoothing != "none":
@@ -259,7 +263,7 @@ def _text(settings: Any, tokens: float) -> Work:
 
 def _memory(entry: StageEntry, source: Shape, teacher: Shape | None, result: Shape) -> tuple[float, float]:
     """Bytes of memory above the base, and of scratch on disk."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     if entry.stage in ("distill", "recover"):
         other = teacher or source
         memory = 16 * result.parameters + 4 * other.parameters + _activations(settings, result)
@@ -278,11 +282,6 @@ def _activations(settings: Any, shape: Shape) -> float:
     """Bytes kept for the backward pass, and of the logits with their gradient."""
     tokens = getattr(settings, "batch_size", 1) * getattr(settings, "sequence_length", 1)
     return float(tokens) * (34 * shape.hidden * shape.layers + 12 * shape.vocabulary)
-
-
-_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
-_ATTENTION = re.compile(r"attn|attention")
-_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 @dataclass(frozen=True)
@@ -334,23 +333,14 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
             attention += count
         else:
             mlp += count
-    config = checkpoint.config
-    hidden = next((int(config[key]) for key in _WIDTH if isinstance(config.get(key), int)), 1)
-    vocabulary = config.get("vocab_size")
-    return Shape(
-        attention,
-        mlp,
-        outside,
-        max(layers, 1),
-        hidden,
-        vocabulary if isinstance(vocabulary, int) else 1,
-        float(checkpoint.nbytes),
-    )
+    sizes = geometry(checkpoint.config, "bfloat16")
+    hidden, vocabulary = sizes.hidden or 1, sizes.vocabulary or 1
+    return Shape(attention, mlp, outside, max(layers, 1), hidden, vocabulary, float(checkpoint.nbytes))
 
 
 def after(entry: StageEntry, shape: Shape) -> Shape:
     """The shape of a stage's result."""
-    settings = entry.settings
+    settings = flat_settings(entry)
     density = shape.bytes / max(shape.parameters, 1)
     if entry.stage == "distill":
         kept = _layers(settings, shape) / shape.layers
@@ -376,6 +366,12 @@ def after(entry: StageEntry, shape: Shape) -> Shape:
             shape, bytes=shape.parameters * (4 if getattr(settings, "dtype", "") == "float32" else 2)
         )
     return shape
+
+
+def flat_settings(entry: StageEntry) -> Any:
+    """A stage's settings with every option as an attribute."""
+    settings = entry.settings
+    return SimpleNamespace(**plain(settings)) if entry.stage == "quantize" else settings
 
 
 def _layers(settings: Any, shape: Shape) -> int:

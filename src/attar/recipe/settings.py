@@ -1,7 +1,8 @@
 """One settings dataclass for recipes, command-line options, Python keywords and documentation.
 
-A settings class is a flat, frozen dataclass. Each field has a default and metadata: ``help``, ``choices``.
-Ranges are checked in ``__post_init__`` by raising :class:`attar.errors.SettingsError`. Field types: ``int``,
+A settings class is a frozen dataclass; nested ones count as their fields (attar/options.py). Each field has a
+default and metadata: ``help``, ``choices``. Ranges are checked in ``__post_init__`` by raising
+:class:`attar.errors.SettingsError`. Field types: ``int``,
 ``float``, ``str``, ``bool``, ``tuple[T, ...]`` of these, and ``T | None``.
 
 An origin makes the errors: a recipe's name file and line, the command line's ``--group-size``, Python's
@@ -15,12 +16,16 @@ import numbers
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, Union, get_args, get_origin
 
 from attar.errors import RecipeError, SettingsError, UsageError, did_you_mean, nearest
+from attar.options import flatten, listed, misplaced, nest, option_fields
 from attar.yaml import scalar
 
 T = TypeVar("T")
+
+VARIANTS = "With --method "
+"""Heading of the options that only some methods take; their names follow."""
 
 _UNNAMED = ("scheme", "method", "format")  # titles show their values without the name
 _ALWAYS = (*_UNNAMED, "ratio")  # in every title; also steps, for a stage without a method
@@ -35,6 +40,8 @@ class SettingField:
         default: its default, or ``dataclasses.MISSING``.
         help: one line.
         choices: the allowed values, or empty.
+        title: heading of its group in help, or empty.
+        variants: the methods that take it; empty: all.
     """
 
     name: str
@@ -42,6 +49,8 @@ class SettingField:
     default: Any
     help: str
     choices: tuple[Any, ...]
+    title: str = ""
+    variants: tuple[str, ...] = ()
 
     @property
     def many(self) -> bool:
@@ -55,20 +64,20 @@ class SettingField:
 
 
 def settings_of(cls: type) -> tuple[SettingField, ...]:
-    """The fields of a settings class, in order."""
-    hints = get_type_hints(cls)
+    """The options of a settings class, in order."""
     return tuple(
         SettingField(
-            name=field.name,
-            kind=hints[field.name],
-            default=field.default
-            if field.default_factory is dataclasses.MISSING
-            else field.default_factory(),
-            help=str(field.metadata.get("help", "")),
-            choices=tuple(field.metadata.get("choices", ())),
+            name=option.field.name,
+            kind=option.kind,
+            default=option.field.default
+            if option.field.default_factory is dataclasses.MISSING
+            else option.field.default_factory(),
+            help=str(option.field.metadata.get("help", "")),
+            choices=tuple(option.field.metadata.get("choices", ())),
+            title=VARIANTS + listed(option.variants) if option.by else option.title,
+            variants=option.variants,
         )
-        for field in dataclasses.fields(cls)
-        if field.init
+        for option in option_fields(cls)
     )
 
 
@@ -86,16 +95,21 @@ def parse(cls: type[T], given: Mapping[str, object], origin: SettingsOrigin) -> 
     for setting in fields.values():
         if setting.name not in values and setting.default is dataclasses.MISSING:
             raise origin.wrong(setting.name, None, f"given: {describe(setting.kind)}")
+    for name, allowed in misplaced(cls, values).items():
+        if not (origin.resolved and values[name] == fields[name].default):
+            raise origin.wrong(name, values[name], allowed)
+        del values[name]
     try:
-        return cls(**values)
+        return nest(cls, values)
     except SettingsError as error:
         raise origin.wrong(error.field, error.value, error.allowed, error.hint) from None
 
 
 def plain(settings: Any) -> dict[str, Any]:
     """Settings as a dict of JSON values (tuples become lists)."""
-    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in flatten(settings).items()
+    }
 
 
 def title(settings: Any) -> str:
@@ -105,21 +119,34 @@ def title(settings: Any) -> str:
     """
     words = []
     always = _ALWAYS if hasattr(settings, "method") else (*_ALWAYS, "steps")
+    values = flatten(settings)
     for setting in settings_of(type(settings)):
-        value = getattr(settings, setting.name)
-        if setting.name in ("data", "seed", "config") or (
-            value == setting.default and setting.name not in always
-        ):
-            continue
-        name = "" if setting.name in _UNNAMED else setting.name.replace("_", " ") + " "
-        words.append(name + short(value))
+        value = values.get(setting.name, setting.default)
+        shown = setting.name in values and (value != setting.default or setting.name in always)
+        if shown and setting.name not in ("data", "seed", "config"):
+            name = "" if setting.name in _UNNAMED else setting.name.replace("_", " ") + " "
+            words.append(name + short(value))
     return ", ".join(words)
 
 
 def document(cls: type) -> str:
-    """The settings class as a Markdown table: setting, type, default, meaning."""
+    """The settings class as Markdown tables: setting, type, default, meaning; the options of each method in
+    a table of its own."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    methods = dict.fromkeys(name for setting in settings_of(cls) for name in setting.variants)
+    for name in methods:
+        own = tuple(setting.name for setting in settings_of(cls) if name in setting.variants)
+        groups.setdefault(own, []).append(name)
+    tables = [_table([setting for setting in settings_of(cls) if not setting.variants])]
+    for own, names in groups.items():
+        heading = f"With `method` {listed([f'`{name}`' for name in names])}:"
+        tables.append(f"{heading}\n\n" + _table([one for one in settings_of(cls) if one.name in own]))
+    return "\n".join(tables)
+
+
+def _table(settings: Sequence[SettingField]) -> str:
     rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-    for setting in settings_of(cls):
+    for setting in settings:
         kind = " \\| ".join(f"`{choice}`" for choice in setting.choices) or describe(setting.kind)
         default = "required" if setting.default is dataclasses.MISSING else f"`{short(setting.default)}`"
         rows.append(f"| `{setting.name}` | {kind} | {default} | {setting.help} |")
@@ -223,6 +250,10 @@ class SettingsOrigin(Protocol):
     def text(self) -> bool:
         """Whether every value is text that must be parsed (the command line)."""
 
+    @property
+    def resolved(self) -> bool:
+        """Whether defaults may be written out for options that the chosen method does not take (recipes)."""
+
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """The error for a setting that does not exist."""
 
@@ -236,6 +267,7 @@ class PythonOrigin:
 
     verb: str
     text: bool = False
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the keyword and the verb."""
@@ -252,6 +284,7 @@ class CommandOrigin:
 
     verb: str
     text: bool = True
+    resolved: bool = False
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name the option and the verb."""
@@ -281,6 +314,7 @@ class RecipeOrigin:
     locations: Mapping[str, str]
     extra: Sequence[str] = field(default=())
     text: bool = False
+    resolved: bool = True
 
     def unknown(self, name: str, known: Sequence[str]) -> UsageError:
         """Name file, line, key and the nearest key."""

@@ -6,7 +6,8 @@ import torch
 from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, inverse_factor, output_error
-from attar.quantization.methods.gptq import gptq, gptq_shared
+from attar.quantization.layerwise import StackedLayers
+from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.rtn import rtn
 
 
@@ -146,15 +147,19 @@ def test_one_row_and_one_column():
 def test_weights_with_one_input_rounded_together_are_those_rounded_alone():
     W, X = layer(rows=24, columns=64, tokens=900)
     H = hessian(X)
-    parts = list(W.split([4, 12, 8]))
-    together = gptq_shared(parts, H, IntGrid(4, 16))
-    for part, one in zip(parts, together, strict=True):
-        alone = gptq(part, H, IntGrid(4, 16))
+    weights = {str(number): part for number, part in enumerate(W.split([4, 12, 8]))}
+    grid = IntGrid(4, 16)
+    parameters = {name: grid.choose(part) for name, part in weights.items()}
+    stack = StackedLayers(grid, weights, parameters, dict.fromkeys(weights))
+    joined, _, rows, _ = stack.joined()
+    together = dict(stack.split(gptq(joined, H, grid, parameters=rows)))
+    for name, one in together.items():
+        alone = gptq(weights[name], H, grid)
         assert torch.equal(one.quantized.parameters.scale, alone.quantized.parameters.scale)
         assert (one.quantized.codes != alone.quantized.codes).float().mean() < 0.01  # order of additions
     assert torch.allclose(
-        torch.cat([one.quantized.dequantize() for one in together]),
-        gptq(W, H, IntGrid(4, 16)).quantized.dequantize(),
+        torch.cat([one.quantized.dequantize() for one in together.values()]),
+        gptq(W, H, grid).quantized.dequantize(),
     )
 
 

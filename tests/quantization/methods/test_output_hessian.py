@@ -9,15 +9,15 @@ from safetensors.torch import load_file
 
 from attar.checkpoint import open_checkpoint
 from attar.progress import Silent
+from attar.quantization.calibration import batches_of
 from attar.quantization.methods import output_hessian as curvature
 from attar.quantization.plan import plan
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import quantize_settings
 from attar.quantization.stage import quantize
-from attar.quantization.transforms.preparation import calibration
 from tests import tiny_models
 
 TEXT = str(Path(json.__file__).parent)
-SETTINGS = QuantizeSettings(
+SETTINGS = quantize_settings(
     method="yaqa", group_size=32, samples=4, sequence_length=32, batch_size=2, check_tokens=0, data=TEXT
 )
 
@@ -74,14 +74,14 @@ def test_portions_follow_the_memory_and_change_no_code(
 
 def test_a_killed_run_goes_on_with_what_is_missing(folder, tmp_path, monkeypatch, loads):
     checkpoint = open_checkpoint(folder)
-    chosen, batches = plan(checkpoint, SETTINGS), calibration(checkpoint, SETTINGS)
+    chosen, batches = plan(checkpoint, SETTINGS.storage), batches_of(checkpoint, SETTINGS)
 
     def made():
         return curvature.OutputHessian(checkpoint, chosen, batches, SETTINGS, tmp_path / "work", Heard())
 
     made().collect()
     name = "model.layers.1.mlp.down_proj"
-    file = tmp_path / "work" / f"{name}.safetensors"
+    file = tmp_path / "work" / "curvature" / f"{name}.safetensors"
     wanted = file.read_bytes()
     times = {path.name: path.stat().st_mtime_ns for path in file.parent.iterdir() if path != file}
     file.unlink()

@@ -15,16 +15,9 @@ from attar.quantization.grids import IntGrid
 from attar.quantization.grids.scales import choose_scales
 from attar.quantization.methods.rtn import rtn
 from attar.quantization.mixed_precision import sensitivity
-from attar.quantization.mixed_precision.sensitivity import (
-    SensitivityKey,
-    assign,
-    integer_candidates,
-    interaction,
-    measure,
-    mix,
-    read,
-    shared_groups,
-)
+from attar.quantization.mixed_precision.measurements import SensitivityKey, read
+from attar.quantization.mixed_precision.mixture import integer_candidates, interaction, mix
+from attar.quantization.mixed_precision.sensitivity import measure, shared_groups
 from tests import tiny_models
 
 KEY = SensitivityKey("fingerprint", "text", 64, 16, 0)
@@ -211,7 +204,7 @@ def test_a_grid_that_breaks_the_model_is_infinite_and_never_chosen(tmp_path):
     found = case.measure(file, rounding=breaking)
     assert all(math.isinf(one.kl) == (one.grid == "W2A16") for one in found)
     assert read(file) == sorted(found, key=lambda one: read(file).index(one))
-    assert "W2A16" not in assign(found, case.shapes, 6.0).values()
+    assert "W2A16" not in mix(found, case.shapes, 6.0).schemes.values()
 
 
 class Talking(nn.Module):
@@ -299,7 +292,6 @@ def test_the_mix_is_the_best_of_all_and_keeps_its_budget(tmp_path):
         total = sum(by_name[group, chosen.schemes[names[0]]].bits for group, names in case.groups.items())
         assert total == chosen.bits
         assert all(len({chosen.schemes[name] for name in names}) == 1 for names in case.groups.values())
-        assert assign(found, case.shapes, budget) == chosen.schemes
         previous = chosen.kl
     assert chosen.curve[0][0] == pytest.approx(3.0) and chosen.curve[-1][0] == pytest.approx(9.0)
 
@@ -321,7 +313,7 @@ def test_interaction_measures_the_whole_mix(tmp_path):
     found = case.measure(tmp_path / "s.json")
     chosen = mix(found, case.shapes, 4.5)
     before = bytes_of(case.model)
-    seen = interaction(case.model, chosen, CANDIDATES, case.batches, tmp_path / "work")
+    seen = interaction(case.model, chosen.schemes, chosen.kl, CANDIDATES, case.batches, tmp_path / "work")
     grids = {name: IntGrid(int(scheme[1]), 32) for name, scheme in chosen.schemes.items()}
     assert seen.predicted == chosen.kl
     assert seen.measured == pytest.approx(case.kl_by_hand(grids), rel=1e-4)
@@ -337,6 +329,6 @@ def test_bf16_weights_and_arithmetic(tmp_path):
     assert all("torch.bfloat16" in one.definition for one in found)
     assert all(0 <= one.kl < math.inf for one in found)
     case.model.float()
-    exact = case.measure(tmp_path / "x.json", storage=torch.bfloat16)
+    exact = case.measure(tmp_path / "x.json", dtype=torch.bfloat16)
     coarse = [(a.kl, b.kl) for a, b in zip(found, exact, strict=True) if a.grid == "W2A16"]
     assert all(a == pytest.approx(b, rel=0.2) for a, b in coarse)

@@ -101,7 +101,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
-class GGUFMix:
+class TypeMix:
     """A type for every tensor.
 
     Attributes:
@@ -153,7 +153,7 @@ def mix(
     experts: int = 0,
     imatrix: bool = False,
     overrides: Sequence[str] = (),
-) -> GGUFMix:
+) -> TypeMix:
     """The types that llama.cpp's quantizer gives the tensors of a model.
 
     Args:
@@ -189,7 +189,7 @@ def mix(
     if name == "MXFP4_MOE" and "MXFP4" not in kinds.values():
         notes.append("the mix MXFP4_MOE is for experts; this model has none and is Q8_0 (see the mix MXFP4)")
     file_type = FILE_TYPES["MXFP4_MOE" if name == "MXFP4" else name]
-    return GGUFMix({one: kinds[one] for one in shapes}, tuple(notes), file_type)
+    return TypeMix({one: kinds[one] for one in shapes}, tuple(notes), file_type)
 
 
 def canonical(name: str, imatrix: bool = False) -> str:

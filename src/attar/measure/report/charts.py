@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attar.measure.numbers import significant
+from attar.measure.report.labels import LegendEntry, html_legend
 from attar.measure.report.markup import Markup, el, join
 from attar.measure.report.svg import (
     Axis,
@@ -23,6 +24,7 @@ from attar.measure.report.svg import (
     from_zero,
     left_axis,
     picture,
+    point,
     polyline,
     text,
 )
@@ -54,8 +56,7 @@ def smooth(points: list[PixelPoint]) -> list[PixelPoint]:
     reach = max(1, len(points) // 40)
     windows = (points[max(0, i - reach) : i + reach + 1] for i in range(len(points)))
     return [
-        (point[0], sum(y for _, y in window) / len(window))
-        for point, window in zip(points, windows, strict=True)
+        (x, sum(y for _, y in window) / len(window)) for (x, _), window in zip(points, windows, strict=True)
     ]
 
 
@@ -82,15 +83,8 @@ def _curve(stage: StageRecord) -> Markup:
         return [(x(step), min(max(y(value), top), bottom)) for step, value in points]
 
     dots = [
-        el(
-            "circle",
-            el("title", f"step {step:.0f}: {significant(value)}"),
-            cx=px,
-            cy=py,
-            r=3.0,
-            class_="point",
-        )
-        for (step, value), (px, py) in zip(held_out, drawn(held_out), strict=True)
+        point(f"step {step:.0f}: {significant(value)}", *pixel)
+        for (step, value), pixel in zip(held_out, drawn(held_out), strict=True)
     ]
     chart = picture(
         CURVE_WIDTH,
@@ -99,21 +93,12 @@ def _curve(stage: StageRecord) -> Markup:
         left_axis(y, left, right, 5),
         bottom_axis(x, top, bottom, 6, grid=False),
         text(0, 14, f"{stage.name}: loss by step", class_="panel-title"),
-        el(
-            "g",
-            polyline(drawn(loss), class_="raw"),
-            polyline(drawn(smooth(loss)), class_="series"),
-            class_="s0",
-        ),
+        el("g", polyline(drawn(loss), "raw"), polyline(drawn(smooth(loss)), "series"), class_="s0"),
         el("g", polyline(drawn(held_out), class_="series"), dots, class_="s1") if held_out else None,
         class_="picture curve",
     )
-    legend = el("p", _key(0, "training"), _key(1, "held-out") if held_out else None, class_="legend")
-    return el("figure", chart, legend)
-
-
-def _key(colour: int, words: str) -> Markup:
-    return el("span", el("i", class_=f"swatch s{colour}"), words, class_="key")
+    keys = [LegendEntry("s0", "training"), LegendEntry("s1", "held-out")]
+    return el("figure", chart, html_legend(keys if held_out else keys[:1]))
 
 
 def _points(rows: list[Mapping[str, Any]], key: str) -> list[PixelPoint]:
@@ -182,15 +167,8 @@ def _group(parent: str, series: list[Series], several: bool) -> Markup:
     high = max(error for one in series for error in one.errors.values())
     panels = [_panel(kind, series, high) for kind in kinds]
     heading = el("h3", f"from {parent}") if several else None
-    return join(heading, _legend(series), el("div", panels, class_="panels"))
-
-
-def _legend(series: list[Series]) -> Markup:
-    items = [
-        el("span", el("i", class_=f"swatch s{number % SERIES}"), one.label, class_="key")
-        for number, one in enumerate(series)
-    ]
-    return el("p", items, class_="legend")
+    legend = html_legend([LegendEntry(f"s{number % SERIES}", one.label) for number, one in enumerate(series)])
+    return join(heading, legend, el("div", panels, class_="panels"))
 
 
 def _panel(kind: str, series: list[Series], high: float) -> Markup:
@@ -227,15 +205,8 @@ def _by_block(series: Series, kind: str) -> dict[int, float]:
 def _series_line(label: str, table: dict[int, float], x: Axis, y: Axis, colour: int) -> Markup:
     points = [(x(block), y(error)) for block, error in sorted(table.items())]
     dots = [
-        el(
-            "circle",
-            el("title", f"{label}, block {block}: {significant(table[block])}"),
-            cx=px,
-            cy=py,
-            r=3.0,
-            class_="point",
-        )
-        for block, (px, py) in zip(sorted(table), points, strict=True)
+        point(f"{label}, block {block}: {significant(table[block])}", *pixel)
+        for block, pixel in zip(sorted(table), points, strict=True)
     ]
     return el("g", polyline(points, class_="series"), dots, class_=f"s{colour}")
 

@@ -28,8 +28,9 @@ from attar.measure.report.svg import (
     left_axis,
     line,
     picture,
+    point,
     polyline,
-    style,
+    svg_file,
     text,
     tick_text,
 )
@@ -172,9 +173,7 @@ def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], widt
         y += -(-len(panels) // columns) * (HEIGHT + 20)
     if not table:
         parts, y = [text(16, 34, "no task vectors of two models to compare")], 60.0
-    card = el("rect", x=0.5, y=0.5, width=width - 1, height=y - 1, rx=10, class_="card")
-    what = "where the parents of a merge disagree, layer by layer"
-    return picture(width, y, what, el("style", style("picture")), card, parts) + "\n"
+    return svg_file(width, y, "where the parents of a merge disagree, layer by layer", parts)
 
 
 def _table(stage: StageRecord) -> ConflictTable | None:
@@ -322,13 +321,11 @@ def _line(
 
 def _series(pieces: list[list[tuple[PixelPoint, str]]], what: str, class_: str, dots: bool) -> list[Markup]:
     """Lines, and points where there are few or where a line would have a single one."""
-    drawn = [polyline([point for point, _ in piece], class_=class_) for piece in pieces if len(piece) > 1]
+    drawn = [polyline([pixel for pixel, _ in piece], class_=class_) for piece in pieces if len(piece) > 1]
     radius = 2.0 if "dashed" in class_ else 2.6
     for piece in pieces:
         for (px, py), words in piece if dots or len(piece) == 1 else ():
-            drawn.append(
-                el("circle", el("title", f"{what}, {words}"), cx=px, cy=py, r=radius, class_="point")
-            )
+            drawn.append(point(f"{what}, {words}", px, py, radius))
     return drawn
 
 
@@ -340,8 +337,7 @@ def _outside(table: ConflictTable, index: int, y: Axis) -> list[Markup]:
             value = table.value(measure, None, part, index) if part in table.outside else None
             if value is not None:
                 row = y(value if measure == "cosine" else 2 * value - 1)
-                words = el("title", f"{part}, {measure}: {significant(value)}")
-                drawn.append(el("circle", words, cx=x, cy=row, r=3.0, class_=class_))
+                drawn.append(point(f"{part}, {measure}: {significant(value)}", x, row, class_=class_))
     return drawn
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from attar.measure.numbers import significant
 from attar.measure.report.labels import FONT, cut, text_width
 from attar.measure.report.markup import Markup, el, join
-from attar.measure.report.svg import Axis, bottom_axis, left_axis, line, picture, style, text
+from attar.measure.report.svg import Axis, bottom_axis, left_axis, line, svg_file, text
 
 WIDTH, PANEL, GAP, MARGIN = 860.0, 150.0, 36.0, 16.0
 HEAD, BAR, BETWEEN = 20.0, 15.0, 12.0  # pixels of a set's name, of a bar, and between sets
@@ -32,9 +32,8 @@ def speculation_picture(profile: Mapping[str, Any]) -> str:
     counts, end = _histograms(rows, methods, colour, bottom + GAP)
     how = f"temperature {profile['temperature']:g}" if profile["temperature"] else "greedy"
     title = f"{cut(profile['model'])}: times as fast as plain decoding, {how}"
-    card = el("rect", x=0.5, y=0.5, width=WIDTH - 1, height=end - 1, rx=6.0, class_="card")
     head = text(MARGIN, 26, title, class_="label")
-    return picture(WIDTH, end, title, el("style", style("picture")), card, head, bars, counts) + "\n"
+    return svg_file(WIDTH, end, title, head, bars, counts, corner=6.0)
 
 
 def _bars(rows: ProfileRows, colour: Mapping[str, str], top: float) -> tuple[Markup, float]:

@@ -127,6 +127,17 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     return el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
+def point(title: str, x: float, y: float, radius: float = 3.0, class_: str = "point") -> Markup:
+    """A circle with a tooltip."""
+    return el("circle", el("title", title), cx=x, cy=y, r=radius, class_=class_)
+
+
+def svg_file(width: float, height: float, what: str, *children: Child, corner: float = 10.0) -> str:
+    """A picture as a file: on a card, with its style sheet."""
+    card = el("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=corner, class_="card")
+    return picture(width, height, what, el("style", style("picture")), card, *children) + "\n"
+
+
 def polyline(points: Sequence[PixelPoint], class_: str) -> Markup:
     """A line through points."""
     return el("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), class_=class_)

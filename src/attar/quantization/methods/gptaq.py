@@ -1,9 +1,9 @@
 """GPTAQ: Li, Yin, Lee, Xiao, Panda 2025, "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric
 Calibration", arXiv 2504.02692, algorithm 1.
 
-The layer gets inputs x from layers that are quantized already; its output should be the original layer's on
+The layer's inputs x come from layers that are quantized already; its output should be the original layer's on
 the original inputs x~. GPTQ's update gets a second term, the part of column i's missing output w_i (x~_i -
-x_i) that the columns after i can make up for:
+x_i) that the columns after i can compensate:
 
     P = ( ((C - H) U^T) with its strict upper triangle only ) U
     for column i:   q_i = round(w_i) ;  e_i = (w_i - q_i) / U_ii
@@ -20,10 +20,10 @@ weight on X~. Li et al. 2026 ("Rethinking Residual Errors in Compensation-based 
 arXiv 2604.07955) aim at the original weight's output: the residual of column i is then w0_i (x~_i - x_i) +
 (w0_i - w_i) x_i, w0 the original weight. ``residual="original"`` takes the first of these terms, which makes
 the loop GPTQ's on W (I + alpha P). The second is left out on purpose: after each GPTQ step, what is missing
-from the original output is orthogonal to every column still open, all finished columns taken together, so
-there is nothing to make up for; column i's share alone would turn the update into (w0_i - q_i) U_ij / U_ii,
-which makes the objective worse. What both leave out, the residuals of columns not reached yet, is in
-qronos.py, which is exact.
+from the original output is orthogonal to every column that is not rounded yet, so there is nothing to
+compensate; column i's share alone would turn the update into (w0_i - q_i) U_ij / U_ii, which makes the
+objective worse. What both leave out, the residuals of columns not reached yet, is in qronos.py, which is
+exact.
 
 Differs from the paper: alpha is 1 by default, where the authors' code has 0.25. Static groups, damping, dead
 columns and lazy updates as in GPTQ.
@@ -34,11 +34,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attar.errors import NumericsError, SettingsError
-from attar.quantization.columns import round_columns
-from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
-from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import RoundingResult
+from attar.errors import SettingsError
+from attar.quantization.columns import RoundingResult, in_original_order, round_columns
+from attar.quantization.grids import Grid, TileParameters
+from attar.quantization.hessian import HessianFactor, check_finite, factorize
 
 RESIDUALS = ("compensated", "original")
 
@@ -55,21 +54,22 @@ def gptaq(
     alpha: float = 1.0,
     residual: str = "compensated",
     mask: Tensor | None = None,
+    factor: HessianFactor | None = None,
 ) -> RoundingResult:
-    """Round a weight so that the layer, behind quantized layers, answers like the original one. Does not
+    """Round a weight so that the layer, after quantized layers, outputs what the original one does. Does not
     modify its inputs.
 
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32, symmetric, positive semi-definite.
         cross: C (K, K) float32, rows for the original inputs, columns for the quantized ones.
-        grid: the number format.
         parameters: of each tile; None: what the grid chooses for W.
         damp: lambda as a fraction of the mean of H's diagonal.
         act_order: columns in descending order of H_ii.
-        alpha: how much of the residual is made up for, 0 (GPTQ) to 1.
+        alpha: fraction of the residual that is compensated, 0 (GPTQ) to 1.
         residual: "compensated" (the paper) or "original" weights in the residual.
         mask: bool (N, K); False: the weight is zero and stays zero.
+        factor: of H, damped and ordered already; None: computed here.
 
     Raises:
         SettingsError: no such residual.
@@ -77,28 +77,19 @@ def gptaq(
     """
     if residual not in RESIDUALS:
         raise SettingsError("residual", residual, " or ".join(RESIDUALS))
-    W, H = weight.float().clone(), H.float().clone()
-    if not all(torch.isfinite(value).all() for value in (W, H, cross)):
-        raise NumericsError(
-            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
-        )
-    change = cross.float() - H
-    dead = H.diagonal() <= 0
-    W[:, dead] = 0.0
-    H[dead, dead] = 1.0
-    parameters = parameters or grid.choose(W, importance=H.diagonal())
-    order = torch.arange(W.shape[1], device=W.device)
-    if act_order:
-        order = torch.argsort(H.diagonal(), descending=True, stable=True)
-    group = order // (grid.group_size or W.shape[1])
-    U, used = inverse_factor(H, damp, order)
+    W = weight.float().clone()
+    check_finite(W, H, cross)
+    factor = factor or factorize(H, damp, act_order)
+    W[:, factor.dead] = 0.0
+    parameters = parameters or grid.choose(W, importance=factor.diagonal)
+    order, U = factor.order, factor.U
+    change = cross.float() - H.float()
     P = alpha * (change[order][:, order] @ U.T).triu(1) @ U
-    V, factor = _shifted(W[:, order], U, P, residual)
-    rows = grid.by_row(parameters, W.shape[0])
+    V, shifted_U = _shifted(W[:, order], U, P, residual)
+    rows = grid.by_row(parameters, len(W))
     kept = None if mask is None else mask[:, order]
-    codes = torch.empty_like(W, dtype=grid.code_dtype)
-    codes[:, order] = round_columns(V, factor, grid, rows, group, kept).to(grid.code_dtype)
-    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
+    codes = round_columns(V, shifted_U, grid, rows, factor.group(grid.group_size), kept)
+    return in_original_order(codes, factor, grid, parameters)
 
 
 def _shifted(W: Tensor, U: Tensor, P: Tensor, residual: str) -> tuple[Tensor, Tensor]:

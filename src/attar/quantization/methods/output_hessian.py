@@ -1,5 +1,5 @@
-"""H_O, the output side of the model's KL Hessian that two-sided rounding wants: collected before the sweep
-with the model loaded once, for as many Linears at a time as memory allows, and kept in the work folder."""
+"""H_O, the output side of the model's KL Hessian for YAQA: collected before the sweep with the model loaded
+once, for as many Linears at a time as memory allows, and kept in the work folder."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attar.checkpoint import atomic
+from attar.checkpoint.atomic import save_tensors
 from attar.models.device import free_memory, pick_device, resolve
 from attar.models.load import load_model
 from attar.progress import Progress
 from attar.quantization.plan import LayerPlan, QuantizationPlan
-from attar.quantization.settings import QuantizeSettings
+from attar.quantization.settings import QuantizeSettings, YAQASettings
 from attar.walks.kronecker import collect
 
 if TYPE_CHECKING:
@@ -27,81 +27,82 @@ LEAST = 2 * 2**30  # bytes of factors collected in one go, however little memory
 
 
 class OutputHessian:
-    """H_O (N, N) of every site's Linear, read when asked for. The input side H_I comes from the sweep, which
-    sees what reaches the layer behind the quantized prefix.
+    """H_O (N, N) of every layer of a plan, read when it is needed. The input side H_I comes from the sweep,
+    which sees the inputs after the quantized layers.
 
     Args:
         checkpoint: the dense model, which must fit in memory in float32.
-        chosen: whose sites are collected.
         batches: int64 (B, S) calibration batches.
-        work: folder of the files, one for each Linear; a killed run keeps those that are finished.
+        settings: of a quantization with YAQA.
+        work: its work folder; one file for each Linear is kept there.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        chosen: QuantizationPlan,
+        plan: QuantizationPlan,
         batches: Sequence[Tensor],
         settings: QuantizeSettings,
         work: Path,
         progress: Progress,
     ) -> None:
-        self.checkpoint, self.settings = checkpoint, settings
-        self.sites = list(chosen.sites.values())
-        self.batches = batches[: max(ROWS // settings.batch_size, 1)]
-        self.work, self.progress = work, progress
+        assert isinstance(settings.rounding, YAQASettings)
+        self.checkpoint, self.rounds, self.seed = checkpoint, settings.rounding.rounds, settings.seed
+        self.layers = list(plan.sites.values())
+        self.batches = batches[: max(ROWS // settings.calibration.batch_size, 1)]
+        self.device = torch.device(pick_device(settings.device))
+        self.folder, self.progress = work / "curvature", progress
 
     def __call__(self, name: str) -> Tensor:
         """H_O of one Linear, float32, after :meth:`collect`."""
         return load_file(self._file(name))["output"]
 
-    def collect(self) -> None:
-        """Collect what is not in the work folder yet. How many Linears share a pass changes nothing in the
-        factors: every pass draws the same labels."""
-        missing = [site for site in self.sites if not self._file(site.module).exists()]
+    def collect(self, precision: str = "auto") -> None:
+        """Collect what is not in the work folder yet, with products in ``precision``. The number of Linears
+        that share a pass does not change the factors: every pass draws the same labels."""
+        missing = [layer for layer in self.layers if not self._file(layer.module).exists()]
         if not missing:
             return
-        self.work.mkdir(parents=True, exist_ok=True)
-        device = torch.device(pick_device(self.settings.device))
-        model = load_model(self.checkpoint, dtype=torch.float32, device=device)
-        parts = portions(missing, max(LEAST, free_memory(device) // 2))
-        passes = len(parts) * self.settings.rounds * len(self.batches)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = load_model(self.checkpoint, dtype=torch.float32, device=self.device)
+        parts = portions(missing, max(LEAST, free_memory(self.device) // 2))
+        passes = len(parts) * self.rounds * len(self.batches)
         self.progress.log(
             f"yaqa: {passes} backward passes over the whole model: {len(missing)} layers in {len(parts)} "
             f"portion{'s' if len(parts) > 1 else ''}, {len(self.batches)} batches each"
         )
         for names in parts:
-            self._collect(model, names, device)
+            self._collect(model, names, precision)
 
-    def _collect(self, model: Any, names: list[str], device: torch.device) -> None:
-        fast = resolve(self.settings.precision, device, self.work) == "bf16"
+    def _collect(self, model: Any, names: list[str], precision: str) -> None:
+        fast = resolve(precision, self.device, self.folder) == "bf16"
         factors = collect(
             model,
             self.batches,
             names,
-            rounds=self.settings.rounds,
-            seed=self.settings.seed,
+            rounds=self.rounds,
+            seed=self.seed,
             autocast=torch.bfloat16 if fast else None,
             progress=self.progress,
-            device=device,
+            device=self.device,
         )
-        for name, found in factors.items():
-            atomic.save_tensors(self._file(name), {"output": found.output.cpu().contiguous()})
+        for name, factor in factors.items():
+            save_tensors(self._file(name), {"output": factor.output.cpu().contiguous()})
 
     def _file(self, name: str) -> Path:
-        return self.work / f"{name}.safetensors"
+        return self.folder / f"{name}.safetensors"
 
 
-def portions(sites: Sequence[LayerPlan], limit: int) -> list[list[str]]:
+def portions(layers: Sequence[LayerPlan], limit: int) -> list[list[str]]:
     """Module names cut into runs whose factors, held twice, stay below ``limit`` bytes."""
-    found: list[list[str]] = [[]]
+    runs: list[list[str]] = [[]]
     size = 0
-    for site in sites:
-        rows, columns = site.shape
+    for layer in layers:
+        rows, columns = layer.shape
         needed = 8 * (rows * rows + columns * columns)
-        if found[-1] and size + needed > limit:
-            found.append([])
+        if runs[-1] and size + needed > limit:
+            runs.append([])
             size = 0
-        found[-1].append(site.module)
+        runs[-1].append(layer.module)
         size += needed
-    return found
+    return runs

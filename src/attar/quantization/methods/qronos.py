@@ -1,14 +1,14 @@
 """Qronos: Zhang, Zhang, Colbert, Saab 2025, "Qronos: Correcting the Past by Shaping the Future... in
 Post-Training Quantization", arXiv 2505.11695, algorithm 1 in the efficient form of its theorem.
 
-The layer gets inputs x from layers that are quantized already, and should answer as the original layer does
-on the original inputs x~:  minimise  || W X~^T - W' X^T ||^2.  For column t, in turn:
+The layer's inputs x come from layers that are quantized already; its output should be the original layer's on
+the original inputs x~:  minimise  || W X~^T - W' X^T ||^2.  For column t, in turn:
 
     correct:   q_t = the code that makes the objective least, the columns after t held at w^(t-1)
-    diffuse:   w^(t) = the least-squares answer of the columns after t, given q_1 .. q_t
+    diffuse:   w^(t) = the least-squares solution of the columns after t, given q_1 .. q_t
 
-From the second column on, w^(t-1) is a least-squares answer itself, so "correct" is rounding its column t and
-"diffuse" is GPTQ's update. The first column is decided with the others at the original weight. Hence
+From the second column on, w^(t-1) is a least-squares solution itself, so "correct" is rounding its column t
+and "diffuse" is GPTQ's update. The first column is decided with the others at the original weight. Hence
 
     V = W + W (C - H) (H + lambda I)^-1                        the least-squares weight, nothing rounded
     q_1 = round( w_1 + [W (C - H)]_1 / (H_11 + lambda) )
@@ -20,19 +20,16 @@ X~^T X, both (K, K); U (K, K) upper with U^T U = (H + lambda I)^-1; V (N, K) wha
 Differs from the paper: damping pulls towards W, || W X~ - W' X ||^2 + lambda T / 2 || W - W' ||^2, and does
 so in the first column too, so that X = X~ is GPTQ exactly; lambda is a fraction of H's mean diagonal and not
 of its largest eigenvalue. Static groups, dead columns and lazy updates as in GPTQ; a dead column becomes 0,
-and what it carried in the original model is taken over by the other columns.
+and the other columns compensate what it contributed in the original model.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from attar.errors import NumericsError
-from attar.quantization.columns import round_columns
-from attar.quantization.grids import Grid, QuantizedTensor, TileParameters
-from attar.quantization.hessian import inverse_factor
-from attar.quantization.rounded import RoundingResult
+from attar.quantization.columns import RoundingResult, in_original_order, round_columns
+from attar.quantization.grids import Grid, TileParameters
+from attar.quantization.hessian import HessianFactor, check_finite, factorize
 
 
 def qronos(
@@ -46,59 +43,49 @@ def qronos(
     act_order: bool = True,
     alpha: float = 1.0,
     mask: Tensor | None = None,
+    factor: HessianFactor | None = None,
 ) -> RoundingResult:
-    """Round a weight so that the layer, behind quantized layers, answers most like the original one. Does not
-    modify its inputs.
+    """Round a weight so that the layer, after quantized layers, outputs most nearly what the original one
+    does. Does not modify its inputs.
 
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32, symmetric, positive semi-definite.
         cross: C (K, K) float32, rows for the original inputs, columns for the quantized ones.
-        grid: the number format.
         parameters: of each tile; None: what the grid chooses for W.
         damp: lambda as a fraction of the mean of H's diagonal.
         act_order: columns in descending order of H_ii.
-        alpha: how much of the difference C - H is corrected, 0 (GPTQ) to 1 (the paper).
+        alpha: fraction of the difference C - H that is corrected, 0 (GPTQ) to 1 (the paper).
         mask: bool (N, K); False: the weight is zero and stays zero.
+        factor: of H, damped and ordered already; None: computed here.
 
     Raises:
         NumericsError: W, H or C is not finite, or no damping up to 1 makes H invertible.
     """
-    W, H = weight.float().clone(), H.float().clone()
-    if not all(torch.isfinite(value).all() for value in (W, H, cross)):
-        raise NumericsError(
-            "the weight or its Hessian holds NaN or infinity", hint="check the model and the calibration data"
-        )
-    missing = alpha * (W @ (cross.float() - H))
-    dead = H.diagonal() <= 0
-    W[:, dead] = 0.0
-    H[dead, dead] = 1.0
-    parameters = parameters or grid.choose(W, importance=H.diagonal())
-    order = torch.arange(W.shape[1], device=W.device)
-    if act_order:
-        order = torch.argsort(H.diagonal(), descending=True, stable=True)
-    group = order // (grid.group_size or W.shape[1])
-    U, used = inverse_factor(H, damp, order)
-    damped = H.diagonal() + used * H.diagonal().mean()
+    W = weight.float().clone()
+    check_finite(W, H, cross)
+    missing = alpha * (W @ (cross.float() - H.float()))
+    factor = factor or factorize(H, damp, act_order)
+    W[:, factor.dead] = 0.0
+    parameters = parameters or grid.choose(W, importance=factor.diagonal)
+    order, U = factor.order, factor.U
+    damped = factor.diagonal + factor.damp * factor.diagonal.mean()
     V = W[:, order] + missing[:, order] @ U.T @ U
     first = W[:, order[0]] + missing[:, order[0]] / damped[order[0]]
-    rows = grid.by_row(parameters, W.shape[0])
+    rows = grid.by_row(parameters, len(W))
     kept = None if mask is None else mask[:, order]
-    codes = torch.empty_like(W, dtype=grid.code_dtype)
-    codes[:, order] = round_columns(V, U, grid, rows, group, kept, first).to(grid.code_dtype)
-    return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
+    codes = round_columns(V, U, grid, rows, factor.group(grid.group_size), kept, first)
+    return in_original_order(codes, factor, grid, parameters)
 
 
 def least_squares_weight(weight: Tensor, H: Tensor, cross: Tensor, damp: float = 0.01) -> Tensor:
-    """V, float32 (N, K): the weight that answers on the quantized prefix' inputs most like W does on the
-    original ones, for a rounding that takes a target. Does not modify its inputs.
+    """V, float32 (N, K): the weight whose output after quantized layers is closest to the original layer's,
+    as the target of another rounding. Does not modify its inputs.
 
     Raises:
         NumericsError: no damping up to 1 makes H invertible.
     """
-    W, H = weight.float(), H.float().clone()
-    missing = W @ (cross.float() - H)
-    dead = H.diagonal() <= 0
-    H[dead, dead] = 1.0
-    U, _ = inverse_factor(H, damp)
-    return W.masked_fill(dead, 0.0) + missing @ U.T @ U
+    W = weight.float()
+    factor = factorize(H, damp, act_order=False)
+    missing = W @ (cross.float() - H.float())
+    return W.masked_fill(factor.dead, 0.0) + missing @ factor.U.T @ factor.U

@@ -1,37 +1,43 @@
-"""Mixed precision: bits for each layer, chosen by what each costs the model when it alone is rounded.
+"""Mixed precision: bits for each layer, chosen by the KL that rounding it alone costs the model.
 
-The measurements stay in a file of their own in the user's cache, named after the checkpoint, the text and the
-candidates; later runs with other budgets measure nothing again.
+The measurements stay in a file of their own in the user's cache, named after the checkpoint and the text;
+later runs with other budgets measure nothing again.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attar.checkpoint.hashing import sha256_text
 from attar.data.packing import calibration_batches, row_length
 from attar.data.sources import fingerprint
+from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover
 from attar.models.device import pick_device
 from attar.models.load import load_model, load_tokenizer
-from attar.models.parts import Anatomy
+from attar.models.parts import Anatomy, weight_of
 from attar.models.stored import stored_precision
+from attar.options import flatten
 from attar.progress import Progress
-from attar.quantization.grids import Grid
+from attar.quantization.grids import Grid, IntGrid
+from attar.quantization.mixed_precision.allocate import Option, allocate, frontier
+from attar.quantization.mixed_precision.measurements import Measurement, SensitivityKey
 from attar.quantization.mixed_precision.sensitivity import (
+    MEMORY,
     CandidateGrid,
-    SensitivityKey,
-    integer_candidates,
-    interaction,
+    RoundFunction,
     measure,
-    mix,
+    nearest_mse,
+    reference_of,
+    rounded,
     shared_groups,
 )
 from attar.quantization.plan import group_size, plan
@@ -43,48 +49,16 @@ if TYPE_CHECKING:
 ROWS = 32  # calibration sequences that sensitivities are measured on
 
 
-class CalibrationSource(Protocol):
-    """Settings that say which text is run, and where."""
-
-    @property
-    def data(self) -> str:
-        """Name of the text."""
-
-    @property
-    def bos(self) -> str:
-        """What stands in front of each sequence."""
-
-    @property
-    def samples(self) -> int:
-        """Sequences; at most :data:`ROWS` are run."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a sequence."""
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences at once."""
-
-    @property
-    def seed(self) -> int:
-        """Of the choice of text."""
-
-    @property
-    def device(self) -> str:
-        """Where the model runs."""
-
-
 @dataclass(frozen=True)
 class SensitivityInputs:
-    """What sensitivities are measured on.
+    """The model and the text that sensitivities are measured on.
 
     Attributes:
         model: loaded dense, float32.
         anatomy: its parts.
         batches: int64 (B, S).
-        key: what is measured, for the file.
-        file: where the measurements live.
+        key: of the measurements.
+        file: of the measurements.
     """
 
     model: Any
@@ -99,28 +73,33 @@ class SensitivityInputs:
         return [block.name for block in self.anatomy.blocks]
 
 
-def ground(checkpoint: Checkpoint, settings: CalibrationSource) -> SensitivityInputs:
-    """Load the model and the text that the settings name.
+def load_inputs(checkpoint: Checkpoint, settings: Any) -> SensitivityInputs:
+    """Load the model and its calibration text, at most :data:`ROWS` sequences.
+
+    Args:
+        settings: with the options data, bos, samples, sequence_length, batch_size, seed and device.
 
     Raises:
         DataError: there is not enough text.
     """
-    model = load_model(checkpoint, dtype=torch.float32, device=torch.device(pick_device(settings.device)))
+    options = flatten(settings)
+    device = torch.device(pick_device(options["device"]))
+    model = load_model(checkpoint, dtype=torch.float32, device=device)
     batches = calibration_batches(
         load_tokenizer(checkpoint),
-        settings.data,
-        samples=min(settings.samples, ROWS),
-        sequence_length=row_length(settings.sequence_length, checkpoint.config),
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
+        options["data"],
+        samples=min(options["samples"], ROWS),
+        sequence_length=row_length(options["sequence_length"], checkpoint.config),
+        batch_size=options["batch_size"],
+        seed=options["seed"],
+        bos=options["bos"],
     )
     key = SensitivityKey(
         model=checkpoint.fingerprint(),
-        data=sha256_text(f"{fingerprint(settings.data)} {settings.bos}"),
+        data=sha256_text(f"{fingerprint(options['data'])} {options['bos']}"),
         tokens=sum(batch.numel() for batch in batches),
         sequence_length=batches[0].shape[1],
-        seed=settings.seed,
+        seed=options["seed"],
     )
     return SensitivityInputs(model, discover(model), batches, key, cache_folder() / key.file_name())
 
@@ -132,7 +111,7 @@ def mixture(
     progress: Progress,
     candidates: Mapping[str, CandidateGrid] | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The scheme of each Linear under the average that the settings ask for.
+    """The scheme of each Linear under the average bits of the settings.
 
     Args:
         candidates: grids by scheme; None: integers of 2 to 8 bits.
@@ -143,34 +122,46 @@ def mixture(
     Raises:
         SettingsError: not even the smallest candidates fit the budget.
     """
-    sites = {site.module: site for site in plan(checkpoint, settings).sites.values()}
-    shapes = {name: site.shape for name, site in sites.items()}
-    storage = stored_precision(checkpoint)
-    candidates = candidates or integer_candidates(group_size(shapes, settings.group_size))
-    on = ground(checkpoint, settings)
-    found = measure(
-        on.model,
-        shared_groups(on.anatomy.blocks, list(sites)),
+    storage = settings.storage
+    layers = {layer.module: layer for layer in plan(checkpoint, storage).sites.values()}
+    shapes = {name: layer.shape for name, layer in layers.items()}
+    dtype = stored_precision(checkpoint)
+    candidates = candidates or integer_candidates(group_size(shapes, storage.group_size))
+    inputs = load_inputs(checkpoint, settings)
+    measurements = measure(
+        inputs.model,
+        shared_groups(inputs.anatomy.blocks, list(layers)),
         candidates,
-        on.batches,
-        on.file,
-        key=on.key,
-        blocks=on.blocks,
-        storage=storage,
+        inputs.batches,
+        inputs.file,
+        key=inputs.key,
+        blocks=inputs.blocks,
+        dtype=dtype,
         fits=_fits,
         progress=progress,
     )
-    chosen = mix(found, shapes, settings.bits)
-    whole = interaction(on.model, chosen, candidates, on.batches, work / "interaction", storage=storage)
+    chosen = mix(measurements, shapes, storage.bits)
+    measured = interaction(
+        inputs.model, chosen.schemes, chosen.kl, candidates, inputs.batches, work / "interaction", dtype=dtype
+    )
     report = {
         "bits_per_weight": chosen.bits_per_weight,
         "gap": chosen.gap,
-        **asdict(whole),
+        **asdict(measured),
         "curve": [list(point) for point in chosen.curve],
         "schemes": chosen.schemes,
-        "measurements": on.file.name,
+        "measurements": inputs.file.name,
     }
     return chosen.schemes, report
+
+
+def integer_candidates(group_size: int, symmetric: bool = True) -> dict[str, CandidateGrid]:
+    """W2A16 to W8A16 at one group size."""
+
+    def grid(bits: int) -> CandidateGrid:
+        return lambda storage: IntGrid(bits, group_size, symmetric, storage)
+
+    return {f"W{bits}A16": grid(bits) for bits in (2, 3, 4, 5, 6, 8)}
 
 
 def _fits(grid: Grid, shape: tuple[int, int]) -> bool:
@@ -178,9 +169,124 @@ def _fits(grid: Grid, shape: tuple[int, int]) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where measurements live that outlast a run: ``$ATTAR_CACHE``, or ``attar`` in the user's cache."""
-    said = os.environ.get("ATTAR_CACHE")
-    base = Path(said) if said else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
+    """Folder of measurements that outlast a run: ``$ATTAR_CACHE``, or ``attar`` in the user's cache."""
+    root = os.environ.get("ATTAR_CACHE")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attar"
     folder = base / "sensitivity"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@dataclass(frozen=True)
+class SchemeMix:
+    """A scheme for every module under a budget.
+
+    Attributes:
+        schemes: candidate's name by module.
+        kl: the sum of the groups' KLs, nats a token: the predicted KL of the mix.
+        gap: no mix within the budget has a sum below ``kl - gap``; 0: this is the best.
+        bits: stored bits in all.
+        bits_per_weight: the same for each weight.
+        curve: (bits per weight, summed KL) from the smallest mix to the best, for the report.
+    """
+
+    schemes: dict[str, str]
+    kl: float
+    gap: float
+    bits: int
+    bits_per_weight: float
+    curve: tuple[tuple[float, float], ...]
+
+
+def mix(
+    measurements: Sequence[Measurement], shapes: Mapping[str, tuple[int, int]], bits_per_weight: float
+) -> SchemeMix:
+    """The mix of the smallest summed KL whose stored bits, scales included, stay within the average.
+
+    Args:
+        measurements: of groups that cover the modules, each module in one group.
+        shapes: (N, K) of every module that gets a scheme.
+        bits_per_weight: the budget, over all these weights.
+
+    Raises:
+        ModelError: a module was not measured, or belongs to two groups.
+        SettingsError: not even the smallest candidates fit; names the smallest possible average.
+    """
+    groups: dict[str, list[Option]] = {}
+    members: dict[str, tuple[str, ...]] = {}
+    for one in measurements:
+        if all(name in shapes for name in one.modules):
+            options = groups.setdefault(one.group, [])
+            members[one.group] = one.modules
+            if math.isfinite(one.kl):
+                options.append(Option(one.grid, one.bits, one.kl))
+    _check_cover(members, shapes)
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    curve = tuple((point.bits / weights, point.loss) for point in frontier(groups))
+    if curve[0][0] > bits_per_weight:
+        least = math.ceil(curve[0][0] * 1000) / 1000
+        raise SettingsError("bits", bits_per_weight, f"at least {least:g}, scales included")
+    chosen = allocate(groups, math.floor(bits_per_weight * weights))
+    schemes = {name: chosen.choice[group] for group, names in members.items() for name in names}
+    ordered = {name: schemes[name] for name in shapes}
+    return SchemeMix(ordered, chosen.loss, chosen.gap, chosen.bits, chosen.bits / weights, curve)
+
+
+def _check_cover(members: Mapping[str, tuple[str, ...]], shapes: Mapping[str, Any]) -> None:
+    owners: dict[str, list[str]] = {name: [] for name in shapes}
+    for group, names in members.items():
+        for name in names:
+            owners[name].append(group)
+    for name, groups in owners.items():
+        if len(groups) != 1:
+            what = f"is in the groups {' and '.join(groups)}" if groups else "was not measured"
+            raise ModelError(f"{name} {what}", hint="measure groups that hold each Linear once")
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """How well the sum of the groups' KLs predicts the KL of their mix.
+
+    Attributes:
+        predicted: the sum.
+        measured: the KL of the model with all groups rounded at once, in the same way on the same text.
+    """
+
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted: above 1 the groups' errors reinforce each other."""
+        return self.measured / max(self.predicted, 1e-30)
+
+
+def interaction(
+    model: nn.Module,
+    schemes: Mapping[str, str],
+    predicted: float,
+    candidates: Mapping[str, CandidateGrid],
+    batches: Sequence[Tensor],
+    work: Path,
+    *,
+    precision: str = "fp32",
+    dtype: torch.dtype | None = None,
+    rounding: RoundFunction = nearest_mse,
+    memory: int = MEMORY,
+) -> Interaction:
+    """Measure a mix as a whole, as :func:`measure` measures its groups one by one; same arguments.
+
+    Args:
+        schemes: candidate's name by module.
+        predicted: the sum of the groups' KLs.
+        work: folder for what does not fit in memory; removed afterwards.
+    """
+    grids = {
+        name: candidates[scheme](dtype or weight_of(model.get_submodule(name)).dtype)
+        for name, scheme in schemes.items()
+    }
+    with (
+        reference_of(model, (), batches, precision, memory, work) as reference,
+        rounded(model, grids, rounding),
+    ):
+        return Interaction(predicted, reference.kl())

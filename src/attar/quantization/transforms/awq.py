@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,12 +33,12 @@ from attar.kernels import columns as kernel
 from attar.quantization.grids import Grid, IntGrid
 from attar.quantization.hessian import Hessian
 
+if TYPE_CHECKING:
+    from attar.models.folding import Fold
+
 POINTS = 20  # values of alpha
 SMALLEST = 1e-4  # of m and w, so that no channel's scale is 0
 SAMPLE = 512  # rows of a weight that candidates are measured on
-
-Share = Callable[[Tensor], Tensor]
-"""Makes values (K,) equal over channels that must have one scale."""
 
 
 class InputStatistics:
@@ -86,7 +87,7 @@ def search_scale(
     weighted: bool = True,
     points: int = POINTS,
     sample: int = SAMPLE,
-    share: Share = lambda values: values,
+    share: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> ScaleSearchResult:
     """The scale of the inputs that a group of Linears share. Does not modify its inputs.
 
@@ -99,7 +100,7 @@ def search_scale(
         points: values of a: 0, 1 / points, ...
         sample: rows of each weight that candidates are measured on, where rows have scales of their own; 0:
             all.
-        share: applied to m and w; see :data:`Share`.
+        share: applied to m and w (K,); makes them equal over channels that must have one scale.
 
     Raises:
         NumericsError: a weight or H is not finite.
@@ -118,9 +119,9 @@ def search_scale(
         alpha = step / points
         for divisor in (None, w) if weighted else (None,):
             s = scale_at(m, alpha, divisor)
-            found = group_error(few, grids, H, s)
-            if found < least:
-                best, least = (s, alpha, divisor is not None), found
+            error = group_error(few, grids, H, s)
+            if error < least:
+                best, least = (s, alpha, divisor is not None), error
     plain = group_error(pieces, grids, H, ones)
     error = group_error(pieces, grids, H, best[0])
     return (
@@ -249,3 +250,28 @@ def tile_errors(weight: Tensor, grid: Grid, blocks: Tensor, shrink: float) -> Te
 
 def _rounding_error(weight: Tensor, grid: Grid, shrink: float | Tensor) -> Tensor:
     return weight - grid.quantize(weight, grid.choose(weight, shrink)).dequantize()
+
+
+@dataclass(frozen=True)
+class AWQRule:
+    """AWQ as smoothing.ScaleSolver uses it."""
+
+    def accumulator(self, inputs: int) -> InputStatistics:
+        """Hessian and mean magnitudes."""
+        return InputStatistics(inputs)
+
+    def find(
+        self, fold: Fold, weights: list[Tensor], grids: list[Grid], statistics: InputStatistics
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The scale of a fold (K,), and numbers for the report."""
+        H = statistics.hessian.value()
+        result = search_scale(
+            weights, grids, H, statistics.magnitude(), share=lambda values: fold.share(values, "mean")
+        )
+        numbers = {
+            "alpha": result.alpha,
+            "weighted": result.weighted,
+            "error": result.error,
+            "rtn_error": result.rtn_error,
+        }
+        return result.scale, numbers

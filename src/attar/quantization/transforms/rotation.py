@@ -1,12 +1,16 @@
 """Rotations: Ashkboos et al. 2024, "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs", arXiv 2404.00456,
 section 4 (stage 1a and 1c), and Liu et al. 2024, "SpinQuant", arXiv 2405.16406, R1 and R2 of figure 1.
 
-    h -> h R      embedding E R, readers of the residual stream W R, its writers R^T W
-    v_h -> v_h R2     each head's values: rows of v R2^T W, columns of o W R2
-
-Letters: R (n, n) orthogonal; D random signs; H a Hadamard matrix (entries +-1, H H^T = n I); W (N, K) weight.
+    embedding, positions      E R                      h becomes h R
+    norm                      weight 1, bias 0: n(h R) = n(h) R
+    readers (q, k, v, up)     W diag(g) R ,  bias + W b         (g weight, b bias of the norm before)
+    writers (o, down)         R^T W ,  bias R
+    v, o                      each head's rows of v R2^T W, columns of o W R2
 
     R = D (H_64 x H_64 x ... x H_m) / sqrt(n)        (x: Kronecker product)
+
+Letters: h residual stream; R (n, n), R2 orthogonal; D random signs; H a Hadamard matrix (entries +-1, H H^T =
+n I); W (N, K) weight.
 
 A random Hadamard matrix spreads every outlier over all channels, and its Kronecker factors make x R cost
 n * (64 + ...) operations a row instead of n^2. For n = 2^k times an odd number, m is the smallest order 2^j
@@ -14,22 +18,36 @@ times that number for which Paley's construction with a prime gives a Hadamard m
 ...); where there is none, the last factor is a random orthogonal matrix of the odd number.
 
 Differs from the papers: only what folds offline is here, so that the model stays an ordinary one; no
-rotation is learned. With ``keep_mean`` R is followed by the reflection that brings 1 R (1: the vector of
-ones) back to 1, so that a LayerNorm, which subtracts the mean, is as indifferent to R as an RMSNorm (the
-papers turn LayerNorms into RMSNorms instead, as SliceGPT does).
+rotation is learned. With ``keep_mean`` R is followed by the reflection that maps 1 R (1: the vector of ones)
+back to 1, so that a LayerNorm, which subtracts the mean, commutes with R as an RMSNorm does (the papers turn
+LayerNorms into RMSNorms instead, as SliceGPT does). Where a reader has no bias (a head after a LayerNorm),
+the norm keeps (b / g) R instead.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from attar.errors import ModelError
+
+if TYPE_CHECKING:
+    from attar.models.residual import HeadValues, NormRead, Residual
 
 FACTOR = 64  # largest power of two that is one Kronecker factor
 CHUNK = 1 << 24  # numbers rotated at a time
+SMALLEST = 1e-4  # of |g| relative to its largest, where b / g is needed
+
+ParameterChange = Callable[[str, Tensor], Tensor]
+"""``change(leaf, tensor)``: a module's new ``weight`` or ``bias``, float32, as stored."""
+
+Load = Callable[[str], Tensor]
+"""A parameter of the model by name, float32, as stored."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +183,11 @@ def paley(order: int) -> Tensor:
     assert q is not None, f"no Paley matrix of order {order}"
     squares = {number * number % q for number in range(1, q)}
     character = torch.tensor([0.0] + [1.0 if number in squares else -1.0 for number in range(1, q)])
-    places = torch.arange(q)
+    numbers = torch.arange(q)
     S = torch.zeros(q + 1, q + 1)
     S[0, 1:] = 1.0
     S[1:, 0] = -1.0 if q % 4 == 3 else 1.0
-    S[1:, 1:] = character[(places[:, None] - places) % q]
+    S[1:, 1:] = character[(numbers[:, None] - numbers) % q]
     eye = torch.eye(q + 1)
     if q % 4 == 3:
         return eye + S
@@ -181,3 +199,104 @@ def _random_orthogonal(size: int, generator: torch.Generator) -> Tensor:
     """Uniformly distributed, from the QR decomposition of normal numbers in float64."""
     Q, R = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
     return (Q * R.diagonal().sign()).float()
+
+
+def rotation_changes(
+    facts: Residual, model: Any, width: int, load: Load, seed: int, device: str | torch.device = "cpu"
+) -> dict[str, ParameterChange]:
+    """The change of each module under a random rotation.
+
+    Args:
+        facts: the readers and writers of the residual stream.
+        model: the model whose modules are named; on meta or not. Not changed.
+        width: of the residual stream.
+        load: reads a parameter.
+        seed: of the rotations.
+        device: where the arithmetic is done.
+
+    Raises:
+        ModelError: a norm's bias cannot be moved.
+    """
+    R = random_rotation(width, seed, keep_mean=facts.centred)
+    steps: dict[str, list[ParameterChange]] = {}
+
+    def add(name: str, step: ParameterChange) -> None:
+        steps.setdefault(name, []).append(step)
+
+    for name in facts.embeddings:
+        add(name, lambda leaf, tensor: R.columns(tensor))
+    for norm in facts.norms:
+        for name, step in _norm_steps(norm, model, load, R):
+            add(name, step)
+    for number, value in enumerate(facts.values):
+        for name, step in _value_steps(value, random_rotation(value.head_dim, seed + 1 + number)):
+            add(name, step)
+    for name in facts.writers:
+        add(name, lambda leaf, tensor: R.rows(tensor) if leaf == "weight" else R.columns(tensor))
+    return {name: _composed(model.get_submodule(name), changes, device) for name, changes in steps.items()}
+
+
+def _composed(module: nn.Module, steps: list[ParameterChange], device: str | torch.device) -> ParameterChange:
+    """Steps on (N, K) weights as one change of the stored tensor."""
+    transposed = not isinstance(module, nn.Linear | nn.Embedding)
+
+    def change(leaf: str, tensor: Tensor) -> Tensor:
+        turn = transposed and tensor.dim() == 2
+        value = tensor.to(device).float()
+        value = value.T if turn else value
+        for step in steps:
+            value = step(leaf, value)
+        return (value.T if turn else value).contiguous()
+
+    return change
+
+
+def _norm_steps(norm: NormRead, model: Any, load: Load, R: Rotation) -> list[tuple[str, ParameterChange]]:
+    """A norm without weight, its weight and bias in its readers."""
+    g = load(f"{norm.name}.weight") + norm.offset
+    biased = getattr(model.get_submodule(norm.name), "bias", None) is not None
+    b = load(f"{norm.name}.bias") if biased else None
+    moves = b is not None and all(model.get_submodule(name).bias is not None for name in norm.readers)
+    kept = torch.zeros_like(g) if b is None or moves else R.columns(_divided(norm.name, b, g)[None])[0]
+
+    def emptied(leaf: str, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, 1.0 - norm.offset) if leaf == "weight" else kept.to(tensor.device)
+
+    def read(name: str) -> ParameterChange:
+        def step(leaf: str, tensor: Tensor) -> Tensor:
+            if leaf == "weight":
+                return R.columns(tensor * g.to(tensor.device))
+            if b is None or not moves:
+                return tensor
+            weight = load(f"{name}.weight")
+            weight = weight if isinstance(model.get_submodule(name), nn.Linear) else weight.T
+            return tensor + (weight @ b).to(tensor.device)
+
+        return step
+
+    return [(norm.name, emptied), *((name, read(name)) for name in norm.readers)]
+
+
+def _divided(name: str, b: Tensor, g: Tensor) -> Tensor:
+    """b / g, 0 where b is 0."""
+    if bool(((g.abs() <= SMALLEST * g.abs().max()) & (b != 0)).any()):
+        raise ModelError(
+            f"{name}: its bias cannot move: the Linear after it has none, and a weight of the norm is zero",
+            hint="this model cannot be rotated; smoothing needs no rotation",
+        )
+    return torch.where(b == 0, torch.zeros_like(b), b / g)
+
+
+def _value_steps(value: HeadValues, R2: Rotation) -> list[tuple[str, ParameterChange]]:
+    """The values of each head rotated: rows of v, columns of o."""
+    rows = list(value.v_rows)
+
+    def on_v(leaf: str, tensor: Tensor) -> Tensor:
+        result = tensor.clone()
+        result[rows] = R2.head_rows(tensor[rows])
+        return result
+
+    def on_o(leaf: str, tensor: Tensor) -> Tensor:
+        return R2.head_columns(tensor) if leaf == "weight" else tensor
+
+    return [(value.v, on_v), (value.o, on_o)]

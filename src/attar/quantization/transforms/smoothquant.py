@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ from torch import Tensor
 from attar.errors import NumericsError
 from attar.quantization.grids import Grid
 
+if TYPE_CHECKING:
+    from attar.models.folding import Fold
+
 ALPHAS = tuple(step / 20 for step in range(21))
 SAMPLE = 512  # tokens kept for the search
 SMALLEST = 1e-5  # of a column's largest value and of s
-
-Share = Callable[[Tensor], Tensor]
-"""Makes values (K,) equal over channels that must have one scale."""
 
 
 class ActivationMaxima:
@@ -77,14 +78,16 @@ class Migration:
     plain_error: float | None = None
 
 
-def migration(x: Tensor, weights: Sequence[Tensor], alpha: float, share: Share = lambda v: v) -> Tensor:
+def migration(
+    x: Tensor, weights: Sequence[Tensor], alpha: float, share: Callable[[Tensor], Tensor] = lambda v: v
+) -> Tensor:
     """s of equation 4, float32 (K,). Does not modify its inputs.
 
     Args:
         x: max|X_j| (K,).
         weights: W (N_i, K) of all Linears with this input.
         alpha: a, 0 to 1.
-        share: applied to both maxima; see :data:`Share`.
+        share: applied to both maxima (K,); makes them equal over channels that must have one scale.
     """
     w = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
     x, w = share(x.float()).clamp(min=SMALLEST), share(w).clamp(min=SMALLEST)
@@ -98,7 +101,7 @@ def search_migration(
     activations: Grid | None,
     *,
     alphas: Sequence[float] = ALPHAS,
-    share: Share = lambda v: v,
+    share: Callable[[Tensor], Tensor] = lambda v: v,
 ) -> Migration:
     """The migration strength with the least output error on the sample. Does not modify its inputs.
 
@@ -108,7 +111,7 @@ def search_migration(
         grids: the number format of each weight.
         activations: the number format of X (T, K), one row a token; None: X is not rounded.
         alphas: candidates.
-        share: see :data:`Share`.
+        share: as in :func:`migration`.
 
     Raises:
         NumericsError: nothing was seen, or a weight or the inputs are not finite.
@@ -137,12 +140,39 @@ def search_migration(
     best = Migration(ones, None, plain, plain)
     for alpha in alphas:
         s = migration(seen.largest, pieces, alpha, share)
-        found = error(s)
-        if best.error is None or found < best.error:
-            best = Migration(s, alpha, found, plain)
+        trial = error(s)
+        if best.error is None or trial < best.error:
+            best = Migration(s, alpha, trial, plain)
     return best
 
 
 def nearest(values: Tensor, grid: Grid) -> Tensor:
     """Values (rows, K) rounded to the grid, float32."""
     return grid.quantize(values, grid.choose(values)).dequantize()
+
+
+@dataclass(frozen=True)
+class SmoothQuantRule:
+    """SmoothQuant as smoothing.ScaleSolver uses it.
+
+    Attributes:
+        activations: format of the inputs, or None.
+        alpha: migration strength; None: searched.
+    """
+
+    activations: Grid | None
+    alpha: float | None
+
+    def accumulator(self, inputs: int) -> ActivationMaxima:
+        """Largest magnitudes, and a sample where there is a search."""
+        return ActivationMaxima(inputs) if self.alpha is None else ActivationMaxima(inputs, 0)
+
+    def find(
+        self, fold: Fold, weights: list[Tensor], grids: list[Grid], statistics: ActivationMaxima
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The scale of a fold (K,), and numbers for the report."""
+        if self.alpha is not None:
+            return migration(statistics.largest, weights, self.alpha, fold.share), {"alpha": self.alpha}
+        result = search_migration(statistics, weights, grids, self.activations, share=fold.share)
+        numbers = {"alpha": result.alpha, "error": result.error, "rtn_error": result.plain_error}
+        return result.scale, numbers

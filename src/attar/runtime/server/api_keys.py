@@ -3,7 +3,7 @@
     keys:
       - name: web                  # in messages and in the log
         key: a-long-random-text
-        priority: -1               # of its requests; smaller goes first, 0 without it
+        priority: -1               # of its requests; smaller runs first, default 0
         set_priority: true         # its requests may have a priority of their own
         max_texts: 32              # completions that run or wait at the same time
         tokens_per_minute: 60000   # of prompts and completions

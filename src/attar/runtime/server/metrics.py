@@ -34,7 +34,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(backend, model))
         labels = {name: str(value) for name, value in facts.items() if name != "model"}
-        info = Gauge("attar:info", "What runs the model.", ["model_name", *labels], registry=self._registry)
+        info = Gauge(
+            "attar:info", "A description of the engine.", ["model_name", *labels], registry=self._registry
+        )
         info.labels(model_name=model, **labels).set(1)
         self._labels = {"model_name": model}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
@@ -45,13 +47,13 @@ class Metrics:
         self.queued = self._histogram("request_queue_time_seconds", "Until a request's first step.", _LONG)
         self._success = Counter(
             "attar:request_success",
-            "Finished texts.",
+            "Finished completions.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._refused = Counter(
             "attar:request_refused",
-            "Answers that are errors.",
+            "Error responses.",
             ["model_name", "status"],
             registry=self._registry,
         )

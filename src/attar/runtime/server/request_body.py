@@ -28,7 +28,7 @@ MAX_IDS = 1 << 18  # in a list of token ids, where the model's context has no li
 _UNCOUNTED = ("prompt", "tokens", "schema")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-BodyModel = TypeVar("Model", bound=BaseModel)
+BodyModel = TypeVar("BodyModel", bound=BaseModel)
 
 
 class BodyRoute(APIRoute):

@@ -33,7 +33,7 @@ from attar.formats.gguf.tokenizer.vocabulary import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    TokenPair,
+    SymbolPair,
     merges_of,
     pad_text,
 )
@@ -256,7 +256,7 @@ def _scored(stored: StoredTokenizer) -> list[list[Any]]:
     ]
 
 
-def _model(stored: StoredTokenizer, merges: list[TokenPair], **switches: Any) -> Json:
+def _model(stored: StoredTokenizer, merges: list[SymbolPair], **switches: Any) -> Json:
     """A BPE without merges of anything but tokens, which have no effect."""
     vocabulary = {token: index for index, token in enumerate(stored.tokens) if not stored.is_padding(index)}
     usual = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
@@ -303,7 +303,7 @@ def _replace(text: str, by: str) -> Json:
     return {"type": "Replace", "pattern": {"String": text}, "content": by}
 
 
-def _pair(merge: str) -> TokenPair:
+def _pair(merge: str) -> SymbolPair:
     """A merge as llama.cpp reads it: split at the first space that is not its first character."""
     cut = merge.find(" ", 1)
     if cut < 0:

@@ -39,7 +39,7 @@ BEFORE = {"type": "Replace", "pattern": {"Regex": r"\A(?= *[^ ])"}, "content": "
 BYTE_TEXT = re.compile("<0x[0-9A-F]{2}>")
 UNUSED_SCORE, ADDED_SCORE = -10000.0, -1000.0
 
-TokenPair = tuple[str, str]
+SymbolPair = tuple[str, str]
 
 
 class TokenEntry(NamedTuple):
@@ -98,7 +98,7 @@ def vocabulary_metadata(kind: str, entries: list[TokenEntry], *, scored: bool) -
     return metadata
 
 
-def read_merges(merges: Iterable[Any], where: str) -> dict[TokenPair, int]:
+def read_merges(merges: Iterable[Any], where: str) -> dict[SymbolPair, int]:
     """The merges of a tokenizer.json: ranks by pair, in order. Of equal pairs the last counts.
 
     Args:
@@ -108,7 +108,7 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[TokenPair, int]:
     Raises:
         CheckpointError: a merge is no pair.
     """
-    ranks: dict[TokenPair, int] = {}
+    ranks: dict[SymbolPair, int] = {}
     for rank, merge in enumerate(merges):
         pair = tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
         if len(pair) != 2:
@@ -118,7 +118,7 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[TokenPair, int]:
     return ranks
 
 
-def apply_merges(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str], int]:
+def apply_merges(token: str, ranks: Mapping[SymbolPair, int]) -> tuple[list[str], int]:
     """The symbols of a text after all merges, and the rank of the last merge (-1 for none)."""
     symbols, last = list(token), -1
     while len(symbols) > 1:
@@ -130,12 +130,12 @@ def apply_merges(token: str, ranks: Mapping[TokenPair, int]) -> tuple[list[str],
     return symbols, last
 
 
-def merges_make_all(tokens: Iterable[str], ranks: Mapping[TokenPair, int]) -> bool:
+def merges_make_all(tokens: Iterable[str], ranks: Mapping[SymbolPair, int]) -> bool:
     """Whether merges make every token: then ``ignore_merges`` changes nothing."""
     return all(len(apply_merges(token, ranks)[0]) == 1 for token in tokens)
 
 
-def merge_scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: str) -> list[float]:
+def merge_scores(tokens: Sequence[str], ranks: Mapping[SymbolPair, int], where: str) -> list[float]:
     """Scores with which llama.cpp's SentencePiece tokenizer tokenizes as the merges do.
 
     A token that no merge makes gets the lowest score.
@@ -156,7 +156,7 @@ def merge_scores(tokens: Sequence[str], ranks: Mapping[TokenPair, int], where: s
     return scores
 
 
-def merges_of(tokens: Sequence[str], score: Mapping[str, float]) -> list[TokenPair]:
+def merges_of(tokens: Sequence[str], score: Mapping[str, float]) -> list[SymbolPair]:
     """The merges that tokenize as scores do: every pair of tokens whose joined text is a token, highest score
     of that token first. Of tokens with equal scores the earlier comes first.
 

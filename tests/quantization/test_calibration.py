@@ -5,7 +5,7 @@ import torch
 
 from attar.errors import NumericsError
 from attar.formats.rules import ActivationRule
-from attar.quantization.ranges import ActivationRange
+from attar.quantization.calibration import ActivationRange
 
 INT8 = ActivationRule("int", 8, "tensor", dynamic=False)
 FP8 = ActivationRule("float", 8, "tensor", dynamic=False)

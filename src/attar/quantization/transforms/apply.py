@@ -2,12 +2,12 @@
 
 ``smoothquant``, ``awq``   scales found with calibration data (a sweep that changes no weight), folded into
                            the modules before (:mod:`attar.models.folding`)
-``rotate``                 norms folded into the Linears behind them, then the residual stream and each
-                           head's values rotated (:mod:`attar.models.residual`); needs no data
+``rotate``                 norms folded into the Linears after them, then the residual stream and each head's
+                           values rotated (:mod:`attar.models.residual`); needs no data
 
-Any rounding runs on what comes out, and transforms compose: rotate, then smooth. All scales are found on the
-unmodified model. That is sound: a fold does not change what any other fold sees of the inputs, and rows of v
-or up divided by a scale are rounded as before by any grid with scales of its own for each row.
+Any rounding runs on the result, and transforms compose: rotate, then smooth. All scales are found on the
+unmodified model: a fold does not change the inputs of any other fold, and rows of v or up divided by a scale
+are rounded as before by any grid with scales of its own for each row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.shards import TensorSpec
 from attar.checkpoint.tensors import stored_dtype
 from attar.errors import CheckpointError, ModelError, NumericsError, SettingsError
+from attar.formats.rules import ActivationRule
 from attar.models.anatomy import discover
+from attar.models.device import pick_device
 from attar.models.folding import Foldable, foldable, rescales
 from attar.models.load import empty_model
 from attar.models.residual import residual
-from attar.models.stored import stored_names
+from attar.models.stored import stored_names, stored_precision
 from attar.progress import SILENT, Progress
-from attar.quantization.grids import Grid
-from attar.quantization.transforms.rotating import ParameterChange, rotation_changes
-from attar.quantization.transforms.smoothing import AWQRule, ScaleSolver, SmoothQuantRule
+from attar.quantization.calibration import batches_of
+from attar.quantization.grids import Grid, IntGrid
+from attar.quantization.grids.float8 import Float8Grid
+from attar.quantization.plan import plan
+from attar.quantization.settings import QuantizeSettings
+from attar.quantization.transforms.awq import AWQRule
+from attar.quantization.transforms.rotation import ParameterChange, rotation_changes
+from attar.quantization.transforms.smoothing import ScaleSolver
+from attar.quantization.transforms.smoothquant import SmoothQuantRule
 from attar.walks.stream import stream
 from attar.walks.sweep import sweep
 
@@ -43,8 +51,61 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 KINDS = ("smoothquant", "awq", "rotate")
-PLACES = ("norm", "v", "up")
+FOLDS = ("norm", "v", "up")
 REPORT = "transform.json"
+
+
+def apply_transforms(
+    checkpoint: Checkpoint,
+    settings: QuantizeSettings,
+    assigned: Mapping[str, str] | None,
+    work: Path,
+    progress: Progress,
+) -> tuple[Checkpoint, list[dict[str, Any]]]:
+    """The checkpoint to round and the report of each transform; without any, the checkpoint itself."""
+    reports = []
+    source, device, options = checkpoint, pick_device(settings.device), settings.transform
+    if options.rotate:
+        folder = work / "rotated"
+        source = transform(
+            source,
+            "rotate",
+            folder=folder,
+            work=work / "rotate",
+            untie=options.untie,
+            seed=settings.seed,
+            device=device,
+            progress=progress,
+        )
+        reports.append(read_json(folder / REPORT))
+    if settings.smoothing != "none":
+        folder = work / "smoothed"
+        layers = plan(source, settings.storage, assigned, dtype=stored_precision(checkpoint)).sites.values()
+        rules = [layer.scheme.activations for layer in layers]
+        source = transform(
+            source,
+            settings.smoothing,
+            folder=folder,
+            work=work / "smooth",
+            batches=batches_of(source, settings),
+            grids={layer.module: layer.grid for layer in layers},
+            activations=activation_grid(rules[0]) if settings.smoothing == "smoothquant" else None,
+            alpha=None if options.alpha < 0 else options.alpha,
+            device=device,
+            progress=progress,
+        )
+        reports.append(read_json(folder / REPORT))
+    return source, reports
+
+
+def activation_grid(rule: ActivationRule | None) -> Grid | None:
+    """How inputs are rounded, one row a token, as a grid; None: they are not."""
+    if rule is None:
+        return None
+    rows = 0 if rule.strategy == "tensor" else 1
+    if rule.kind == "int":
+        return IntGrid(rule.bits, rule.group_size, rule.symmetric, rows=rows)
+    return Float8Grid("e4m3fn", group_size=rule.group_size, rows=rows)
 
 
 def transform(
@@ -57,7 +118,7 @@ def transform(
     grids: Mapping[str, Grid] | None = None,
     activations: Grid | None = None,
     alpha: float | None = None,
-    places: Sequence[str] | None = None,
+    folds: Sequence[str] | None = None,
     untie: bool = False,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float32,
@@ -77,20 +138,17 @@ def transform(
             ``smoothquant``; Linears that are not in it do not count.
         activations: ``smoothquant``: the format of the inputs, one row a token; None: they are not rounded.
         alpha: ``smoothquant``: migration strength; None: searched.
-        places: which folds are used, of :data:`PLACES`; None: all, for a given ``alpha`` the norms alone, as
-            in the paper.
+        folds: which are used, of :data:`FOLDS`; None: all, for a given ``alpha`` the norms alone, as in the
+            paper.
         untie: ``rotate``: a tied head may become a tensor of its own.
         seed: ``rotate``: of the random signs.
         dtype: of all floating-point tensors of the result; None keeps each one's. A rotated weight in
             bfloat16 has one more rounding error.
         device: where the sweep and the rotations run.
 
-    Returns:
-        the result; :func:`report_of` says what was done.
-
     Raises:
-        SettingsError: ``kind`` or a place is unknown, or something is missing that it needs.
-        ModelError: the family does not allow it; says why.
+        SettingsError: ``kind`` or a fold is unknown, or an argument that it needs is missing.
+        ModelError: the family does not allow it; gives the reason.
         NumericsError: a result is not finite.
     """
     if kind not in KINDS:
@@ -99,32 +157,27 @@ def transform(
         return open_checkpoint(folder)
     model = empty_model(checkpoint.config)
     if kind == "rotate":
-        done = _rotate(checkpoint, model, seed, untie, device)
+        result = _rotate(checkpoint, model, seed, untie, device)
     else:
-        chosen = _places(places, kind, alpha)
-        done = _smooth(
+        chosen = _folds(folds, kind, alpha)
+        result = _smooth(
             checkpoint, model, kind, work, batches, grids, activations, alpha, chosen, device, progress
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _write(checkpoint, model, done, folder, work / "shards", dtype, progress)
+    _write(checkpoint, model, result, folder, work / "shards", dtype, progress)
     copy_companions(checkpoint.path, folder)
-    atomic.write_json(folder / REPORT, {"kind": kind, **done.report})
+    atomic.write_json(folder / REPORT, {"kind": kind, **result.report})
     return open_checkpoint(folder)
 
 
-def report_of(folder: Path) -> dict[str, Any]:
-    """What a transform did: ``kind``, and ``folds`` with their errors and ``left`` with reasons, or
-    ``rotated`` and ``added_bytes``."""
-    return read_json(folder / REPORT)
-
-
 @dataclass(frozen=True)
-class _Done:
-    """What to write.
+class _TransformResult:
+    """A transform before it is written.
 
     Attributes:
         changes: by module name.
-        report: for :data:`REPORT`.
+        report: for :data:`REPORT`: ``folds`` with their errors and ``left`` with reasons, or ``rotated`` and
+            ``added_bytes``.
         head: name of a head to be untied from the embedding, or None.
     """
 
@@ -136,7 +189,7 @@ class _Done:
 def _write(
     checkpoint: Checkpoint,
     model: Any,
-    done: _Done,
+    result: _TransformResult,
     folder: Path,
     work: Path,
     dtype: torch.dtype | None,
@@ -145,7 +198,7 @@ def _write(
     """The config and the changed tensors, under their stored names; with a new head, under the model's."""
     names = {stored: name for name, stored in stored_names(model, checkpoint).items()}
     embedding = f"{discover(model).embedding}.weight"
-    head = f"{done.head}.weight" if done.head else None
+    head = f"{result.head}.weight" if result.head else None
     config = {key: value for key, value in checkpoint.config.items() if key != "torch_dtype"}
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -160,18 +213,18 @@ def _write(
         return [TensorSpec(written, kind, info.shape) for written, _ in targets(info.name, name)]
 
     def targets(stored: str, name: str) -> list[tuple[str, str]]:
-        """What a stored tensor becomes: name in the file, and parameter name."""
+        """The tensors that a stored one becomes: name in the file, and parameter name."""
         if not head:
             return [(stored, name)]
         if name == head:  # stored a second time although it is tied
             return []
         return [(name, name), (head, head)] if name == embedding else [(name, name)]
 
-    def made(name: str, tensor: Tensor) -> Tensor:
+    def transformed(name: str, tensor: Tensor) -> Tensor:
         module, _, leaf = name.rpartition(".")
-        if module in done.changes and leaf in ("weight", "bias"):
+        if module in result.changes and leaf in ("weight", "bias"):
             kept = tensor.dtype
-            tensor = done.changes[module](leaf, tensor).cpu().to(dtype or kept).contiguous()
+            tensor = result.changes[module](leaf, tensor).cpu().to(dtype or kept).contiguous()
             if not torch.isfinite(tensor).all():
                 raise NumericsError(
                     f"{name} is not finite after the transform", hint="the checkpoint is damaged"
@@ -180,18 +233,20 @@ def _write(
 
     def change(stored: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
         tensor = load()
-        return {written: made(name, tensor) for written, name in targets(stored, names.get(stored, stored))}
+        return {
+            written: transformed(name, tensor) for written, name in targets(stored, names.get(stored, stored))
+        }
 
     stream(checkpoint, layout, change, folder, work=work, progress=progress, what="fold")
 
 
-def _places(places: Sequence[str] | None, kind: str, alpha: float | None) -> tuple[str, ...]:
-    if places is None:
-        return PLACES[:1] if kind == "smoothquant" and alpha is not None else PLACES
-    for place in places:
-        if place not in PLACES:
-            raise SettingsError("places", place, " or ".join(PLACES))
-    return tuple(places)
+def _folds(folds: Sequence[str] | None, kind: str, alpha: float | None) -> tuple[str, ...]:
+    if folds is None:
+        return FOLDS[:1] if kind == "smoothquant" and alpha is not None else FOLDS
+    for fold in folds:
+        if fold not in FOLDS:
+            raise SettingsError("folds", fold, " or ".join(FOLDS))
+    return tuple(folds)
 
 
 def _smooth(
@@ -203,24 +258,24 @@ def _smooth(
     grids: Mapping[str, Grid] | None,
     activations: Grid | None,
     alpha: float | None,
-    places: Sequence[str],
+    kinds: Sequence[str],
     device: str | torch.device,
     progress: Progress,
-) -> _Done:
+) -> _TransformResult:
     """Find a scale for each fold, by a sweep that changes nothing."""
     if not len(batches):
         raise SettingsError("batches", list(batches), f"calibration batches for {kind}")
     if grids is None and (kind == "awq" or alpha is None):
         raise SettingsError("grids", None, f"the number formats, for the search of {kind}")
-    found = foldable(checkpoint.config)
-    counted = [name for fold in found.folds for name in fold.consumers] if grids is None else list(grids)
+    possible = foldable(checkpoint.config)
+    counted = [name for fold in possible.folds for name in fold.consumers] if grids is None else list(grids)
     folds = [
         fold
-        for fold in found.folds
-        if fold.kind in places and any(name in counted for name in fold.consumers)
+        for fold in possible.folds
+        if fold.kind in kinds and any(name in counted for name in fold.consumers)
     ]
     if not folds:
-        why = next(iter(found.left.values()), "no place is left")
+        why = next(iter(possible.left.values()), "no fold is left")
         raise ModelError(
             f"{checkpoint.path}: no scale can be folded: {why}",
             hint="quantize it without smoothing",
@@ -252,11 +307,11 @@ def _smooth(
     changes: dict[str, ParameterChange] = {
         name: change.apply for name, change in rescales(model, chosen).items()
     }
-    return _Done(changes, _smoothing_report(found, solver, swept.reports))
+    return _TransformResult(changes, _smoothing_report(possible, solver, swept.reports))
 
 
 def _smoothing_report(
-    found: Foldable, solver: ScaleSolver, reports: Sequence[dict[str, Any]]
+    possible: Foldable, solver: ScaleSolver, reports: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     by_name = {report["name"]: report for report in reports}
     rows = []
@@ -265,10 +320,12 @@ def _smoothing_report(
         rows.append(
             {"producer": fold.producer, "consumers": list(fold.consumers), "kind": fold.kind, **numbers}
         )
-    return {"folds": rows, "left": found.left}
+    return {"folds": rows, "left": possible.left}
 
 
-def _rotate(checkpoint: Checkpoint, model: Any, seed: int, untie: bool, device: str | torch.device) -> _Done:
+def _rotate(
+    checkpoint: Checkpoint, model: Any, seed: int, untie: bool, device: str | torch.device
+) -> _TransformResult:
     """What rotating the residual stream and the heads' values does to each module."""
     facts = residual(checkpoint.config)
     anatomy = discover(model)
@@ -289,4 +346,4 @@ def _rotate(checkpoint: Checkpoint, model: Any, seed: int, untie: bool, device: 
     changes = rotation_changes(facts, model, anatomy.hidden_size, load, seed, device)
     rotated = {"residual": anatomy.hidden_size, "heads": len(facts.values), "centred": facts.centred}
     report = {"rotated": rotated, "added_bytes": embedding.nbytes if facts.tied else 0}
-    return _Done(changes, report, anatomy.head if facts.tied else None)
+    return _TransformResult(changes, report, anatomy.head if facts.tied else None)

@@ -1,5 +1,5 @@
 """The last step of every quantization: the written files are read back and compared with the original, and
-the gates decide (gates.py)."""
+judged by the gates (gates.py)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LENGTH = 256  # tokens in a row of the comparison
 PROMPT = 32  # tokens that the greedy sample goes on from
-SPOKEN = 24  # tokens of the greedy sample
+SAMPLED = 24  # tokens of the greedy sample
 SMALL = 2**30  # bytes of a dense model that is loaded whole for a sample
 
 
@@ -56,34 +56,34 @@ def check_result(
     """
     findings = check_layers(reports, method=settings.method)
     raise_on_error(findings)
-    found: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
+    results: dict[str, Any] = {"warnings": [str(finding) for finding in findings]}
     if not settings.check_tokens:
-        return found
+        return results
     tokenizer = load_tokenizer(original)
     text = _held_out(tokenizer, original, settings)
-    batches = list(text.rows.split(settings.batch_size))
+    batches = list(text.rows.split(settings.calibration.batch_size))
     note = held_out_note(tokenizer, batches, text.shared, texts)
-    found["held_out"] = not note
-    found["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
+    results["held_out"] = not note
+    results["warnings"] += [f"the KL is not of held-out text: {note}"] if note else []
     compared = _compare(original, written, batches, settings, work, progress)
-    spoken = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
+    samples = _samples(original, written, batches[0][:1, :PROMPT], settings, progress)
     if compared.kl is not None and compared.blind is not None:
         output = judge_output(
             compared.kl,
             compared.blind,
             top1=compared.top1,
-            sample=spoken.get("sample", ()),
-            original_sample=spoken.get("original", ()),
+            sample=samples.get("sample", ()),
+            original_sample=samples.get("original", ()),
             culprit=culprit(compared, chosen, reports),
         )
         raise_on_error(output)
-        found["warnings"] += [str(finding) for finding in output]
-    found.update({key: value for key, value in asdict(compared).items() if key != "drift"})
-    return found | ({"sample": spoken["text"]} if "text" in spoken else {})
+        results["warnings"] += [str(finding) for finding in output]
+    results.update({key: value for key, value in asdict(compared).items() if key != "drift"})
+    return results | ({"sample": samples["text"]} if "text" in samples else {})
 
 
 def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Mapping[str, Any]]) -> str:
-    """The layer that most likely did it: in the block where the drift jumps, the one that looks worst."""
+    """The layer that most likely caused the error: in the block where the drift jumps, the worst report."""
     blocks = sorted({_block(site.module) for site in chosen.sites.values()}, key=_number)
     inside = [
         report
@@ -96,7 +96,7 @@ def culprit(compared: Comparison, chosen: QuantizationPlan, reports: Sequence[Ma
 def _block(module: str) -> str:
     """``model.layers.3`` of ``model.layers.3.mlp.up_proj``."""
     parts = module.split(".")
-    last = max((place for place, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
+    last = max((number for number, part in enumerate(parts) if part.isdigit()), default=len(parts) - 1)
     return ".".join(parts[: last + 1])
 
 
@@ -110,7 +110,7 @@ def _held_out(tokenizer: Any, original: Checkpoint, settings: QuantizeSettings) 
         tokenizer,
         settings.data,
         tokens=settings.check_tokens,
-        sequence_length=row_length(min(LENGTH, settings.sequence_length), original.config),
+        sequence_length=row_length(min(LENGTH, settings.calibration.sequence_length), original.config),
         seed=settings.seed,
         bos=settings.bos,
     )
@@ -145,18 +145,18 @@ def _samples(
     device = pick_device(settings.device)
     with progress.task("sample", total=1) as task:
         sample = _continue(load_model(written, dtype=torch.float32, device=device), prompt)
-        theirs = []
+        original_sample = []
         if stuck(sample):  # only then it matters whether the original is, too
-            theirs = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
+            original_sample = _continue(load_model(original, dtype=torch.float32, device=device), prompt)
         task.advance()
-    return {"sample": sample, "original": theirs, "text": load_tokenizer(original).decode(sample)}
+    return {"sample": sample, "original": original_sample, "text": load_tokenizer(original).decode(sample)}
 
 
 def _continue(model: Any, batch: Tensor) -> list[int]:
-    """Greedy tokens after a prompt (1, S); each pass sees what is new, the rest stands in the cache."""
+    """Greedy tokens after a prompt (1, S), with a KV cache."""
     tokens, cache, generated = batch.to(next(model.parameters()).device), None, []
     with torch.no_grad():
-        for _ in range(SPOKEN):
+        for _ in range(SAMPLED):
             output = model(input_ids=tokens, past_key_values=cache, use_cache=True)
             tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
             generated.append(int(tokens))

@@ -7,17 +7,22 @@ import torch
 import transformers
 
 from attar.checkpoint import open_checkpoint
+from attar.checkpoint.jsonfile import read_json
 from attar.errors import ModelError, SettingsError
 from attar.models.anatomy import discover
 from attar.models.load import load_model
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, output_error
 from attar.quantization.methods.rtn import rtn
-from attar.quantization.transforms import transform as room
-from attar.quantization.transforms.transform import report_of, transform
+from attar.quantization.transforms import apply
+from attar.quantization.transforms.apply import transform
 from tests import tiny_models as tiny
 
 ROTATING = ("llama2", "llama3", "smollm", "mistral", "qwen2", "qwen3", "phi3", "gpt2", "opt", "gpt_neox")
+
+
+def report_of(folder):
+    return read_json(folder / apply.REPORT)
 
 
 def grids(model, group_size=16):
@@ -99,7 +104,7 @@ def test_parallel_blocks_share_a_scale(tmp_path):
     config = transformers.PhiConfig(**tiny.GQA)
     config.architectures = ["PhiForCausalLM"]
     model = tiny.randomize(transformers.PhiForCausalLM(config)).eval()
-    for kind in room.KINDS:
+    for kind in apply.KINDS:
         _, made = run(model, tmp_path, kind, kind)
         assert_same_function(model, made)
     folds = report_of(tmp_path / "awq")["folds"]
@@ -128,14 +133,14 @@ def test_refusals(tmp_path):
         run(tiny.build("gemma2"), tmp_path, "rotate")
     with pytest.raises(SettingsError, match="kind"):
         run(tiny.build("gemma2"), tmp_path, "spin")
-    with pytest.raises(SettingsError, match="places"):
-        run(tiny.build("gemma2"), tmp_path, "awq", places=("q",))
+    with pytest.raises(SettingsError, match="folds"):
+        run(tiny.build("gemma2"), tmp_path, "awq", folds=("q",))
     with pytest.raises(SettingsError, match="grids"):
         run(tiny.build("gemma2"), tmp_path, "awq", grids=None)
     with pytest.raises(SettingsError, match="batches"):
         run(tiny.build("gemma2"), tmp_path, "awq", batches=[])
     with pytest.raises(ModelError, match="no scale can be folded"):
-        run(tiny.build("bert"), tmp_path / "bert", "smoothquant", places=("norm",))
+        run(tiny.build("bert"), tmp_path / "bert", "smoothquant", folds=("norm",))
     assert not (tmp_path / "out").exists()
 
 
@@ -232,8 +237,8 @@ def test_same_seed_same_bytes_and_other_seed_other_bytes(tmp_path):
 def test_a_finished_folder_is_reused(tmp_path, monkeypatch):
     model = tiny.build("llama3")
     run(model, tmp_path, "awq")
-    monkeypatch.setattr(room, "sweep", None)
-    monkeypatch.setattr(room, "stream", None)
+    monkeypatch.setattr(apply, "sweep", None)
+    monkeypatch.setattr(apply, "stream", None)
     _, made = run(model, tmp_path, "awq")
     assert_same_function(model, made)
 
@@ -247,10 +252,10 @@ def test_resumes_after_the_sweep(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(room, "stream", killed)
+        patch.setattr(apply, "stream", killed)
         run(model, tmp_path, "awq", "cut")
-    monkeypatch.setattr("attar.quantization.transforms.smoothing.search_scale", killed)
+    monkeypatch.setattr("attar.quantization.transforms.awq.search_scale", killed)
     run(model, tmp_path, "awq", "cut")
-    for name in ("model.safetensors", "config.json", room.REPORT):
+    for name in ("model.safetensors", "config.json", apply.REPORT):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert json.loads((tmp_path / "cut" / room.REPORT).read_text())["kind"] == "awq"
+    assert json.loads((tmp_path / "cut" / apply.REPORT).read_text())["kind"] == "awq"

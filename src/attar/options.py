@@ -1,0 +1,145 @@
+"""Nested settings classes and the flat options that people use: recipe keys, command-line options, keywords.
+
+A settings class is a frozen dataclass. A field may hold another settings class, whose fields are options of
+the same flat list. Where the metadata of such a field has ``variants`` (name to class) and ``by`` (the field
+that holds the name), the class follows that choice, and an option that the chosen class lacks is refused.
+``title`` in the metadata is the heading of the inner options in help and documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from attar.errors import SettingsError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OptionField:
+    """One option of a settings class.
+
+    Attributes:
+        field: the dataclass field.
+        kind: its type.
+        title: heading of the group it belongs to; "": none.
+        by: the option that chooses among variants; "": the option is always there.
+        variants: the choices of ``by`` whose class has it.
+    """
+
+    field: dataclasses.Field[Any]
+    kind: Any
+    title: str = ""
+    by: str = ""
+    variants: tuple[str, ...] = ()
+
+
+def option_fields(cls: type) -> tuple[OptionField, ...]:
+    """All options of a settings class in order, those of every variant included."""
+    return tuple(_options(cls, ""))
+
+
+def _options(cls: type, title: str) -> Iterator[OptionField]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        inner = str(field.metadata.get("title", title))
+        if "variants" in field.metadata:
+            yield from _variant_options(field, inner)
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from _options(hints[field.name], inner)
+        elif field.init:
+            yield OptionField(field, hints[field.name], title)
+
+
+def _variant_options(field: dataclasses.Field[Any], title: str) -> Iterator[OptionField]:
+    """Each option once, as the first variant that has it defines it."""
+    variants: Mapping[str, type] = field.metadata["variants"]
+    options: dict[str, OptionField] = {}
+    owners: dict[str, list[str]] = {}
+    for variant, cls in variants.items():
+        for option in _options(cls, title):
+            options.setdefault(option.field.name, option)
+            owners.setdefault(option.field.name, []).append(variant)
+    for name, option in options.items():
+        yield dataclasses.replace(option, by=field.metadata["by"], variants=tuple(owners[name]))
+
+
+def flatten(settings: Any) -> dict[str, Any]:
+    """Every option and its value, those of nested settings included."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        values |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
+
+
+def nest(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Settings from flat options; what is absent keeps its default.
+
+    Raises:
+        SettingsError: a value is not allowed, or the chosen variant has no such option.
+    """
+    arguments: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        variants = field.metadata.get("variants")
+        inner = _chosen(cls, field, values) if variants else hints[field.name]
+        if variants or dataclasses.is_dataclass(inner):
+            names = {option.field.name for option in option_fields(inner)}
+            arguments[field.name] = nest(inner, {key: values[key] for key in values if key in names})
+        elif field.name in values:
+            arguments[field.name] = values[field.name]
+    for name, error in misplaced(cls, values).items():
+        raise SettingsError(name, values[name], error)
+    unknown = [name for name in values if name not in {one.field.name for one in option_fields(cls)}]
+    if unknown:
+        raise TypeError(f"{cls.__name__} has no option {unknown[0]!r}")
+    return cls(**arguments)
+
+
+def misplaced(cls: type, values: Mapping[str, Any]) -> dict[str, str]:
+    """What must be done about each given option that the chosen variant lacks, by option."""
+    errors = {}
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    for option in option_fields(cls):
+        choice = values.get(option.by, defaults.get(option.by))
+        if option.by and option.field.name in values and choice not in option.variants:
+            errors[option.field.name] = (
+                f"left out with {option.by} {choice}: it belongs to {listed(option.variants)}"
+            )
+    return errors
+
+
+def _chosen(cls: type, field: dataclasses.Field[Any], values: Mapping[str, Any]) -> type:
+    """The class of a variant field.
+
+    Raises:
+        SettingsError: there is no such variant.
+    """
+    by, variants = field.metadata["by"], field.metadata["variants"]
+    default = next(other.default for other in dataclasses.fields(cls) if other.name == by)
+    choice = values.get(by, default)
+    if choice not in variants:
+        raise SettingsError(by, choice, " or ".join(variants))
+    chosen: type = variants[choice]
+    return chosen
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def check_choices(settings: Any) -> None:
+    """Check the fields of a settings dataclass whose metadata list ``choices``.
+
+    Raises:
+        SettingsError: names the first field whose value is none of them.
+    """
+    for field in dataclasses.fields(settings):
+        value, choices = getattr(settings, field.name), field.metadata.get("choices", ())
+        if choices and value not in choices:
+            raise SettingsError(field.name, value, " or ".join(map(str, choices)))

@@ -1,0 +1,162 @@
+"""Calibration: the text that a model is quantized with, and the static scales that its activations get.
+
+    s = 2 max|x| / (high - low)                                     symmetric
+    s = (max x - min x) / (high - low) ,  z = round(low - min x / s)    asymmetric, 0 counted among the x
+
+Letters: x every number seen; s scale; z zero; low, high the ends of the codes: -128 and 127 of int8, -448 and
+448 of float8_e4m3fn. As compressed-tensors computes them from its minimum and maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attar.data.packing import calibration_batches, row_length
+from attar.errors import NumericsError
+from attar.formats.rules import ActivationRule
+from attar.models.device import pick_device
+from attar.models.fake_quant import on_keys_and_values
+from attar.models.load import load_tokenizer
+from attar.progress import Progress
+from attar.quantization.plan import QuantizationPlan, static_inputs
+from attar.quantization.settings import QuantizeSettings
+from attar.walks.sweep import sweep
+
+if TYPE_CHECKING:
+    from attar.checkpoint import Checkpoint
+
+
+def batches_of(checkpoint: Checkpoint, settings: QuantizeSettings) -> list[Tensor]:
+    """The calibration batches, int64 (B, S)."""
+    sizes = settings.calibration
+    return calibration_batches(
+        load_tokenizer(checkpoint),
+        settings.data,
+        samples=sizes.samples,
+        sequence_length=row_length(sizes.sequence_length, checkpoint.config),
+        batch_size=sizes.batch_size,
+        seed=settings.seed,
+        bos=settings.bos,
+    )
+
+
+class ActivationRange:
+    """The smallest and the largest number seen, over any number of batches.
+
+    Attributes:
+        rule: how the activation will be rounded.
+        low, high: smallest and largest number, 0 included.
+        tokens: vectors seen.
+    """
+
+    def __init__(self, rule: ActivationRule) -> None:
+        self.rule = rule
+        self.low = self.high = torch.zeros(())
+        self.tokens = 0
+
+    def add(self, x: Tensor) -> None:
+        """Add a batch (..., K). Does not modify it.
+
+        Raises:
+            NumericsError: it holds NaN or infinity.
+        """
+        low, high = torch.aminmax(x.detach())
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise NumericsError(
+                "an activation holds NaN or infinity", hint="check the model, or its number type"
+            )
+        self.low = torch.minimum(self.low.to(x.device), low.float())
+        self.high = torch.maximum(self.high.to(x.device), high.float())
+        self.tokens += x[..., 0].numel()
+
+    def scale(self) -> float:
+        """s; 1 where only zeros were seen.
+
+        Raises:
+            NumericsError: nothing was seen.
+        """
+        if not self.tokens:
+            raise NumericsError("no activation was seen", hint="calibrate with more samples")
+        low, high = self.rule.limits
+        top = torch.maximum(-self.low, self.high) * 2 if self.rule.symmetric else self.high - self.low
+        return float(top / (high - low)) or 1.0
+
+    def zero(self) -> float:
+        """z, a whole number; 0 where the rule is symmetric."""
+        if self.rule.symmetric:
+            return 0.0
+        low, high = self.rule.limits
+        return float((low - self.low / self.scale()).round().clamp(low, high))
+
+
+@dataclass(frozen=True)
+class StaticScales:
+    """Static scales of activations.
+
+    Attributes:
+        inputs: scale by module name.
+        caches: scales of keys and of values by the name of the attention module.
+    """
+
+    inputs: Mapping[str, float] = field(default_factory=dict)
+    caches: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def static_scales(
+    checkpoint: Checkpoint, plan: QuantizationPlan, settings: QuantizeSettings, work: Path, progress: Progress
+) -> StaticScales:
+    """The static scales of a plan, from the ranges in the float model over the calibration batches.
+
+    Raises:
+        NumericsError: an activation is not finite.
+    """
+    rules = static_inputs(list(plan.sites.values()))
+    if not plan.caches and not rules:
+        return StaticScales()
+    inputs = {name: ActivationRange(rule) for name, rule in rules.items()}
+    cache = plan.kv_cache
+    caches = (
+        {name: (ActivationRange(cache), ActivationRange(cache)) for name in plan.caches.values()}
+        if cache is not None
+        else {}
+    )
+
+    def prepare(model: nn.Module) -> None:
+        for name, seen in inputs.items():
+            hook = lambda _, args, seen=seen: _add(seen, args[0])  # noqa: E731
+            model.get_submodule(name).register_forward_pre_hook(hook)
+        for name, (keys, values) in caches.items():
+
+            def record(k: Tensor, v: Tensor, keys: Any = keys, values: Any = values) -> tuple[Tensor, Tensor]:
+                _add(keys, k)
+                _add(values, v)
+                return k, v
+
+            on_keys_and_values(model.get_submodule(name), record)
+
+    sweep(
+        checkpoint,
+        batches_of(checkpoint, settings),
+        None,
+        work=work / "ranges",
+        precision=settings.calibration.precision,
+        prepare=prepare,
+        device=torch.device(pick_device(settings.device)),
+        progress=progress,
+        what="ranges",
+    )
+    return StaticScales(
+        {name: seen.scale() for name, seen in inputs.items()},
+        {name: (keys.scale(), values.scale()) for name, (keys, values) in caches.items()},
+    )
+
+
+def _add(seen: ActivationRange, x: Tensor) -> None:
+    if not x.is_meta:
+        seen.add(x)
