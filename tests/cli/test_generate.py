@@ -77,7 +77,7 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["a", "--regex", "("], "--regex is '(', but must be one that texts can be held to (unclosed group)"),
+        (["a", "--regex", "("], "--regex is '(', but must be one that can be enforced (unclosed group)"),
         (["a", "--chat"], "the tokenizer has no chat template"),
         (["a", "--json-schema", "@nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["--file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
