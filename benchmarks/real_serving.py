@@ -36,11 +36,11 @@ from attar.deployment.stage import export
 from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.runner.compiled import Compiled
+from attar.runtime.speculate.profile.metrics import ProfileRow
 from attar.runtime.speculate.profile.profile import profile
 from attar.runtime.speculate.profile.prompts import SpecBenchQuestion, read_questions
-from attar.runtime.speculate.profile.rows import ProfileRow
 from attar.runtime.speculate.profile.run import make_methods
-from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.settings import ProfileSettings
 
 __all__ = ["kv", "serving", "speculation", "speed"]
 

@@ -19,7 +19,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import LEVELS
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.self import load_self_draft
+from attar.runtime.speculate.self_speculation import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 
 MODES = {"greedy": {"temperature": 0.0}, "coupled": {"temperature": 0.8}, "exact": {"temperature": 0.8}}

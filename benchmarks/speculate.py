@@ -38,10 +38,9 @@ from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import SETTLE
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.fixed import FixedPolicy
-from attar.runtime.speculate.profile.profile import profile
+from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.run import run_profile
-from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.settings import ProfileSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.step import StepInput, TokenSpan
 

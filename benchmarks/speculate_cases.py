@@ -10,11 +10,9 @@ from typing import Any
 from attar.data.python_text import texts
 from attar.models.load import load_tokenizer
 from attar.runtime.speculate import ngram
-from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.grams import SharedNgrams
-from attar.runtime.speculate.ngram import NgramIndex, NgramProposer
+from attar.runtime.speculate.draft import LEVELS, Draft, DraftBuilder
+from attar.runtime.speculate.ngram import NgramIndex, NgramProposer, SharedNgrams
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 START = 64  # tokens of a text that are the prompt
 
@@ -29,7 +27,7 @@ class Oracle:
         vocabulary: of the wrong tokens.
     """
 
-    draws, looks = False, False
+    draws, learns_tree = False, False
 
     def __init__(
         self,
@@ -47,9 +45,6 @@ class Oracle:
         return [self._proposed(wish) for wish in wishes]
 
     def observe(self, news: Sequence[DraftFeedback]) -> None:
-        pass
-
-    def fork(self, sequence: int, child: int) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

@@ -16,10 +16,10 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.build import make_speculator
-from attar.runtime.speculate.profile.passes import speedup
+from attar.runtime.speculate.profile.metrics import speedup
 from attar.runtime.speculate.profile.profile import beside
 from attar.runtime.speculate.profile.prompts import prompt_sets
-from attar.runtime.speculate.wanted import SpeculationSettings
+from attar.runtime.speculate.settings import SpeculationSettings
 
 Way = Callable[[list[int]], list[int]]
 

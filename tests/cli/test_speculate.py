@@ -15,8 +15,8 @@ from attar.cli.main import call
 from attar.recipe.settings import settings_of, short
 from attar.runtime.settings import EngineSettings
 from attar.runtime.speculate import build
-from attar.runtime.speculate.profile.fixed import FixedPolicy
-from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.profile.profile import FixedPolicy
+from attar.runtime.speculate.settings import ProfileSettings
 
 
 @pytest.fixture(autouse=True)

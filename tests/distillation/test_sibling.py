@@ -8,7 +8,7 @@ from attar.distillation.objectives.overlap import acceptance
 from attar.models.load import load_model, load_tokenizer
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.fixed import FixedPolicy
+from attar.runtime.speculate.profile.profile import FixedPolicy
 
 
 def test_it_agrees_along_the_whole_context():

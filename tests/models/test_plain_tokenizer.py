@@ -11,7 +11,7 @@ from attar.formats.gguf.tokenizer.to_gguf import tokenizer_metadata
 from attar.models.load import load_tokenizer, read_tokenizer
 from attar.models.plain_tokenizer import PlainTokenizer, plain_tokenizer
 from attar.runtime.server.tokenizer import SpecialTokenEscaper
-from attar.runtime.speculate.pieces import beginning
+from attar.runtime.speculate.vocabulary import special_prefix
 from tests.formats.gguf.making import NASTY, byte_level, save, sentencepiece_bpe, unigram
 from tests.tiny_models import tokenizer
 
@@ -29,7 +29,7 @@ def assert_same(ours, theirs):
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.chat_template == theirs.chat_template
     assert str(ours.added_tokens_decoder) == str(theirs.added_tokens_decoder)
-    assert beginning(ours) == beginning(theirs)
+    assert special_prefix(ours) == special_prefix(theirs)
     for text in NASTY:
         for special in (True, False):
             ids = theirs(text, add_special_tokens=special)["input_ids"]

@@ -104,7 +104,7 @@ def test_the_table_fits_the_terminal(
 
 
 def test_a_full_disk_is_foreseen(plan: Callable[..., RecipePlan], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attar.recipe.show._free", lambda path: 10)
+    monkeypatch.setattr("attar.recipe.show.free_bytes", lambda path: 10)
     assert plan_text(plan()).splitlines()[-1] == "Warning: only 10 B are free there."
 
 

@@ -8,6 +8,7 @@ same path.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -195,9 +196,21 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
 
 def check_space(path: Path, needed: int) -> None:
     """Refuse a file system of ``path`` with fewer than ``needed`` bytes free. Raises OutputError."""
-    free = _free(path)
+    free = free_bytes(path)
     if free is not None and free < needed:
         raise _full(path, needed)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take a record lock on an open file, released when the process ends; False if another process has it.
+
+    Not flock: forked children inherit that, so an orphaned worker would block the next run.
+    """
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def fsync(path: Path) -> None:
@@ -249,7 +262,7 @@ def _swap(partial: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _free(path: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
     """Free bytes of the file system of ``path``; None if unknown."""
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -260,7 +273,7 @@ def _free(path: Path) -> int | None:
 
 
 def _full(path: Path, needed: int | None) -> OutputError:
-    free = _free(path)
+    free = free_bytes(path)
     sizes = [f"{bytes_text(needed)} needed"] if needed else []
     sizes += [f"{bytes_text(free)} free"] if free is not None else []
     detail = f" ({', '.join(sizes)})" if sizes else ""

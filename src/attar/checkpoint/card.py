@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -133,10 +133,10 @@ class Card:
         )
 
 
-def versions() -> dict[str, str]:
-    """Versions of attar, python, torch and transformers. Imports none of them."""
+def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
+    """Versions of attar, Python and packages. Imports none of them."""
     own = {"attar": __version__, "python": platform.python_version()}
-    return own | {name: _version(name) for name in ("torch", "transformers")}
+    return own | {name: _version(name) for name in packages}
 
 
 def plain(value: Any) -> Any:
@@ -184,12 +184,8 @@ def _known(kind: type, content: dict[str, Any], path: Path) -> dict[str, Any]:
     return fields
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_text_map(value: Any) -> bool:
@@ -198,10 +194,6 @@ def _is_text_map(value: Any) -> bool:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _is_licence(value: Any) -> bool:
@@ -213,11 +205,11 @@ def _is_licence(value: Any) -> bool:
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("name", "stage", "role", "key", "fingerprint", "command"), ("a text", _is_text)),
-    **dict.fromkeys(("settings", "measurements", "details"), ("an object", _is_object)),
+    **dict.fromkeys(("name", "stage", "role", "key", "fingerprint", "command"), ("a text", _is(str))),
+    **dict.fromkeys(("settings", "measurements", "details"), ("an object", _is(dict))),
     **dict.fromkeys(("versions", "files"), ("an object of texts", _is_text_map)),
     "seed": ("a whole number", _is_int),
-    "parents": ("a list", _is_list),
+    "parents": ("a list", _is(list)),
     "licence": ("an object whose ids and evidence are lists of texts", _is_licence),
 }
 """The allowed value of each field, in words and as a check."""

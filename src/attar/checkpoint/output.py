@@ -13,7 +13,6 @@ the work. Afterwards:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -266,13 +265,11 @@ def _lock(work: Path, final: Path) -> int:
         with suppress(OSError):
             work.rmdir()  # fails if another process has files in it
         raise
-    # a record lock, not flock: forked children do not inherit it, so an orphan cannot block the next run
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        same = os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
-    except (BlockingIOError, PermissionError, FileNotFoundError):
-        same = False
-    if not same:
+    try:  # the holder of the lock may have removed the folder in between
+        locked = atomic.try_lock(lock) and os.path.samestat(os.fstat(lock), (work / _LOCK).stat())
+    except FileNotFoundError:
+        locked = False
+    if not locked:
         os.close(lock)
         raise OutputError(
             f"{final}: is being written by another process", hint="wait for it, or choose another folder"

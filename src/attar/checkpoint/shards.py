@@ -236,7 +236,7 @@ def _plan(specs: list[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
 
 def _shard(name: str, specs: list[TensorSpec]) -> _Shard:
     # wide types first: every tensor then begins at a multiple of its element size, as readers prefer
-    header, entries = write_header(sorted(specs, key=lambda spec: -BITS[spec.dtype]))
+    header, entries = write_header(sorted(specs, key=lambda spec: -BITS[spec[1]]))
     return _Shard(name, header, entries, entries[-1].end)
 
 

@@ -46,7 +46,9 @@ def render_chat(
     """
     if not messages:
         raise ValueError("a conversation needs at least one message")
-    chat = [_with_reasoning(_plain({k: v for k, v in each.items() if v is not None})) for each in messages]
+    chat = [
+        _with_reasoning(_plain({k: v for k, v in message.items() if v is not None})) for message in messages
+    ]
     return _compiled(template).render(
         messages=chat,
         tools=_plain(tools),

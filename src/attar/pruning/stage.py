@@ -36,7 +36,7 @@ from attar.walks.objectives import masked_token_loss, next_token_loss
 
 if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
-    from attar.pruning.structures import Structure
+    from attar.pruning.structures.structure import Structure
 
 
 def prune(

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from attar.checkpoint.geometry import geometry
 from attar.recipe.machine import Rates
 from attar.recipe.schema import StageEntry
 from attar.recipe.settings import plain
@@ -57,6 +58,8 @@ _HELD_OUT = 16_384  # tokens of a held-out loss
 _SAMPLED = 24 * 44  # tokens read by a check's greedy completion, without a cache
 _SMALL = 2**30  # bytes of the largest model of which a check makes a completion
 _SEES_ORIGINAL = ("gptaq", "qronos", "yaqa")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+_ATTENTION = re.compile(r"attn|attention")
 
 
 @dataclass(frozen=True)
@@ -281,11 +284,6 @@ def _activations(settings: Any, shape: Shape) -> float:
     return float(tokens) * (34 * shape.hidden * shape.layers + 12 * shape.vocabulary)
 
 
-_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
-_ATTENTION = re.compile(r"attn|attention")
-_WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
-
-
 @dataclass(frozen=True)
 class Shape:
     """A model's size.
@@ -335,18 +333,9 @@ def shape_of(checkpoint: Checkpoint) -> Shape:
             attention += count
         else:
             mlp += count
-    config = checkpoint.config
-    hidden = next((int(config[key]) for key in _WIDTH if isinstance(config.get(key), int)), 1)
-    vocabulary = config.get("vocab_size")
-    return Shape(
-        attention,
-        mlp,
-        outside,
-        max(layers, 1),
-        hidden,
-        vocabulary if isinstance(vocabulary, int) else 1,
-        float(checkpoint.nbytes),
-    )
+    sizes = geometry(checkpoint.config, "bfloat16")
+    hidden, vocabulary = sizes.hidden or 1, sizes.vocabulary or 1
+    return Shape(attention, mlp, outside, max(layers, 1), hidden, vocabulary, float(checkpoint.nbytes))
 
 
 def after(entry: StageEntry, shape: Shape) -> Shape:

@@ -8,20 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = (
-    "attar",
-    "torch",
-    "transformers",
-    "compressed-tensors",
-    "safetensors",
-    "tokenizers",
-    "accelerate",
-    "numpy",
-)
+PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "tokenizers", "accelerate", "numpy")
+"""The packages that a run's results depend on."""
 
 
 def machine() -> dict[str, Any]:
@@ -36,11 +27,6 @@ def machine() -> dict[str, Any]:
     if torch is not None and torch.cuda.is_available():
         description["gpu"] = torch.cuda.get_device_name()
     return description
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a run's results depend on."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
 
 
 def memory_bytes() -> int | None:
@@ -117,10 +103,3 @@ def _cpu() -> str:
         return platform.processor() or "unknown"
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attar.checkpoint.atomic import write_bytes, write_json
-from attar.checkpoint.card import Card
+from attar.checkpoint.card import Card, versions
 from attar.checkpoint.card import plain as jsonable
 from attar.checkpoint.open import open_checkpoint
 from attar.checkpoint.output import finished
@@ -29,7 +29,7 @@ from attar.checkpoint.readme import with_new_readme
 from attar.checkpoint.units import seconds_text
 from attar.errors import AttarError, OutputError, RecipeError, SettingsError
 from attar.progress import SILENT, Progress
-from attar.recipe.machine import machine, versions
+from attar.recipe.machine import PACKAGES, machine
 from attar.recipe.plan import DONE, HALF, RecipePlan, RecipeStep, error_factor, fitted, make_plan
 from attar.recipe.runfolder import (
     ORIGINAL_RECEIPT,
@@ -158,7 +158,7 @@ class _RecipeRun:
     reference: Any = None
 
     def run(self) -> RunResult:
-        plan, on = self.plan, versions()
+        plan, on = self.plan, versions(PACKAGES)
         write_run(plan, on, [original_entry(plan)], finished=False)  # lists the folders as the run's own
         write_bytes(plan.out / RECIPE, plan.recipe.to_yaml().encode())
         self.evaluate(ORIGINAL_RECEIPT, plan.recipe.model, plan.original_key, plan.original_evaluation_key)

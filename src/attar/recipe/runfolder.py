@@ -10,7 +10,6 @@ file at its recorded size.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from attar.checkpoint.atomic import explain_os_errors, hidden, write_json
+from attar.checkpoint.atomic import explain_os_errors, hidden, try_lock, write_json
 from attar.checkpoint.card import FILE as CARD
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.readme import FILE as README
@@ -27,6 +26,11 @@ from attar.errors import CheckpointError, OutputError
 
 RUN, RECIPE, REPORT = "run.json", "recipe.yaml", "report.html"
 """Files of a run besides its stages."""
+
+LOCK = ".lock"
+RECEIPTS = "receipts"
+ORIGINAL_RECEIPT = "00-original"
+"""Name of the receipt of the recipe's model: measurements without a folder."""
 
 SIGNAL = ".signal"
 """Folder of teachers' stored predictions, which the stages of a run share until it ends."""
@@ -124,9 +128,6 @@ def undo(run: Path, created: list[Path]) -> None:
         folder.rmdir()
 
 
-LOCK = ".lock"
-
-
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Create and lock the run folder while the block runs.
@@ -144,27 +145,15 @@ def locked(run: Path) -> Iterator[None]:
             ) from None
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _lock(descriptor, run)
+        if not try_lock(descriptor):
+            process = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            hint = "wait for it, stop it, or choose another folder with -o"
+            raise OutputError(f"{run}: another run is at work there (process {process})", hint=hint)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, run: Path) -> None:
-    try:
-        # not flock: forked children inherit it, and an orphaned worker would block the next run
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        hint = "wait for it, stop it, or choose another folder with -o"
-        raise OutputError(f"{run}: another run is at work there (process {holder})", hint=hint) from None
-
-
-RECEIPTS = "receipts"
-ORIGINAL_RECEIPT = "00-original"
-"""Name of the receipt of the recipe's model: measurements without a folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

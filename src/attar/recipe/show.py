@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from pathlib import Path
 from typing import Any
 
+from attar.checkpoint.atomic import free_bytes
 from attar.checkpoint.units import bytes_text, seconds_text, table
 from attar.recipe.estimate import Estimate
 from attar.recipe.plan import DONE, RecipePlan, RecipeStep
@@ -64,7 +64,7 @@ def _summary(plan: RecipePlan) -> str:
     disk = sum(step.estimate.disk_bytes for step in todo)
     scratch = max((step.estimate.scratch_bytes for step in todo), default=0.0)
     text = f"About {seconds_text(plan.seconds)} and {bytes_text(disk + scratch)} of disk in {plan.out}."
-    free = _free(plan.out)
+    free = free_bytes(plan.out)
     if free is not None and free < disk + scratch:
         text += f"\nWarning: only {bytes_text(free)} are free there."
     return text
@@ -97,12 +97,3 @@ def _step_dict(step: RecipeStep) -> dict[str, Any]:
         "disk_bytes": round(step.estimate.disk_bytes),
         "scratch_bytes": round(step.estimate.scratch_bytes),
     }
-
-
-def _free(path: Path) -> int | None:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return None

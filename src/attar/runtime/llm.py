@@ -29,8 +29,8 @@ from attar.runtime.sampling.grammar import Grammars
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.scheduler import Scheduler
 from attar.runtime.speculate.build import make_speculator
+from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.wanted import SpeculationSettings
 from attar.runtime.tokenizer import Prompt, PromptTokenizer, list_prompts
 
 

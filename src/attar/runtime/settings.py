@@ -9,7 +9,7 @@ from typing import Any
 from attar.errors import DataError, SettingsError, nearest
 from attar.runtime.kv.compose import check_together, store_feature
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.wanted import SpeculationSettings
+from attar.runtime.speculate.settings import SpeculationSettings
 
 METHODS = {
     "reread": ("capacity", "recent"),

@@ -14,9 +14,8 @@ from attar.errors import MissingExtraError, NumericsError, SettingsError, UsageE
 from attar.merging.config.documents import parse_configs
 from attar.merging.config.dump import config_text
 from attar.merging.held_out import HeldOutText
-from attar.merging.search.coefficients import search
+from attar.merging.search.coefficients import SearchSpace, search
 from attar.merging.search.loss_cache import LossCache
-from attar.merging.search.space import SearchSpace
 from tests import tiny_models
 
 TIES = """

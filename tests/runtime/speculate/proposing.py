@@ -42,7 +42,7 @@ class Oracle:
         chains: chains, and no trees.
     """
 
-    name, free, draws, looks = "oracle", True, False, False
+    name, free, draws, learns_tree = "oracle", True, False, False
 
     def __init__(self, texts, *, right=0.7, size=6, vocabulary=50, chains=False, seed=0):
         self.texts, self.right, self.size = [list(text) for text in texts], right, size
@@ -80,9 +80,6 @@ class Oracle:
 
     def observe(self, news: Sequence[DraftFeedback]) -> None:
         self.news += news
-
-    def fork(self, sequence: int, child: int) -> None:
-        pass
 
     def forget(self, sequence: int) -> None:
         self.forgotten.append(sequence)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.coupled import follow
 from attar.runtime.speculate.draft import Draft, Verdict
 from attar.runtime.speculate.residual import without
 from attar.runtime.speculate.tree import walk
+from attar.runtime.speculate.verify import follow
 from tests.runtime.speculate import wrong
 from tests.runtime.speculate.laws import (
     Judge,

@@ -14,8 +14,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, draw_distinct, noise_key
 from attar.runtime.sampling.warp import SamplingRow, adjust, largest_indices, warp
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
-from attar.runtime.speculate.growth import GrowingDraft
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel, GrowingDraft
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest, SamplingRules
 from tests.runtime.fake_runner import FakeRunner, logits_after

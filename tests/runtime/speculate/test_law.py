@@ -26,9 +26,9 @@ from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate import verify
 from attar.runtime.speculate.draft import Draft, kind_of
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.proposer import DraftRequest
-from attar.runtime.speculate.self import load_self_draft
+from attar.runtime.speculate.self_speculation import load_self_draft
 from tests import tiny_models
 from tests.marks import slow_but
 from tests.runtime.speculate import wrong

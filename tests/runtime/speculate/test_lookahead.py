@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from attar.runtime.speculate.draft import DraftBuilder
 from attar.runtime.speculate.lookahead import LookaheadProposer, LookaheadWindow, NgramPool
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 
 def cycle(text):
@@ -136,12 +136,11 @@ def test_the_number_of_drafts_is_bounded():
         )
 
 
-def test_forks_part_and_nothing_is_left():
+def test_sequences_have_windows_of_their_own_and_nothing_is_left():
     proposer = LookaheadProposer()
     text, _ = decode(hashed, proposer, [1, 2, 4], 40)
-    proposer.fork(0, 1)
-    assert proposer._windows[0].pool is not proposer._windows[1].pool
     fresh, _ = decode(cycle, proposer, text, 40, sequence=1)
+    assert proposer._windows[0].pool is not proposer._windows[1].pool
     rest, _ = decode(hashed, proposer, text, 40, sequence=0)
     assert fresh[: len(text) + 40] == plain(cycle, text, 40)
     assert rest[: len(text) + 40] == plain(hashed, text, 40)

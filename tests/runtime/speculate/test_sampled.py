@@ -17,10 +17,10 @@ from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.sample import noise_key, uniforms
 from attar.runtime.sampling.warp import SamplingRow, warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.coupled import follow
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.tree import walk
+from attar.runtime.speculate.verify import follow
 from tests.runtime.speculate import wrong
 from tests.runtime.speculate.laws import Model, fits, plain_law
 

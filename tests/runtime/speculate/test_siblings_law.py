@@ -17,10 +17,10 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.penalties import TokenHistory
 from attar.runtime.sampling.warp import SamplingRow, warp
-from attar.runtime.speculate import growth
+from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Verdict, kind_of
-from attar.runtime.speculate.growth import GrowingDraft
+from attar.runtime.speculate.draft_model import GrowingDraft
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.siblings import cut
@@ -176,5 +176,5 @@ def test_the_likeliest_said_to_be_drawn_are_refused(monkeypatch: pytest.MonkeyPa
     def likeliest(p: torch.Tensor, key: int, count: int) -> list[int]:
         return p.argsort(descending=True, stable=True)[: min(count, int(p.count_nonzero()))].tolist()
 
-    monkeypatch.setattr(growth, "draw_distinct", likeliest)
+    monkeypatch.setattr(draft_model, "draw_distinct", likeliest)
     assert not fits([spoken(seed) for seed in range(1_500)], law())

@@ -14,7 +14,7 @@ from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
-from attar.runtime.speculate.profile.fixed import FixedPolicy
+from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner

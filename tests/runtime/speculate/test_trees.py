@@ -17,10 +17,10 @@ from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import kind_of
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.latency import Latency
-from attar.runtime.speculate.model import DraftModel
 from attar.runtime.speculate.policy import DraftPolicy, LossBudget
-from attar.runtime.speculate.self import load_self_draft
+from attar.runtime.speculate.self_speculation import load_self_draft
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode
 from tests import tiny_models

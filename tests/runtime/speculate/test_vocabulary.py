@@ -19,7 +19,7 @@ from attar.runtime.completion import Completion
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.warp import likeliest
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
 from attar.runtime.speculate.target import TargetLogits
@@ -118,9 +118,9 @@ def test_special_tokens_by_role_and_by_name() -> None:
 def test_a_text_is_shown_whole_whatever_comes_when(draft: Any) -> None:
     draft = draft()
     tokens = TARGET.encode(SOURCE[4000:4700])
-    reader = shared(draft).reader()
+    translator = shared(draft).translator()
     for stop in (100, 101, 103, 104, 120, len(tokens)):
-        found = reader.read(tokens[:stop])
+        found = translator.translate(tokens[:stop])
         assert found is not None
         text = draft.decode(found, skip_special_tokens=True)
         assert text == TARGET.decode(tokens[:stop])
@@ -129,37 +129,37 @@ def test_a_text_is_shown_whole_whatever_comes_when(draft: Any) -> None:
 
 def test_new_tokens_go_through_the_pairs_and_leave_what_was_there() -> None:
     vocabulary = shared(other())
-    reader = vocabulary.reader()
-    before = reader.read(TARGET.encode("def wrap("))
+    translator = vocabulary.translator()
+    before = translator.translate(TARGET.encode("def wrap("))
     byte = TARGET.encode("x")
-    after = reader.copy().read([*TARGET.encode("def wrap("), *byte])
+    after = translator.translate([*TARGET.encode("def wrap("), *byte])
     assert before is not None and after == [*before, *other().encode("x")]
 
 
 def test_a_text_that_ends_inside_of_a_character_waits() -> None:
     tokens = TARGET.encode("a = '☃'")
-    reader = shared(pieced()).reader()
+    translator = shared(pieced()).translator()
     inside = next(stop for stop in range(len(tokens)) if "\ufffd" in TARGET.decode(tokens[:stop]))
-    assert reader.read(tokens[:inside]) is None
-    found = reader.read(tokens)
+    assert translator.translate(tokens[:inside]) is None
+    found = translator.translate(tokens)
     assert found is not None and pieced().decode(found, skip_special_tokens=True) == "a = '☃'"
 
 
 def test_the_draft_s_own_beginning_comes_once() -> None:
-    found = shared(pieced()).reader().read(TARGET.encode("class"))
+    found = shared(pieced()).translator().translate(TARGET.encode("class"))
     assert found is not None and found[0] == 0 and 0 not in found[1:]
     with_end = [TARGET.eos_token_id, *TARGET.encode("class")]
-    found = shared(other()).reader().read(with_end)
+    found = shared(other()).translator().translate(with_end)
     assert found == [other().eos_token_id, *other().encode("class")]
 
 
 def test_logits_reach_the_target_s_ids() -> None:
     vocabulary = shared(other())
     rows = torch.randn(3, OTHER + 5)  # padded
-    found = vocabulary.logits(rows)
+    found = vocabulary.target_logits(rows)
     assert found.shape == (3, V)
     for one, two in vocabulary.pairs:
-        assert torch.equal(found[:, two], rows[:, one]) and vocabulary.own(two) == one
+        assert torch.equal(found[:, two], rows[:, one]) and vocabulary.draft_id(two) == one
     assert int(found.isfinite().sum()) == 3 * len(vocabulary.pairs)
 
 
@@ -169,8 +169,8 @@ def test_one_tokenizer_needs_no_pairs() -> None:
     for draft, target in ((TARGET, TARGET), (more, TARGET), (TARGET, more), (None, TARGET), (TARGET, None)):
         assert isinstance(map_vocabularies(draft, target, (V + 8, V)), SameVocabulary)
     fewer = SameVocabulary(V, V + 2)
-    assert fewer.reader().read([5, V + 1]) == [5, V - 1]
-    assert fewer.logits(torch.zeros(1, V)).tolist() == [[0.0] * V + [-torch.inf] * 2]
+    assert fewer.translator().translate([5, V + 1]) == [5, V - 1]
+    assert fewer.target_logits(torch.zeros(1, V)).tolist() == [[0.0] * V + [-torch.inf] * 2]
 
 
 def test_refusals_name_both_models() -> None:
@@ -215,7 +215,7 @@ def test_q_is_the_draft_on_what_both_have() -> None:
         inside = kept > 0
         mass = wanted.numpy() * inside
         assert mass.sum() >= 0.9 and np.allclose(kept, mass / mass.sum(), atol=1e-5)
-        tokens.append(shared(other()).own(token))
+        tokens.append(shared(other()).draft_id(token))
     model.forget(0)
 
 
@@ -246,25 +246,12 @@ def test_greedy_texts_are_the_target_s() -> None:
     model.forget(0)
 
 
-def test_forked_texts_are_read_apart() -> None:
-    model = drafter()
-    model.propose([DraftRequest(0, PROMPT, 2)])
-    model.fork(0, 1)
-    for sequence, more in ((0, "s, x"), (1, "=")):
-        tokens = [*PROMPT, *TARGET.encode(more)]
-        (found,), (wanted,) = (
-            model.propose([DraftRequest(sequence, tokens, 2)]),
-            drafter().propose([DraftRequest(0, tokens, 2)]),
-        )
-        assert found is not None and wanted is not None and found.tokens == wanted.tokens
-
-
 def test_a_text_is_read_once() -> None:
-    reader = shared(other()).reader()
+    translator = shared(other()).translator()
     tokens = TARGET.encode("xyz")
-    assert reader.read(tokens) == reader.read(tokens)
+    assert translator.translate(tokens) == translator.translate(tokens)
     between_them = SharedVocabulary(pieced(), other(), (len(pieced()), OTHER))
-    found = between_them.reader().read([other().bos_token_id, *other().encode("class")])
+    found = between_them.translator().translate([other().bos_token_id, *other().encode("class")])
     assert found is not None and found[0] == 0 and 0 not in found[1:]
 
 

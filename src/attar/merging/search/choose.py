@@ -23,10 +23,9 @@ from attar.merging.config.schema import SEARCHED, MergeConfig, MergeSource, Para
 from attar.merging.held_out import HeldOutText
 from attar.merging.parents import ParentModels
 from attar.merging.planning.prepare import PreparedMerge, prepare
-from attar.merging.search.coefficients import search
+from attar.merging.search.coefficients import SearchSpace, search
 from attar.merging.search.loss_cache import LossCache
 from attar.merging.search.soup import greedy_soup
-from attar.merging.search.space import SearchSpace
 from attar.merging.settings import MergeSettings
 from attar.models.load import load_tokenizer
 from attar.progress import Progress

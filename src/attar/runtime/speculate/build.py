@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 from attar.runtime.loading import Loaded, load
-from attar.runtime.speculate.grams import SharedNgrams
 from attar.runtime.speculate.latency import Latency, by_tokens, measure
 from attar.runtime.speculate.lookahead import LookaheadProposer
-from attar.runtime.speculate.ngram import NgramProposer
+from attar.runtime.speculate.ngram import NgramProposer, SharedNgrams
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import Proposer
+from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode
-from attar.runtime.speculate.wanted import SpeculationSettings
 
 FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
 READ = 64  # tokens of a prompt, to measure how fast a draft model reads
@@ -53,7 +52,7 @@ def _proposer(wanted: SpeculationSettings, target: Loaded, model: Any, settings:
         return NgramProposer(ends=target.ends, shared=SharedNgrams())
     if wanted.speculate == "lookahead":
         return LookaheadProposer(ends=target.ends)
-    from attar.runtime.speculate.self import draft_of, load_self_draft
+    from attar.runtime.speculate.self_speculation import draft_of, load_self_draft
 
     tokens = target.runner.capacity * target.runner.block_size
     if wanted.speculate == "self":

@@ -30,9 +30,8 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.draft import Draft, DraftBuilder, kind_of
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 KEYS = 4096
 GUESS, WINDOW = 4, 5  # groups of kinds
@@ -67,12 +66,6 @@ class NgramPool:
             return ()
         self._guesses.move_to_end(key)
         return self._guesses[key]
-
-    def copy(self) -> NgramPool:
-        """Another pool of the same guesses."""
-        child = NgramPool(self.each, self.most)
-        child._guesses = self._guesses.copy()
-        return child
 
 
 class LookaheadWindow:
@@ -139,13 +132,6 @@ class LookaheadWindow:
         self.rows = [row[gone:] for row in self.rows]
         self._fill()
 
-    def copy(self) -> LookaheadWindow:
-        """Another window of the same cells."""
-        child = LookaheadWindow(self.columns, self.size, self.pool.copy())
-        child.rows, child.text = [row.copy() for row in self.rows], self.text.copy()
-        child._random.setstate(self._random.getstate())
-        return child
-
     def _fill(self) -> None:
         """Makes all rows W long."""
         while len(self.rows[0]) < self.columns:
@@ -167,7 +153,7 @@ class LookaheadProposer:
         seed: of what the window begins with.
     """
 
-    name, free, draws, looks = "lookahead", True, False, True
+    name, free, draws, learns_tree = "lookahead", True, False, True
 
     def __init__(
         self, columns: int = 5, size: int = 4, guesses: int = 5, ends: Sequence[int] = (), seed: int = 0
@@ -194,11 +180,6 @@ class LookaheadProposer:
                 if each.draft is None:
                     window.cells = []  # proposed, but not run
                 window.advance(len(each.tokens) - 1, each.choices)
-
-    def fork(self, sequence: int, child: int) -> None:
-        """``child`` begins with the window and pool of ``sequence``."""
-        if sequence in self._windows:
-            self._windows[child] = self._windows[sequence].copy()
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""

@@ -1,52 +1,98 @@
-"""Drafts from what was written before: where the text's end occurred already, it goes on as it did there.
+"""N-gram drafts (prompt lookup): where the sequence's end occurred before, it is continued as there.
 
-    own text     the longest match of the last tokens, of ``longest`` at most, the latest of equals first;
-    up to
-                 ``branches`` continuations that differ, as one tree
-    shared       what followed the last ``context`` tokens in other texts of the same tenant (``grams.py``),
-                 token by token; where the own text says nothing as long
+    own        the longest match of the last tokens, ``longest`` at most, the latest of equals first; up to
+               ``branches`` continuations that differ, as one tree
+    shared     what followed the last ``context`` tokens in other sequences of the tenant, token by token;
+               where the own sequence has no match as long
 
-Acceptance is counted by how many tokens matched before a draft (its kind), for that decides it: on Python
-code the first draft is right in 24 % of matches of one token, 51 % of two, 63 % of four, 80 % of eight and
-more (``benchmarks/speculate.py --parts ngram``). So matches of one token are proposed too, and the chooser
-drops them where they do not pay.
+Acceptance is counted by how many tokens matched before a draft (its kind), which decides it: on Python code
+the first draft is right in 24 % of matches of one token, 51 % of two, 63 % of four, 80 % of eight and more
+(``benchmarks/speculate.py --parts ngram``). So matches of one token are proposed too, and the policy drops
+them where they do not pay.
 
-Asking costs microseconds: a new token is one entry in a chain for each of three lengths (the links of LZ77,
-with the tokens themselves as keys), a wish walks at most WALK links. No model, no q: drafts are fixed.
+A proposal takes microseconds: a new token is one entry in a chain for each of three lengths (the links of
+LZ77, with the tokens themselves as keys), a request walks at most WALK links. Drafts are fixed: no q.
 
-Source: prompt lookup (Saxena, 2023; transformers takes the first match of 2 tokens, vLLM the longest,
-earliest). Differs: latest, not earliest, occurrence: 1.65 against 1.56 tokens a pass on that code, matches
-of up to 8 tokens.
+Sources: prompt lookup (Saxena, 2023; transformers takes the first match of 2 tokens, vLLM the longest,
+earliest). Differs: the latest, not the earliest occurrence: 1.65 against 1.56 tokens a pass on that code,
+matches of up to 8 tokens. The shared table: llama.cpp's ngram-mod (a rolling-hash table, 24 tokens a key, 16
+MB for all requests). Differs: salts; exact keys; several continuations.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from attar.runtime.speculate.draft import Draft, kind_of
-from attar.runtime.speculate.grams import SharedNgrams
+from attar.runtime.speculate.draft import Draft, DraftBuilder, kind_of
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
-from attar.runtime.speculate.trie import DraftBuilder
 
 LENGTHS = (4, 2, 1)  # of the keys, the longest first
-WALK = 16  # occurrences looked at for each length
-NEAR = 4  # tokens of a continuation that are looked at in any case
-OWN, OTHER, SHARED = 1, 2, 3  # groups of kinds: the best match, a branch beside it, other texts
+WALK = 16  # occurrences that are compared for each length
+NEAR = 4  # tokens of a continuation that are proposed in any case
+NEXT = 3  # continuations of a key of the shared table
+OWN, OTHER, SHARED = 1, 2, 3  # groups of kinds: the best match, a branch next to it, other sequences
+
+
+class SharedNgrams:
+    """What followed n tokens in any sequence of a tenant: a bounded table that all its requests use and feed.
+
+    Keys are the tokens themselves with the tenant's salt, so no tenant learns from another's sequences, and
+    keys never collide. A key holds the last NEXT different tokens that followed, the latest first. The least
+    recently used keys are dropped.
+
+    Args:
+        context: tokens of a key.
+        most: keys at most; about 250 bytes each.
+    """
+
+    def __init__(self, context: int = 3, most: int = 1 << 16) -> None:
+        self.context, self.most = context, most
+        self._next: OrderedDict[tuple[str, tuple[int, ...]], tuple[int, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def add(self, salt: str, tokens: Sequence[int], start: int = 0) -> None:
+        """Adds tokens [start, end) of a sequence, each under those before it."""
+        for index in range(max(start, self.context), len(tokens)):
+            key = (salt, tuple(tokens[index - self.context : index]))
+            token, known = tokens[index], self._next.pop(key, ())
+            self._next[key] = (token, *(other for other in known if other != token))[:NEXT]
+            if len(self._next) > self.most:
+                self._next.popitem(last=False)
+
+    def after(self, salt: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """What followed the last tokens, the latest first; may be empty."""
+        key = (salt, tuple(tokens[-self.context :]))
+        if key not in self._next:
+            return ()
+        self._next.move_to_end(key)
+        return self._next[key]
+
+    def continuations(self, salt: str, tokens: Sequence[int], reach: int) -> list[list[int]]:
+        """Continuations of ``reach`` tokens at most, one for each token that followed, the latest first."""
+        return [self._continued(salt, tokens, first, reach) for first in self.after(salt, tokens)]
+
+    def _continued(self, salt: str, tokens: Sequence[int], first: int, reach: int) -> list[int]:
+        context, continuation = [*tokens[-self.context :], first], [first]
+        while len(continuation) < reach:
+            known = self.after(salt, context)
+            if not known:
+                break
+            continuation.append(known[0])
+            context.append(known[0])
+        return continuation
 
 
 class NgramIndex:
-    """Where every token of a text was, and what was before it.
+    """The earlier occurrences of every n-gram of one sequence."""
 
-    Args:
-        tokens: of the text so far.
-    """
-
-    def __init__(self, tokens: Sequence[int] = ()) -> None:
+    def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.reach = 1 << 30  # tokens of a continuation, adapted to what was run
         self._last: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in LENGTHS)
         self._before: tuple[list[int], ...] = tuple([] for _ in LENGTHS)
-        self.reach = 1 << 30  # tokens of a continuation, as it has paid
-        self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More tokens; O(1) for each."""
@@ -59,38 +105,31 @@ class NgramIndex:
                 last[key] = end
 
     def matches(self, longest: int) -> list[tuple[int, int]]:
-        """(tokens that match, where it goes on) of earlier occurrences of the text's end: the longest match
-        first, of equal ones the latest; at most WALK of each length of key.
+        """(tokens that match, index of the continuation) of earlier occurrences of the sequence's end.
+
+        The longest match first, of equal ones the latest; at most WALK of each length of key.
         """
         end = len(self.tokens)
-        found: dict[int, int] = {}
+        lengths: dict[int, int] = {}  # by index
         for size, before in zip(LENGTHS, self._before, strict=True):
-            place = before[-1] if end > size else 0
+            index = before[-1] if end > size else 0
             for _ in range(WALK):
-                if place < size:
+                if index < size:
                     break
-                if place not in found:
-                    found[place] = self._length(place, longest)
-                place = before[place - 1]
-        return sorted(((count, place) for place, count in found.items()), reverse=True)
+                if index not in lengths:
+                    lengths[index] = self._match_length(index, longest)
+                index = before[index - 1]
+        return sorted(((count, index) for index, count in lengths.items()), reverse=True)
 
-    def onwards(self, place: int, reach: int) -> list[int]:
-        """The tokens from ``place`` on; what would lie behind the end repeats, as the text seems to do."""
-        period = len(self.tokens) - place
-        return [self.tokens[place + ahead % period] for ahead in range(reach)]
+    def continuation(self, index: int, reach: int) -> list[int]:
+        """The tokens from ``index`` on; beyond the end they repeat with the period of the match."""
+        period = len(self.tokens) - index
+        return [self.tokens[index + ahead % period] for ahead in range(reach)]
 
-    def copy(self) -> NgramIndex:
-        """Another index of the same tokens."""
-        child = NgramIndex()
-        child.tokens, child.reach = self.tokens.copy(), self.reach
-        child._last = tuple(each.copy() for each in self._last)
-        child._before = tuple(each.copy() for each in self._before)
-        return child
-
-    def _length(self, place: int, longest: int) -> int:
-        """How many tokens before ``place`` are as those at the end."""
+    def _match_length(self, index: int, longest: int) -> int:
+        """How many tokens before ``index`` are equal to those at the end."""
         end, count = len(self.tokens), 0
-        while count < min(longest, place) and self.tokens[place - count - 1] == self.tokens[end - count - 1]:
+        while count < min(longest, index) and self.tokens[index - count - 1] == self.tokens[end - count - 1]:
             count += 1
         return count
 
@@ -103,11 +142,11 @@ class NgramProposer:
         shortest: fewest.
         reach: tokens of a continuation at most.
         branches: continuations at most.
-        ends: tokens that end a text: nothing is proposed behind one.
-        shared: what other texts said; None: only the own text is looked at.
+        ends: end tokens: nothing is proposed after one.
+        shared: table of other sequences; None: only the own sequence is used.
     """
 
-    name, free, draws, looks = "ngram", True, False, False
+    name, free, draws, learns_tree = "ngram", True, False, False
 
     def __init__(
         self,
@@ -123,56 +162,51 @@ class NgramProposer:
         self.ends, self.shared = frozenset(ends), shared
         self._indices: dict[int, NgramIndex] = {}
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        """A tree of at most ``most`` drafts for each wish."""
-        return [self._proposed(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """A tree of at most ``most`` drafts for each request."""
+        return [self._proposed(request) for request in requests]
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
-        """How deep the drafts were that were run says how far the next ones look ahead."""
-        for each in news:
-            if each.sequence in self._indices:
-                depth = 0 if each.draft is None else len(each.draft.counts)
-                self._indices[each.sequence].reach = min(2 * depth + NEAR, self.reach)
-
-    def fork(self, sequence: int, child: int) -> None:
-        """``child`` begins with the tokens of ``sequence``."""
-        if sequence in self._indices:
-            self._indices[child] = self._indices[sequence].copy()
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """The depth of the drafts that were run decides how long the next continuations are."""
+        for one in feedback:
+            if one.sequence in self._indices:
+                depth = 0 if one.draft is None else len(one.draft.counts)
+                self._indices[one.sequence].reach = min(2 * depth + NEAR, self.reach)
 
     def forget(self, sequence: int) -> None:
-        """A sequence ended; what it said stays in the shared grams."""
+        """A sequence ended; its n-grams stay in the shared table."""
         self._indices.pop(sequence, None)
 
-    def _proposed(self, wish: DraftRequest) -> Draft | None:
-        index = self._followed(wish)
-        tree = DraftBuilder(self.ends, wish.most)
-        matches = [each for each in index.matches(self.longest) if each[0] >= self.shortest]
-        strong = [each for each in matches if not self.shared or each[0] >= self.shared.context]
+    def _proposed(self, request: DraftRequest) -> Draft | None:
+        index = self._updated(request)
+        tree = DraftBuilder(self.ends, request.most)
+        matches = [match for match in index.matches(self.longest) if match[0] >= self.shortest]
+        strong = [match for match in matches if not self.shared or match[0] >= self.shared.context]
         reach = min(index.reach, self.reach)
         self._grow(tree, index, strong, reach)
         if self.shared is not None and tree.roots < self.branches:
-            for guess in self.shared.continuations(wish.salt, index.tokens, reach):
-                if guess[0] in tree or tree.roots < self.branches:
-                    tree.add(guess, [kind_of(SHARED, depth) for depth in range(1, len(guess) + 1)])
+            for tokens in self.shared.continuations(request.salt, index.tokens, reach):
+                if tokens[0] in tree or tree.roots < self.branches:
+                    tree.add(tokens, [kind_of(SHARED, depth) for depth in range(1, len(tokens) + 1)])
         self._grow(tree, index, matches[len(strong) :], reach)
         return tree.draft()
 
     def _grow(
         self, tree: DraftBuilder, index: NgramIndex, matches: Sequence[tuple[int, int]], reach: int
     ) -> None:
-        for count, place in matches:
-            if tree.roots >= self.branches and index.tokens[place] not in tree:
+        for count, start in matches:
+            if tree.roots >= self.branches and index.tokens[start] not in tree:
                 continue
             group = OTHER if tree.roots else OWN
-            guess = index.onwards(place, reach)
-            tree.add(guess, [kind_of(group, count + ahead) for ahead in range(len(guess))])
+            tokens = index.continuation(start, reach)
+            tree.add(tokens, [kind_of(group, count + ahead) for ahead in range(len(tokens))])
 
-    def _followed(self, wish: DraftRequest) -> NgramIndex:
-        """The sequence's index, up to its last token; what is new is shared."""
-        index = self._indices.setdefault(wish.sequence, NgramIndex())
-        seen, now = len(index.tokens), len(wish.tokens)
-        if now > seen:
-            index.extend(wish.tokens[seen:])
+    def _updated(self, request: DraftRequest) -> NgramIndex:
+        """The sequence's index, up to its last token; new n-grams go to the shared table."""
+        index = self._indices.setdefault(request.sequence, NgramIndex())
+        known, count = len(index.tokens), len(request.tokens)
+        if count > known:
+            index.extend(request.tokens[known:])
             if self.shared is not None:
-                self.shared.add(wish.salt, index.tokens, seen)
+                self.shared.add(request.salt, index.tokens, known)
         return index

@@ -1,16 +1,16 @@
-"""What every proposer of drafts is to the engine.
+"""The interface between the engine and every proposer of drafts.
 
-    propose(wishes) → a draft or None for each        before the pass, all sequences that decode at once
-    observe(news)                                     after the pass: what was accepted, and what was seen
-    fork(sequence, child), forget(sequence)           as with a runner
+    propose(requests) → a draft or None for each      before the pass, for all sequences that decode in it
+    observe(feedback)                                 after the pass: accepted drafts, new tokens
+    forget(sequence)                                  a sequence ended
 
-A proposer guesses; it never decides. Whatever it returns, the verifier makes the text exact: a bad guess
-costs time only. It holds what it needs per sequence and follows a sequence's tokens by itself: a wish
-always brings all of them, also those that came while nothing was proposed, or after a preemption.
+A proposer cannot change the output: the verifier keeps it exact, and a bad draft costs time only. It holds
+its own state per sequence, and updates it from the tokens: a request always brings all of them, also those
+that were decoded while nothing was proposed, or before a preemption.
 
-Two kinds are told apart by ``free``. A free proposer (n-grams, a window) costs next to nothing to ask: it is
-asked for as much as it has, and the chooser then keeps the nodes that pay (``Chooser.prune``). The others run
-a model for every token: the chooser says how many before they are asked (``Chooser.choose``), in ``most``.
+A ``free`` proposer (n-grams, lookahead) drafts in next to no time: it proposes as much as it has, and the
+policy keeps the nodes that pay (``DraftPolicy.select``). The others run a model for every draft: the policy
+says how many before they are asked (``DraftPolicy.choose``), in ``most``.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 class SamplingRules(Protocol):
-    """What decides a text's next tokens; ``attar.runtime.completion.Completion`` is one."""
+    """How the next tokens of a completion are sampled; implemented by ``completion.Completion``."""
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         ...
 
     def key(self, ahead: int = 0) -> int:
-        """Its noise, ``ahead`` places behind the next."""
+        """The noise key of the token ``ahead`` positions after the next."""
         ...
 
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A sequence that would like drafts.
+    """A sequence for which drafts are wanted.
 
     Args:
-        sequence: its id. tokens: all of them so far, the last one certain, but not yet run by the target.
+        sequence: its id. tokens: all of them so far, the last one decided, but not yet run by the target.
         Not kept, not changed. most: drafts at most, all branches counted; 0 asks for none. salt: the
-        tenant; what is learnt from a text is used only inside its salt. rules: warps and noise of its next
-        tokens; None where the proposer has no q. wide: siblings are welcome beside the drafts of a model.
+        tenant; what is learnt from a sequence is used only for its salt. rules: warps and noise of its next
+        tokens; None where drafts are not drawn. wide: whether siblings of a draft model's chain are wanted.
     """
 
     sequence: int
@@ -58,15 +58,15 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class DraftFeedback:
-    """What a pass has shown of a sequence.
+    """The result of a pass for one sequence.
 
     Args:
         sequence: its id.
-        draft: what was verified; None where the token was decoded plainly.
+        draft: what was verified; None where the token was decoded without drafts.
         path: indices of the accepted drafts, 1..n, in order.
-        tokens: the new tokens: the accepted drafts and the one behind.
-        choices: the target's likeliest token after the last certain token (0) and after each draft (1..n);
-            empty where the proposer does not look at them.
+        tokens: the new tokens: the accepted drafts and the one after them.
+        choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);
+            empty where the proposer does not need them.
     """
 
     sequence: int
@@ -77,7 +77,7 @@ class DraftFeedback:
 
 
 class Proposer(Protocol):
-    """Proposes tokens, with no say in which are taken."""
+    """Proposes draft tokens."""
 
     @property
     def name(self) -> str:
@@ -86,7 +86,7 @@ class Proposer(Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether drafts cost no time worth counting."""
+        """Whether drafts cost next to no time."""
         ...
 
     @property
@@ -95,22 +95,18 @@ class Proposer(Protocol):
         ...
 
     @property
-    def looks(self) -> bool:
-        """Whether ``observe`` needs the choices of every row of the tree."""
+    def learns_tree(self) -> bool:
+        """Whether it learns from its whole tree: ``observe`` needs the choices of every row."""
         ...
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        """A draft for each wish, in order; None where there is nothing to say."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """A draft for each request, in order; None where there is none."""
         ...
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
-        """A pass is over; once per sequence that had a row in it."""
-        ...
-
-    def fork(self, sequence: int, child: int) -> None:
-        """``child`` begins with the tokens of ``sequence``. Unknown is fine."""
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
+        """After a pass, for every sequence that had a row in it."""
         ...
 
     def forget(self, sequence: int) -> None:
-        """A sequence ended. Unknown is fine."""
+        """A sequence ended; unknown ids are ignored."""
         ...

@@ -33,7 +33,6 @@ from attar.runtime.scheduler import Planned, Scheduler, StepOutput
 from attar.runtime.sequence import Sequence as Running
 from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import LEVELS, Draft
-from attar.runtime.speculate.nodes import Nodes
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, Proposer
 from attar.runtime.speculate.reading import DraftPrefill
@@ -48,6 +47,7 @@ from attar.runtime.speculate.round import (
     noise_of,
 )
 from attar.runtime.speculate.siblings import cut, learn
+from attar.runtime.speculate.target import Nodes
 from attar.runtime.speculate.verify import VerificationMode, verify
 
 WIDE_EVERY = 4  # passes between two with siblings, where none pay
@@ -249,7 +249,7 @@ class Speculator:
         if not free:
             self._whole = {each: draft for each, draft in zip(ids, drafts, strict=True) if draft is not None}
             return [draft and cut(draft, each) for draft, each in zip(drafts, kinds, strict=True)]
-        return self.policy.select(ids, drafts, beside, whole=self.proposer.looks)
+        return self.policy.select(ids, drafts, beside, whole=self.proposer.learns_tree)
 
     def _wide(self, kinds: Sequence[set[int]]) -> bool:
         """Whether siblings are drafted: where some are run, and now and then to learn of them."""
@@ -266,13 +266,13 @@ class Speculator:
 
     def _fitted(self, draft: Draft, left: int) -> Draft | None:
         """What the step has room for; where the proposer learns from its whole tree, all or nothing."""
-        return draft if len(draft) <= left else None if self.proposer.looks else draft.cut(left)
+        return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
 
     def _news(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
         sequence = output.sequence.id
         draft = self._round.drafts.get(sequence)
         choices: list[int] = []
-        if draft is not None and self.proposer.looks:
+        if draft is not None and self.proposer.learns_tree:
             rows = output.rows[-output.draws :]
             choices = logits[rows.start : rows.stop].argmax(-1).tolist()
         return DraftFeedback(sequence, draft, drawn.path, drawn.tokens, choices)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
+from attar.runtime.completion import Completion
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import SamplingRow, argmax, check_finite, warp
 from attar.runtime.speculate.draft import Draft, Floats
@@ -96,3 +97,25 @@ class Rows:
         """Its row."""
         row: Floats = self.rows[node]
         return row
+
+
+BEHIND = -1  # stands for a token behind the end; no draft is it
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes(TargetLogits):
+    """Args: as of :class:`TargetLogits`, and the text itself."""
+
+    text: Completion
+
+    def token(self, node: int) -> int:
+        return BEHIND if self._over(node) else super().token(node)
+
+    def p(self, node: int) -> Floats:
+        if self._over(node):  # any law will do
+            size = self.logits.shape[1]
+            return np.full(size, 1 / size, dtype=np.float32)
+        return super().p(node)
+
+    def _over(self, node: int) -> bool:
+        return self.text.ends_within(self.draft.text(self.draft.path(node)))

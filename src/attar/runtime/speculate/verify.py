@@ -11,13 +11,31 @@ distribution after all warps, with penalties and grammar as they are behind the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.coupled import follow
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.tree import walk
+
+
+def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
+    """Walk as long as the target's own token is among the drafts.
+
+    Args:
+        draft: of any rule; q is not looked at.
+        token: what plain decoding takes behind a node 0..n; asked for once for each node walked.
+    """
+    node = 0
+    path: list[int] = []
+    while True:
+        found = token(node)
+        node = next((child for child in draft.children(node) if draft.tokens[child - 1] == found), 0)
+        if not node:
+            return Verdict(tuple(path), found)
+        path.append(node)
+
 
 VerificationMode = Literal["coupled", "exact"]
 

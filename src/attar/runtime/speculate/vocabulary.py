@@ -1,21 +1,27 @@
-"""Draft and target with different tokens: what both have, by what it stands for.
+"""Draft and target model with different tokenizers: the tokens that both have, by the bytes they stand for.
 
-    the same tokenizer     ids are equal; the logits may have more or fewer columns (padding, added tokens)
-    different ones         ids of equal bytes, or of one special role, are paired; draft logits reach the
-                           target's ids through the pairs, every other target id has -inf
+    one tokenizer       ids are equal; the logits may have more or fewer columns (padding, added tokens)
+    two tokenizers      ids of equal bytes, or of one special role, are paired; the draft's logits reach the
+                        target's ids through the pairs, every other target id has -inf
 
-So q is a distribution over target ids, and verification is exact whatever the draft was shown. It is shown
-the text: token by token where every new one has a pair, else all of it is encoded again by the draft's
-tokenizer. Where that is not possible (the text ends inside of a character) the round goes without a draft.
+So q is a distribution over target ids, and verification is exact whatever the draft model was given. It is
+given the sequence: token by token where every new one has a pair, else all of it is encoded again by the
+draft's tokenizer. Where that is not possible (the text ends inside of a character) nothing is drafted.
+
+A token stands for bytes. Byte-level tokenizers write each byte as a character ("Ġthe"), those of
+SentencePiece a blank as "▁" and single bytes as "<0x0A>". Special tokens stand for their spelling, and are
+paired by role where they begin or end a sequence. Nothing is matched by similarity.
 
 Source: vLLM's ``v1/spec_decode/vocab_mapping.py`` (token-level intersection, arXiv 2502.05202). Differs:
-bytes are compared and not strings (``pieces.py``); new text goes through the pairs as long as it can.
+bytes are compared and not strings; new tokens go through the pairs as long as all have one.
 
 Letters: R rows, V columns of the target, D of the draft.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Protocol
@@ -25,72 +31,68 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attar.errors import ModelError
-from attar.runtime.speculate.pieces import beginning, ids_by_bytes, paired
+from attar.formats.byte_alphabet import BYTE_ALPHABET
 
-LEAST = 0.1  # of the smaller vocabulary, must be in both
-BROKEN = "\ufffd"
+LEAST_SHARED = 0.1  # of the smaller vocabulary
+REPLACEMENT = "\ufffd"  # decoded in place of an incomplete character
+BLANK = "\u2581"
+ROLES = ("eos_token_id", "bos_token_id")
+_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+_BYTES = {character: bytes([byte]) for byte, character in BYTE_ALPHABET.items()}
+
+TokenBytes = bytes | str
+"""What a token stands for: bytes, or the spelling of a special token."""
 
 
 class TokenTranslator(Protocol):
-    """Follows one text for the draft model."""
+    """Follows one sequence for the draft model."""
 
-    def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """All of the text in the draft's tokens, newly made; None: not now.
+    def translate(self, tokens: Sequence[int]) -> list[int] | None:
+        """The sequence in the draft's tokens, a new list; None: not possible now.
 
         Args:
-            tokens: the target's, all so far; a text only grows.
+            tokens: the target's, all so far; a sequence only grows.
         """
-        ...
-
-    def copy(self) -> TokenTranslator:
-        """For a text that begins like this one."""
         ...
 
 
 class VocabularyMapping(Protocol):
     """Between the draft's tokens and the target's."""
 
-    def reader(self) -> TokenTranslator:
-        """For a new text."""
+    def translator(self) -> TokenTranslator:
+        """For a new sequence."""
         ...
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def target_logits(self, rows: Tensor) -> Tensor:
         """Logits of the draft (R, D) at the target's ids (R, V); -inf where the draft has none."""
         ...
 
-    def own(self, token: int) -> int:
+    def draft_id(self, token: int) -> int:
         """The draft's id of a target token that it has."""
         ...
 
 
 class SameVocabulary:
-    """One tokenizer; it is its own reader.
-
-    Args:
-        draft: D. target: V.
-    """
+    """One tokenizer, with D columns of the draft and V of the target; it is its own translator."""
 
     def __init__(self, draft: int, target: int) -> None:
         self.draft, self.target = draft, target
 
-    def reader(self) -> TokenTranslator:
+    def translator(self) -> TokenTranslator:
         return self
 
-    def read(self, tokens: Sequence[int]) -> list[int]:
-        """The text; where the draft lacks a token, the last one it has stands for it."""
+    def translate(self, tokens: Sequence[int]) -> list[int]:
+        """The sequence; the draft's last token replaces those that it lacks."""
         if self.draft >= self.target:
             return list(tokens)
         return [min(token, self.draft - 1) for token in tokens]
 
-    def copy(self) -> TokenTranslator:
-        return self
-
-    def logits(self, rows: Tensor) -> Tensor:
+    def target_logits(self, rows: Tensor) -> Tensor:
         if self.draft >= self.target:
             return rows[:, : self.target]
         return pad(rows, (0, self.target - self.draft), value=-torch.inf)
 
-    def own(self, token: int) -> int:
+    def draft_id(self, token: int) -> int:
         return token
 
 
@@ -106,95 +108,85 @@ class SharedVocabulary:
         pairs: (draft id, target id) of the tokens of both; each id stands in one.
 
     Raises:
-        ModelError: a tokenizer is of a kind that is not read here, or next to nothing is in both.
+        ModelError: a tokenizer is of a kind that is not supported, or next to nothing is in both.
     """
 
     def __init__(
         self, draft: Any, target: Any, columns: tuple[int, int], names: tuple[str, str] = ("draft", "target")
     ) -> None:
-        mine, theirs = ids_by_bytes(draft, columns[0], names[0]), ids_by_bytes(target, columns[1], names[1])
-        self.pairs = paired(draft, target, mine, theirs)
-        smaller = min(len(mine), len(theirs))
-        if len(self.pairs) < LEAST * smaller:
+        draft_ids = ids_by_bytes(draft, columns[0], names[0])
+        target_ids = ids_by_bytes(target, columns[1], names[1])
+        self.pairs = paired(draft, target, draft_ids, target_ids)
+        if len(self.pairs) < LEAST_SHARED * min(len(draft_ids), len(target_ids)):
             raise ModelError(
                 f"the tokenizers of {names[0]} and {names[1]} have {len(self.pairs):,} tokens in common, of "
-                f"{len(mine):,} and {len(theirs):,}: it cannot draft",
+                f"{len(draft_ids):,} and {len(target_ids):,}: it cannot draft",
                 hint="take a draft model of the same family",
             )
-        self._from = torch.tensor([one for one, _ in self.pairs])
-        self._to = torch.tensor([two for _, two in self.pairs])
+        self._from = torch.tensor([draft_id for draft_id, _ in self.pairs])
+        self._to = torch.tensor([target_id for _, target_id in self.pairs])
         self.columns = columns
-        self._own = {two: one for one, two in self.pairs}
+        self._draft_ids = {target_id: draft_id for draft_id, target_id in self.pairs}
         self._draft, self._target = draft.backend_tokenizer, target.backend_tokenizer
         self._special = frozenset(target.all_special_ids)
-        self._begin = beginning(draft)
+        self._prefix = special_prefix(draft)
 
-    def reader(self) -> TokenTranslator:
+    def translator(self) -> TokenTranslator:
         return SharedTranslator(self)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        found = rows.new_full((len(rows), self.columns[1]), -torch.inf)
-        found[:, self._to.to(rows.device)] = rows[:, self._from.to(rows.device)]
-        return found
+    def target_logits(self, rows: Tensor) -> Tensor:
+        logits = rows.new_full((len(rows), self.columns[1]), -torch.inf)
+        logits[:, self._to.to(rows.device)] = rows[:, self._from.to(rows.device)]
+        return logits
 
-    def own(self, token: int) -> int:
-        return self._own[token]
+    def draft_id(self, token: int) -> int:
+        return self._draft_ids[token]
 
     def mapped(self, tokens: Sequence[int]) -> list[int] | None:
-        """Each token's pair; None where one has none."""
-        found = [self._own.get(token, -1) for token in tokens]
-        return None if -1 in found else found
+        """The pair of each token; None where one has none."""
+        ids = [self._draft_ids.get(token, -1) for token in tokens]
+        return None if -1 in ids else ids
 
     def encoded(self, tokens: Sequence[int]) -> list[int] | None:
-        """A text in the draft's tokens; None where it ends inside of a character.
+        """A sequence in the draft's tokens; None where it ends inside of a character.
 
         Special tokens that have no pair are left out.
         """
-        found: list[int] = []
+        ids: list[int] = []
         text = ""
-        for special, some in groupby(tokens, key=self._special.__contains__):
+        for special, run in groupby(tokens, key=self._special.__contains__):
             if special:
-                found += [self._own[token] for token in some if token in self._own]
+                ids += [self._draft_ids[token] for token in run if token in self._draft_ids]
                 text = ""
             else:
-                text = str(self._target.decode(list(some), skip_special_tokens=False))
-                found += self._draft.encode(text, add_special_tokens=False).ids
-        if text.endswith(BROKEN):
+                text = str(self._target.decode(list(run), skip_special_tokens=False))
+                ids += self._draft.encode(text, add_special_tokens=False).ids
+        if text.endswith(REPLACEMENT):
             return None
-        begin = self._begin if found[: len(self._begin)] != self._begin else []
-        return begin + found
+        return ids if ids[: len(self._prefix)] == self._prefix else self._prefix + ids
 
 
 class SharedTranslator:
-    """One text behind two tokenizers.
+    """One sequence between two tokenizers."""
 
-    Args:
-        shared: between which.
-    """
+    def __init__(self, vocabulary: SharedVocabulary) -> None:
+        self._vocabulary, self._length = vocabulary, 0
+        self._translated: list[int] = []
 
-    def __init__(self, shared: SharedVocabulary) -> None:
-        self._shared, self._seen = shared, 0
-        self._known: list[int] = []
-
-    def read(self, tokens: Sequence[int]) -> list[int] | None:
-        """New tokens by their pairs where there is something to continue and all have one; else anew."""
-        new = self._shared.mapped(tokens[self._seen :]) if self._known else None
-        known = self._shared.encoded(tokens) if new is None else self._known + new
-        if known is None:
+    def translate(self, tokens: Sequence[int]) -> list[int] | None:
+        """New tokens by their pairs where there is something to continue and all have one; else all anew."""
+        new = self._vocabulary.mapped(tokens[self._length :]) if self._translated else None
+        translated = self._vocabulary.encoded(tokens) if new is None else self._translated + new
+        if translated is None:
             return None
-        self._known, self._seen = known, len(tokens)
-        return known.copy()
-
-    def copy(self) -> TokenTranslator:
-        made = SharedTranslator(self._shared)
-        made._known, made._seen = self._known, self._seen
-        return made
+        self._translated, self._length = translated, len(tokens)
+        return translated.copy()
 
 
 def map_vocabularies(
     draft: Any, target: Any, columns: tuple[int, int], names: tuple[str, str] = ("draft", "target")
 ) -> VocabularyMapping:
-    """What stands between two models.
+    """The mapping between two models.
 
     Args:
         draft: its tokenizer. target: the target's. None where a model has none: then ids are equal.
@@ -206,9 +198,71 @@ def map_vocabularies(
     """
     if draft is None or target is None:
         return SameVocabulary(*columns)
-    mine, theirs = draft.get_vocab(), target.get_vocab()
-    common = [token for token in mine if token in theirs]
-    equal = sum(mine[token] == theirs[token] for token in common)
-    if equal == len(common) and 2 * equal >= min(len(mine), len(theirs)):
+    draft_ids, target_ids = draft.get_vocab(), target.get_vocab()
+    common = [token for token in draft_ids if token in target_ids]
+    equal = sum(draft_ids[token] == target_ids[token] for token in common)
+    if equal == len(common) and 2 * equal >= min(len(draft_ids), len(target_ids)):
         return SameVocabulary(*columns)
     return SharedVocabulary(draft, target, columns, names)
+
+
+def ids_by_bytes(tokenizer: Any, columns: int, name: str) -> dict[TokenBytes, int]:
+    """Ids by what they stand for; of equal ones a word before a fallback byte, then the smallest id.
+
+    Raises:
+        ModelError: the tokenizer has no fast form, or is neither byte-level nor of SentencePiece's kind.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = (
+        "" if backend is None else json.dumps(json.loads(backend.to_str())["decoder"], ensure_ascii=False)
+    )
+    byte_level = '"ByteLevel"' in decoder
+    if not byte_level and BLANK not in decoder:
+        raise ModelError(
+            f"the tokenizer of {name} is neither byte-level nor of SentencePiece's kind",
+            hint="take a draft model with the target's tokenizer",
+        )
+    added = tokenizer.added_tokens_decoder
+    ids: dict[TokenBytes, int] = {}
+    fallback: dict[TokenBytes, int] = {}
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if number >= columns:
+            continue
+        if number in added:
+            ids.setdefault(token if added[number].special else token.encode(), number)
+        elif byte_level:
+            ids.setdefault(token_bytes(token), number)
+        elif _FALLBACK.fullmatch(token):
+            fallback.setdefault(bytes([int(token[3:5], 16)]), number)
+        else:
+            ids.setdefault(token.replace(BLANK, " ").encode(), number)
+    return fallback | ids
+
+
+def paired(
+    draft: Any, target: Any, draft_ids: dict[TokenBytes, int], target_ids: dict[TokenBytes, int]
+) -> list[tuple[int, int]]:
+    """(draft id, target id): roles first, then equal bytes; no id stands twice."""
+    candidates = [(getattr(draft, role, None), getattr(target, role, None)) for role in ROLES]
+    candidates += [(draft_ids[key], target_ids[key]) for key in draft_ids if key in target_ids]
+    known_drafts, known_targets = frozenset(draft_ids.values()), frozenset(target_ids.values())
+    pairs: dict[int, int] = {}
+    used: set[int] = set()
+    for one, other in candidates:
+        if one in known_drafts and other in known_targets and one not in pairs and other not in used:
+            pairs[one] = other
+            used.add(other)
+    return sorted(pairs.items())
+
+
+def token_bytes(token: str) -> bytes:
+    """The bytes of a token of a byte-level tokenizer; characters outside of its alphabet as UTF-8."""
+    return b"".join(_BYTES.get(character) or character.encode() for character in token)
+
+
+def special_prefix(tokenizer: Any) -> list[int]:
+    """Special tokens that a tokenizer puts before a text."""
+    special = frozenset(tokenizer.all_special_ids)
+    ids = [int(token) for token in tokenizer("a")["input_ids"]]
+    plain = next((index for index, token in enumerate(ids) if token not in special), 0)
+    return ids[:plain]

@@ -14,10 +14,8 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
-from attar.runtime.speculate.profile.fixed import FixedPolicy
-from attar.runtime.speculate.profile.passes import expected_tokens
-from attar.runtime.speculate.profile.profile import PLAIN, beside, profile
-from attar.runtime.speculate.profile.rows import Profile, ProfileRow
+from attar.runtime.speculate.profile.metrics import Profile, ProfileRow, expected_tokens
+from attar.runtime.speculate.profile.profile import PLAIN, FixedPolicy, beside, profile
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
@@ -29,7 +27,7 @@ TOKENS = 24
 class Knows:
     """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; so many drafts."""
 
-    name, free, draws, looks = "knows", False, False, False
+    name, free, draws, learns_tree = "knows", False, False, False
 
     def __init__(self, texts: dict[tuple[int, ...], Sequence[int]], right: int) -> None:
         self.texts, self.right = texts, right
@@ -38,9 +36,6 @@ class Knows:
         return [self._proposed(wish) for wish in wishes]
 
     def observe(self, news: Sequence[DraftFeedback]) -> None:
-        pass
-
-    def fork(self, sequence: int, child: int) -> None:
         pass
 
     def forget(self, sequence: int) -> None:

@@ -16,7 +16,7 @@ from attar.runtime.speculate.profile.prompts import (
     question_sets,
     read_questions,
 )
-from attar.runtime.speculate.profile.settings import SETS as NAMES
+from attar.runtime.speculate.settings import SETS as NAMES
 
 
 @pytest.fixture(scope="module")

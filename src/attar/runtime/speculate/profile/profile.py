@@ -13,18 +13,128 @@ runner that rounds differently for several tokens at once may differ where two t
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attar.progress import SILENT, Progress
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.profile.meter import MeteredProposer
-from attar.runtime.speculate.profile.passes import AcceptanceCounts, speedup
-from attar.runtime.speculate.profile.rows import Profile, ProfileRow
+from attar.runtime.speculate.draft import Draft, kind_of
+from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.policy import DraftPolicy, LossBudget
+from attar.runtime.speculate.profile.metrics import AcceptanceCounts, Profile, ProfileRow, speedup
+from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.timing import decoded, run_timed
+
+
+class FixedPolicy(DraftPolicy):
+    """K drafts wherever there is room; of a tree the first K, of a tree that is learnt from all or none.
+
+    Args:
+        most: K.
+        latency: learns what each size takes.
+    """
+
+    def __init__(self, most: int, latency: Latency | None = None) -> None:
+        super().__init__(latency or Latency(), most, LossBudget(math.inf))
+
+    @property
+    def open(self) -> bool:
+        return True
+
+    def rest(self, batch: int, asking: float) -> int:
+        return 0
+
+    def choose(
+        self,
+        sequences: Sequence[int],
+        limits: Sequence[int],
+        prompt_tokens: int = 0,
+        branches: int = 1,
+        room: int | None = None,
+    ) -> list[set[int]]:
+        return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
+
+    def select(
+        self,
+        sequences: Sequence[int],
+        drafts: Sequence[Draft | None],
+        prompt_tokens: int = 0,
+        whole: bool = False,
+    ) -> list[Draft | None]:
+        return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
+
+    def note(
+        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+    ) -> None:
+        if news and not prompt_tokens:
+            drafts = sum(len(each.draft) for each in news if each.draft is not None)
+            self.latency.note_target(len(news), len(news) + drafts, seconds)
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
+class MeteredProposer:
+    """Counts.
+
+    Args:
+        proposer: who is watched.
+
+    Attributes:
+        passes: of all sequences, from their second token on: the first is the prompt's.
+        seconds: of proposing and observing.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.passes, self.seconds = AcceptanceCounts(), 0.0
+        self._begun: dict[int, None] = {}
+
+    @property
+    def name(self) -> str:
+        return self.proposer.name
+
+    @property
+    def free(self) -> bool:
+        return self.proposer.free
+
+    @property
+    def draws(self) -> bool:
+        return self.proposer.draws
+
+    @property
+    def learns_tree(self) -> bool:
+        return self.proposer.learns_tree
+
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
+        began = time.perf_counter()
+        found = self.proposer.propose(wishes)
+        self._spent(began)
+        return found
+
+    def observe(self, news: Sequence[DraftFeedback]) -> None:
+        began = time.perf_counter()
+        self.proposer.observe(news)
+        self._spent(began)
+        for each in news:
+            if each.sequence in self._begun:
+                draft = each.draft
+                depth = 0 if draft is None else len(draft.counts)
+                self.passes.note(0 if draft is None else len(draft), depth, len(each.path))
+            self._begun[each.sequence] = None
+
+    def forget(self, sequence: int) -> None:
+        self._begun.pop(sequence, None)
+        self.proposer.forget(sequence)
+
+    def _spent(self, began: float) -> None:
+        self.seconds += time.perf_counter() - began
+
 
 PLAIN = "plain"
 LEAST = 8  # tokens of a text: end tokens before are passed over

@@ -16,13 +16,11 @@ from attar.runtime.llm import LLM
 from attar.runtime.loading import Loaded, load
 from attar.runtime.settings import BenchSettings, EngineSettings
 from attar.runtime.speculate.build import make_speculator
-from attar.runtime.speculate.profile.fixed import FixedPolicy
-from attar.runtime.speculate.profile.profile import profile
+from attar.runtime.speculate.profile.metrics import Profile
+from attar.runtime.speculate.profile.profile import FixedPolicy, profile
 from attar.runtime.speculate.profile.prompts import prompt_sets, question_sets, read_questions
-from attar.runtime.speculate.profile.rows import Profile
-from attar.runtime.speculate.profile.settings import ProfileSettings
+from attar.runtime.speculate.settings import ProfileSettings, SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.speculate.wanted import SpeculationSettings
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
 DRAFTING = tuple(each.name for each in fields(SpeculationSettings))

@@ -17,10 +17,16 @@ from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled, compiled
 from attar.runtime.runner.modules import Modules
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.proposer import DraftRequest
-from attar.runtime.speculate.self import draft_of, load_self_draft, spread, vocabulary_of, without_layers
+from attar.runtime.speculate.self_speculation import (
+    draft_of,
+    load_self_draft,
+    spread,
+    vocabulary_of,
+    without_layers,
+)
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import verify
 from tests import tiny_models

@@ -19,7 +19,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145),
@@ -124,3 +125,56 @@ def speedup(plain: Sequence[float], other: Sequence[float]) -> Speedup:
         return Speedup(math.exp(mean), math.exp(mean), math.exp(mean), 1)
     reach = T95[min(len(logs) - 1, len(T95)) - 1] * statistics.stdev(logs) / math.sqrt(len(logs))
     return Speedup(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), len(logs))
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """A method on a set.
+
+    Attributes:
+        texts: how many were asked for; same: of them equal to plain decoding's.
+        tokens_per_s: decoded, all rounds together.
+        speedup, low, high: over plain decoding, with 95 % of confidence; None for plain decoding itself.
+        acceptance: accepted of drafted; chance: a; None where nothing was drafted.
+        tokens_per_pass, theory: of one text, measured and from a.
+        draft_share: of the time, spent in the proposer.
+        histogram: passes with 0, 1, 2, ... accepted drafts.
+    """
+
+    set: str
+    method: str
+    batch: int
+    texts: int
+    same: int
+    tokens_per_s: float
+    speedup: float | None
+    low: float | None
+    high: float | None
+    acceptance: float | None
+    chance: float | None
+    tokens_per_pass: float | None
+    theory: float | None
+    draft_share: float
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All rows.
+
+    Attributes:
+        held_out_note: which prompts the target or a draft model was trained on, as far as their records
+            tell; empty where none.
+    """
+
+    model: str
+    runner: str
+    tokens: int
+    rounds: int
+    temperature: float
+    rows: tuple[ProfileRow, ...]
+    held_out_note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

@@ -29,7 +29,7 @@ from attar.models.anatomy import text_config
 from attar.runtime.loading import Loaded, load
 from attar.runtime.runner.compiled import Compiled
 from attar.runtime.runner.modules import Modules
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
 from attar.runtime.speculate.vocabulary import SameVocabulary, map_vocabularies
 
 WAYS = ("auto", "int4", "layers")

@@ -13,10 +13,10 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.draft import Draft
-from attar.runtime.speculate.model import DraftModel
+from attar.runtime.speculate.draft_model import DraftModel
+from attar.runtime.speculate.draft_tables import common_prefix
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest, SamplingRules
-from attar.runtime.speculate.tables import common
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.verify import VerificationMode, verify
 from attar.runtime.speculate.vocabulary import SameVocabulary
@@ -259,7 +259,7 @@ def test_prompts_that_begin_alike_are_run_once() -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("blocks", [12, 64])
 def test_random_rounds(seed: int, blocks: int) -> None:
-    """Proposals, rejections, forks and ends in any order: right or none, and nothing leaks."""
+    """Proposals, rejections and ends in any order: right or none, and nothing leaks."""
     dice = random.Random(seed)
     runner = FakeRunner(blocks=blocks, block_size=4, context=60)
     model = DraftModel(runner, step_tokens=dice.choice([9, 2048]))
@@ -272,11 +272,6 @@ def test_random_rounds(seed: int, blocks: int) -> None:
             texts[count] = start + [dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 20))]
             count += 1
         elif deed < 0.25:
-            parent = dice.choice(list(texts))
-            model.fork(parent, count)
-            texts[count] = texts[parent].copy()
-            count += 1
-        elif deed < 0.35:
             gone = dice.choice(list(texts))
             model.forget(gone)
             del texts[gone]
@@ -321,26 +316,19 @@ def test_where_text_and_table_part() -> None:
     for place in (0, 5, 80, 99):
         other = [7] * 100
         other[place] = 8
-        assert common([7] * 100, other) == common(other, [7] * 120) == place
-    assert common([7] * 9, [7] * 4) == 4 and common([], [7]) == 0
+        assert common_prefix([7] * 100, other) == common_prefix(other, [7] * 120) == place
+    assert common_prefix([7] * 9, [7] * 4) == 4 and common_prefix([], [7]) == 0
 
 
-def test_the_runner_hears_of_forks_and_ends() -> None:
-    heard: list[tuple[int, ...]] = []
-
-    class Listening(FakeRunner):
-        def fork(self, sequence: int, child: int) -> None:
-            heard.append((sequence, child))
-
-        def forget(self, sequence: int) -> None:
-            heard.append((sequence,))
-
-    model = DraftModel(Listening())
+def test_the_runner_forgets_tables_that_were_begun() -> None:
+    forgotten: list[int] = []
+    runner = FakeRunner()
+    runner.forget = forgotten.append  # type: ignore[method-assign]
+    model = DraftModel(runner)
     proposed(model, DraftRequest(0, PROMPTS[0], 2))
-    model.fork(0, 1)
-    for sequence in (1, 0, 5):
+    for sequence in (0, 5):
         model.forget(sequence)
-    assert heard == [(0, 1), (1,), (0,)]
+    assert forgotten == [0]
 
 
 def test_a_long_prompt_does_not_hold_up_those_that_draft() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from attar.runtime.speculate.profile.passes import AcceptanceCounts, expected_tokens, speedup
+from attar.runtime.speculate.profile.metrics import AcceptanceCounts, expected_tokens, speedup
 
 
 @pytest.mark.parametrize(("chance", "drafts"), [(0.0, 3), (0.3, 1), (0.8, 4), (0.8, 0), (1.0, 5)])
