@@ -16,7 +16,7 @@ from attar.merging.methods.dare import dare_linear, dare_ties
 from attar.merging.methods.della import della, della_linear
 from attar.merging.methods.karcher import karcher
 from attar.merging.methods.linear import linear
-from attar.merging.methods.method import Method, Parameter
+from attar.merging.methods.method import MergeMethod, Parameter
 from attar.merging.methods.model_stock import model_stock
 from attar.merging.methods.multislerp import multislerp
 from attar.merging.methods.nearswap import nearswap
@@ -28,7 +28,7 @@ from attar.merging.methods.slerp import slerp
 from attar.merging.methods.task_arithmetic import task_arithmetic
 from attar.merging.methods.ties import GlobalTrim, ties
 
-__all__ = ["METHODS", "Method", "Parameter"]
+__all__ = ["METHODS", "MergeMethod", "Parameter"]
 
 ZERO = 1e-12  # a sum of weights below this is 0
 
@@ -88,84 +88,84 @@ def _task(*, normalize: bool, rescale: bool) -> tuple[Parameter, ...]:
 
 # fmt: off
 _ALL = (
-    Method("linear", linear, "unused", (1, None),
+    MergeMethod("linear", linear, "unused", (1, None),
            "weighted average", "Wortsman et al. 2022, arXiv 2203.05482",
            shared=(_flag("normalize", True),), per_model=(WEIGHT,), joint=_check_weights),
-    Method("slerp", slerp, "required", (1, 1),
+    MergeMethod("slerp", slerp, "required", (1, 1),
            "along the arc between the base and another model", "Shoemake 1985",
            shared=(Parameter("t", required=True, span=(0.0, 1.0)),), paper=True),
-    Method("nuslerp", nuslerp, "optional", (2, 2),
+    MergeMethod("nuslerp", nuslerp, "optional", (2, 2),
            "along the arc between two models, or between their task vectors", "Shoemake 1985; mergekit",
            shared=(_flag("nuslerp_row_wise", False), _flag("nuslerp_flatten", True)), per_model=(WEIGHT,)),
-    Method("multislerp", multislerp, "optional", (1, None),
+    MergeMethod("multislerp", multislerp, "optional", (1, None),
            "weighted mean of directions, in the plane that touches the sphere at their average", "mergekit",
            shared=(_flag("normalize_weights", True), _positive("eps", 1e-8)), per_model=(WEIGHT,),
            joint=_check_weights),
-    Method("karcher", karcher, "member", (1, None),
+    MergeMethod("karcher", karcher, "member", (1, None),
            "mean of directions on the sphere", "Karcher 1977",
            shared=(_positive("max_iter", 10, int), _positive("tol", 1e-5))),
-    Method("task_arithmetic", task_arithmetic, "required", (1, None),
+    MergeMethod("task_arithmetic", task_arithmetic, "required", (1, None),
            "sum of task vectors", "Ilharco et al. 2022, arXiv 2212.04089",
            shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY),
            joint=_check_task_weights),
-    Method("ties", ties, "required", (1, None),
+    MergeMethod("ties", ties, "required", (1, None),
            "task vectors trimmed to their largest entries, mean of those that agree in sign",
            "Yadav et al. 2023, arXiv 2306.01708",
            shared=_task(normalize=True, rescale=False), per_model=(WEIGHT, DENSITY),
            paper=True, scan=GlobalTrim.of),
-    Method("dare_linear", dare_linear, "required", (1, None),
+    MergeMethod("dare_linear", dare_linear, "required", (1, None),
            "sum of task vectors with entries dropped at random", "Yu et al. 2023, arXiv 2311.03099",
            shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY),
            random=True, paper=True, joint=_check_task_weights),
-    Method("dare_ties", dare_ties, "required", (1, None),
+    MergeMethod("dare_ties", dare_ties, "required", (1, None),
            "task vectors with entries dropped at random, mean of those that agree in sign",
            "Yu et al. 2023, arXiv 2311.03099",
            shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY),
            random=True, paper=True),
-    Method("della", della, "required", (1, None),
+    MergeMethod("della", della, "required", (1, None),
            "entries dropped at random, small ones more often; mean of those that agree in sign",
            "Deep et al. 2024, arXiv 2406.11617",
            shared=_task(normalize=True, rescale=True), per_model=(WEIGHT, DENSITY, EPSILON),
            random=True, paper=True, joint=_check_epsilon),
-    Method("della_linear", della_linear, "required", (1, None),
+    MergeMethod("della_linear", della_linear, "required", (1, None),
            "entries dropped at random, small ones more often; sum", "Deep et al. 2024, arXiv 2406.11617",
            shared=_task(normalize=False, rescale=True), per_model=(WEIGHT, DENSITY, EPSILON),
            random=True, paper=True, joint=_check_epsilon),
-    Method("breadcrumbs", breadcrumbs, "required", (1, None),
+    MergeMethod("breadcrumbs", breadcrumbs, "required", (1, None),
            "task vectors without their largest and smallest entries, summed",
            "Davari, Belilovsky 2023, arXiv 2312.06795",
            shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY, GAMMA),
            joint=_check_task_weights),
-    Method("breadcrumbs_ties", breadcrumbs_ties, "required", (1, None),
+    MergeMethod("breadcrumbs_ties", breadcrumbs_ties, "required", (1, None),
            "task vectors without their largest and smallest entries, mean of those that agree in sign",
            "Davari, Belilovsky 2023, arXiv 2312.06795",
            shared=_task(normalize=False, rescale=False), per_model=(WEIGHT, DENSITY, GAMMA)),
-    Method("model_stock", model_stock, "required", (2, None),
+    MergeMethod("model_stock", model_stock, "required", (2, None),
            "between the base and the average, as far as the task vectors agree",
            "Jang, Yun, Han 2024, arXiv 2403.19522",
            shared=(_flag("filter_wise", False),)),
-    Method("sce", sce, "required", (1, None),
+    MergeMethod("sce", sce, "required", (1, None),
            "entries where the models differ most, weighted by each task vector's size",
            "Wan et al. 2024, arXiv 2408.07990",
            shared=(INT8_MASK, _share("select_topk"))),
-    Method("nearswap", nearswap, "required", (1, 1),
+    MergeMethod("nearswap", nearswap, "required", (1, 1),
            "towards another model where both are close", "alchemonaut 2024, QuartetAnemoi-70B",
            shared=(_not_negative("t", None),)),
-    Method("arcee_fusion", arcee_fusion, "required", (1, 1),
+    MergeMethod("arcee_fusion", arcee_fusion, "required", (1, 1),
            "another model's entries where the change is large and the row's distribution moves",
            "Arcee 2025, mergekit 0.1"),
-    Method("ram", ram, "required", (1, None),
+    MergeMethod("ram", ram, "required", (1, None),
            "mean over the models that changed an entry", "Yuan et al. 2026, arXiv 2601.13572",
            shared=(_not_negative("epsilon", 1e-5),)),
-    Method("ramplus_tl", ramplus_tl, "required", (1, None),
+    MergeMethod("ramplus_tl", ramplus_tl, "required", (1, None),
            "as ram, with entries that only one model changed made larger",
            "Yuan et al. 2026, arXiv 2601.13572",
            shared=(_not_negative("r", 0.1, (0.0, 1.0)), _not_negative("alpha", 0.2, (0.0, 1.0)),
                    _not_negative("epsilon", 1e-5))),
-    Method("passthrough", passthrough, "unused", (1, 1),
+    MergeMethod("passthrough", passthrough, "unused", (1, 1),
            "one model's tensor, scaled or as it is",
            per_model=(Parameter("scale", None),)),
 )
 # fmt: on
 
-METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+METHODS: dict[str, MergeMethod] = {method.name: method for method in _ALL}
