@@ -222,7 +222,7 @@ class _Maker:
 
 def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     """The same codes with row i taken from ``rows[i]``."""
-    parameters = quantized.parameters.each(lambda value: value[rows])
+    parameters = quantized.parameters.map(lambda value: value[rows])
     stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
     parameters = TileParameters(parameters.scale, parameters.zero, parameters.minimum, stored)
     return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)

@@ -184,14 +184,16 @@ def check_layers(
 def _scales(report: Mapping[str, Any]) -> list[Finding]:
     name = str(report["name"])
     mend = "check the weight; another grid or group size, or leave the layer out with --ignore"
-    found = []
+    findings = []
     if report.get("bad_scales"):
-        found.append(Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend))
+        findings.append(
+            Finding(name, "scales", "error", f"{report['bad_scales']} scales are not finite", mend)
+        )
     if report.get("zero_scales"):
         lost = float(report.get("lost", 1.0))
         text = f"{report['zero_scales']} scales are zero, with {lost:.2%} of the layer's squared weight"
-        found.append(Finding(name, "scales", "error" if lost > LOST else "warning", text, mend))
-    return found
+        findings.append(Finding(name, "scales", "error" if lost > LOST else "warning", text, mend))
+    return findings
 
 
 def _codes(report: Mapping[str, Any]) -> list[Finding]:
@@ -214,14 +216,14 @@ def _error(report: Mapping[str, Any], method: str) -> list[Finding]:
     mend = "more calibration text, more damping, or more bits for this layer"
     if not math.isfinite(error):
         return [Finding(name, "layer", "error", f"its output error is {error}", mend)]
-    found = []
+    findings = []
     if rtn is not None and error > WORSE * float(rtn):
         text = f"{method or 'the rounding'} has output error {error:.3g}, round to nearest {float(rtn):.3g}"
-        found.append(Finding(name, "layer", "warning", text, mend))
+        findings.append(Finding(name, "layer", "warning", text, mend))
     if error >= 1.0:
         text = f"its output error is {error:.3g} of the output itself"
-        found.append(Finding(name, "layer", "warning", text, mend))
-    return found
+        findings.append(Finding(name, "layer", "warning", text, mend))
+    return findings
 
 
 def _tokens(report: Mapping[str, Any], few: int) -> list[Finding]:
@@ -255,19 +257,19 @@ def judge_output(
     """
     agree = "" if top1 is None else f", same first choice at {top1:.0%} of the tokens"
     mend = "more bits (for this layer: an override), another method, or more calibration text"
-    found = []
+    findings = []
     if not math.isfinite(kl):
-        found.append(Finding(culprit, "model", "error", f"the model's KL to the original is {kl}", mend))
+        findings.append(Finding(culprit, "model", "error", f"the model's KL to the original is {kl}", mend))
     elif kl >= blind / 2 and kl > 0:
         text = f"KL to the original is {kl:.3g} nats{agree}; the context's whole worth is {blind:.3g}"
         severe = kl >= blind
         text = f"the model turned to garbage: {text}" if severe else text
-        found.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
+        findings.append(Finding(culprit, "model", "error" if severe else "warning", text, mend))
     if stuck(sample) and not stuck(original_sample):
         text = f"a greedy sample is token {_last(sample)} again and again; the original's is not"
         severity = "warning" if kl < STUCK * blind else "error"
-        found.append(Finding(culprit, "model", severity, text, mend))
-    return found
+        findings.append(Finding(culprit, "model", severity, text, mend))
+    return findings
 
 
 def _last(sample: Sequence[int]) -> int:

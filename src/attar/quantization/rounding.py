@@ -110,7 +110,7 @@ class RoundedModel:
 
 
 @dataclass(frozen=True)
-class Method:
+class QuantizationMethod:
     """A rounding method.
 
     Attributes:
@@ -373,17 +373,23 @@ def _energy(weight: Tensor) -> float:
     return float(torch.linalg.vector_norm(weight, dim=1).double().square().sum())
 
 
-METHODS: dict[str, Method] = {
-    "rtn": Method(RTNSettings, stream_nearest),
-    "smoothquant": Method(SmoothQuantSettings, stream_nearest),
-    "awq": Method(AWQSettings, sweep_layers, search_below=inf),
-    "gptq": Method(GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW),
-    "gptaq": Method(GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW),
-    "qronos": Method(
+METHODS: dict[str, QuantizationMethod] = {
+    "rtn": QuantizationMethod(RTNSettings, stream_nearest),
+    "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest),
+    "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
+    "gptq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
+    ),
+    "gptaq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
+    ),
+    "qronos": QuantizationMethod(
         GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW
     ),
-    "yaqa": Method(YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW),
-    "autoround": Method(AutoRoundSettings, sweep_blocks),
-    "qat": Method(QATSettings, train),
+    "yaqa": QuantizationMethod(
+        YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW
+    ),
+    "autoround": QuantizationMethod(AutoRoundSettings, sweep_blocks),
+    "qat": QuantizationMethod(QATSettings, train),
 }
 """The methods by name, with the same names and settings classes as settings.METHOD_SETTINGS."""

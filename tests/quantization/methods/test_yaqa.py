@@ -43,7 +43,7 @@ def by_the_paper(W, H_O, H_I, grid, parameters, rows, columns, target=None):
         for k in range(len(columns)):
             value = aim[i, k] + L_O[: i + 1, i] @ E[: i + 1, : k + 1] @ L_I[: k + 1, k]
             row, column = int(rows[i]), int(columns[k])
-            at = by_row.each(lambda x, r=row, c=column: x[r, c // (grid.group_size or len(columns))])
+            at = by_row.map(lambda x, r=row, c=column: x[r, c // (grid.group_size or len(columns))])
             codes[row, column] = grid.encode(value.float(), at)
             E[i, k] = aim[i, k] - grid.decode(codes[row, column], at).double()
     return codes

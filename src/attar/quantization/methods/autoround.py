@@ -146,17 +146,17 @@ def autoround(
         lowest = float("inf")
         best = candidates[0]
         for step in range(iterations):
-            placed = _place(view.modules, roundings)
+            placed = _put_weights(view.modules, roundings)
             loss = _descend(view, rows, fast)
             if not loss < float("inf"):
                 raise NumericsError(f"the loss of learned rounding became {loss} at step {step + 1}")
             if loss < lowest:
                 lowest, best = loss, _state(roundings)
-            for name, made in placed.items():
+            for name, rounded in placed.items():
                 slope = view.modules[name].weight.grad
                 if slope is not None and not isinstance(view.modules[name], nn.Linear):
                     slope = slope.T
-                roundings[name].step(made, slope, peak * (1.0 - step / iterations))
+                roundings[name].step(rounded, slope, peak * (1.0 - step / iterations))
         candidates += [best, _state(roundings)]
         losses = [_whole_loss(view, roundings, state) for state in candidates]
         kept = min(range(len(losses)), key=losses.__getitem__)
@@ -213,22 +213,22 @@ class LearnedRounding:
 
     def __call__(self) -> Tensor:
         """W' (N, K) as its reader will get it, with gradients to V, alpha and beta."""
-        made = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
-        return self.grid.untile(made, (self.weight.shape[0], self.weight.shape[1]))
+        rounded = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
+        return self.grid.untile(rounded, (self.weight.shape[0], self.weight.shape[1]))
 
-    def step(self, made: Tensor, gradient: Tensor | None, rate: float) -> None:
+    def step(self, rounded: Tensor, gradient: Tensor | None, rate: float) -> None:
         """One step down.
 
         Args:
-            made: what the last call returned.
+            rounded: the result of the last call.
             gradient: (N, K) of the loss with respect to it; None: the Linear was not used.
         """
         if gradient is None:
             return
-        slopes = torch.autograd.grad(made, self.learned, gradient)
+        slopes = torch.autograd.grad(rounded, self.learned, gradient)
         with torch.no_grad():
-            for place, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
-                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if place else (-REACH, REACH)))
+            for number, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
+                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if number else (-REACH, REACH)))
 
     def offset(self) -> Tensor:
         """What is added to each weight on the unit scale (P, r, G, c)."""
@@ -243,23 +243,23 @@ class LearnedRounding:
             return _clipped(self.grid, self.base, *self.learned[1:])
         alpha = self.learned[1]
         with torch.no_grad():
-            found = self.grid.rescaled(self.base, self.base.scale * alpha)
-            if found is None:
-                found = self.grid.choose(self.weight, shrink=alpha.detach())
+            current = self.grid.rescaled(self.base, self.base.scale * alpha)
+            if current is None:
+                current = self.grid.choose(self.weight, shrink=alpha.detach())
         one = alpha / alpha.detach()  # the scale is proportional to the range
-        return TileParameters(found.scale * one, found.zero, found.minimum, found.stored)
+        return TileParameters(current.scale * one, current.zero, current.minimum, current.stored)
 
     def quantized(self) -> QuantizedTensor:
         """The codes of what a call returns."""
         with torch.no_grad():
-            found = self.parameters()
-            codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(found)) + self.offset())
+            current = self.parameters()
+            codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(current)) + self.offset())
         whole = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
-        plain = found.each(lambda value: value.detach().clone())
+        plain = current.map(lambda value: value.detach().clone())
         return QuantizedTensor(
             self.grid,
             whole.to(self.grid.code_dtype).contiguous(),
-            TileParameters(plain.scale, plain.zero, plain.minimum, found.stored),
+            TileParameters(plain.scale, plain.zero, plain.minimum, current.stored),
         )
 
     def _can_clip(self, chosen: TileParameters) -> bool:
@@ -273,7 +273,7 @@ class LearnedRounding:
 
     def _spread(self, parameters: TileParameters) -> TileParameters:
         """Parameters that broadcast against (P, r, G, c)."""
-        return parameters.each(lambda value: value[:, None, :, None])
+        return parameters.map(lambda value: value[:, None, :, None])
 
 
 def _signs(slopes: Sequence[Tensor]) -> list[Tensor]:
@@ -316,7 +316,7 @@ def _same(a: TileParameters, b: TileParameters) -> bool:
 
 
 def _moved(parameters: TileParameters, device: torch.device) -> TileParameters:
-    plain = parameters.each(lambda value: value.detach().to(device))
+    plain = parameters.map(lambda value: value.detach().to(device))
     stored = {name: value.to(device) for name, value in parameters.stored.items()}
     return TileParameters(plain.scale, plain.zero, plain.minimum, stored)
 
@@ -347,8 +347,8 @@ class _Rows:
         size = len(held[anchor][0])
         for _ in range(max(self.batch // size, 1)):
             drawn = self._random(len(alike) * size, size)
-            places = [(alike[row // size], row % size) for row in drawn]
-            x, y = (torch.stack([held[n][part][row] for n, row in places]) for part in (0, 1))
+            positions = [(alike[row // size], row % size) for row in drawn]
+            x, y = (torch.stack([held[n][part][row] for n, row in positions]) for part in (0, 1))
             yield x, y, anchor
 
     def _random(self, limit: int, count: int) -> list[int]:
@@ -369,13 +369,17 @@ def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
     return total
 
 
-def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]) -> dict[str, Tensor]:
+def _put_weights(
+    modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]
+) -> dict[str, Tensor]:
     """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
     placed = {}
     for name, rounding in roundings.items():
-        made, module = rounding(), modules[name]
-        module.weight = nn.Parameter(made.detach() if isinstance(module, nn.Linear) else made.detach().T)
-        placed[name] = made
+        rounded, module = rounding(), modules[name]
+        module.weight = nn.Parameter(
+            rounded.detach() if isinstance(module, nn.Linear) else rounded.detach().T
+        )
+        placed[name] = rounded
     return placed
 
 
@@ -384,7 +388,7 @@ def _whole_loss(view: TrainableBlock, roundings: Mapping[str, LearnedRounding], 
     total, numbers = 0.0, 0
     with torch.no_grad():
         _load(roundings, state)
-        _place(view.modules, roundings)
+        _put_weights(view.modules, roundings)
         for number in range(view.count):
             output, target = view(view.inputs(number), number), view.targets(number)
             total += float((output.float() - target).square().sum(dtype=torch.float64))

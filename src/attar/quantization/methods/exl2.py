@@ -164,11 +164,11 @@ def measure(
     """
     inputs = inputs or order_inputs(H)
     W, shape = _ordered(weight, inputs), (weight.shape[0], weight.shape[1])
-    made = []
+    errors = []
     for pattern in candidates:
         rounded = round_groups(W, inputs.U, pattern.grid(shape[1])).dequantize()
-        made.append(PatternError(pattern, pattern.stored_bits(shape), output_error(W, rounded, inputs.H)))
-    return made
+        errors.append(PatternError(pattern, pattern.stored_bits(shape), output_error(W, rounded, inputs.H)))
+    return errors
 
 
 def round_groups(W: Tensor, U: Tensor, grid: EXL2Grid) -> QuantizedTensor:

@@ -46,15 +46,15 @@ class BitPattern:
             ModelError: K is no multiple of 32.
         """
         refuse((TILE, columns))
-        left, made = columns, []
+        left, groups = columns, []
         for number, (bits, percent, size) in enumerate(self.parts):
             last = number == len(self.parts) - 1
             count = -(-left // size) if last else -(-columns * percent // (100 * size))
             for _ in range(count):
                 width = min(size, left)
-                made += [(bits, width)] if width else []
+                groups += [(bits, width)] if width else []
                 left -= width
-        return tuple(made)
+        return tuple(groups)
 
     def grid(self, columns: int) -> EXL2Grid:
         """The number format of a weight with K inputs."""
@@ -109,11 +109,11 @@ def patterns(shape: tuple[int, int], low: float = 0.0, high: float = 16.0) -> li
     Raises:
         ModelError: K is no multiple of 32.
     """
-    found: dict[tuple[tuple[int, int], ...], BitPattern] = {}
+    distinct: dict[tuple[tuple[int, int], ...], BitPattern] = {}
     for pattern in PATTERNS:
-        found.setdefault(pattern.sections(shape[1]), pattern)
+        distinct.setdefault(pattern.sections(shape[1]), pattern)
     count = shape[0] * shape[1]
-    ranked = sorted(found.values(), key=lambda pattern: pattern.stored_bits(shape))
+    ranked = sorted(distinct.values(), key=lambda pattern: pattern.stored_bits(shape))
     kept = [pattern for pattern in ranked if low <= pattern.stored_bits(shape) / count <= high]
     return kept or ranked[:1]
 
@@ -153,15 +153,15 @@ def choose(
     """
     cost = importance or dict.fromkeys(measured, 1.0)
     options = {
-        name: [Option(one.pattern.name, one.bits, one.error * cost[name]) for one in found]
-        for name, found in measured.items()
+        name: [Option(one.pattern.name, one.bits, one.error * cost[name]) for one in errors]
+        for name, errors in measured.items()
     }
     total = sum(weights[name] for name in measured)
-    least = sum(min(one.bits for one in found) for found in measured.values()) / total
+    least = sum(min(one.bits for one in errors) for errors in measured.values()) / total
     if least > bits:
         raise SettingsError("bits", bits, f"at least {least:.2f}: no Linear can be smaller")
     chosen = allocate(options, int(bits * total)).choice
     return {
-        name: next(one for one in found if one.pattern.name == chosen[name])
-        for name, found in measured.items()
+        name: next(one for one in errors if one.pattern.name == chosen[name])
+        for name, errors in measured.items()
     }
