@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from attar.cli.main import VERBS
-from attar.merging.methods import METHODS, Method, Parameter
+from attar.merging.methods import METHODS, MergeMethod, Parameter
 from attar.recipe.settings import document
 from attar.recipe.stages import EVALUATE_SETTINGS, EXTRACT_SETTINGS, STAGES, load
 from attar.runtime.server.settings import ServerSettings
@@ -59,7 +59,7 @@ def merge_page() -> str:
     return re.sub(f"{START}.*?{END}", lambda _: f"{START}{table}\n{END}", text, flags=re.DOTALL)
 
 
-def _row(method: Method) -> str:
+def _row(method: MergeMethod) -> str:
     least, most = method.models
     count = str(least) if most == least else f"{least} or more" if most is None else f"{least} to {most}"
     cells = [

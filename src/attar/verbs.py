@@ -93,7 +93,10 @@ def quantize(
 
     See :func:`distill` and :class:`attar.quantization.settings.QuantizeSettings`.
     """
-    return run_stage("quantize", model, out, _settings("quantize", settings), force=force, progress=progress)
+    checked, source = _settings("quantize", settings), _dense(model)
+    function = STAGES["quantize"].run()
+    checkpoint: Checkpoint = function(source, Path(out), checked, progress=progress or SILENT, force=force)
+    return checkpoint
 
 
 def merge(
@@ -265,9 +268,8 @@ def run_stage(
     """Call a stage function with settings that are checked already."""
     check_models(model, teacher)
     teacher_option: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
-    if verb == "quantize":  # refused before transformers is imported
-        model = load("attar.checkpoint.open:open_checkpoint")(model)
-        load("attar.formats.quantization_config:refuse_packed")(model)
+    if verb == "quantize":
+        model = _dense(model)
     function = STAGES[verb].run()
     checkpoint: Checkpoint = function(
         model, Path(out), settings, **teacher_option, progress=progress or SILENT, force=force
@@ -346,6 +348,14 @@ def check_models(*models: ModelSource | None) -> None:
     for model in models:
         if isinstance(model, str | Path):
             find(model)
+
+
+def _dense(model: ModelSource) -> Checkpoint:
+    """An open checkpoint; a packed one is refused before transformers is imported."""
+    check_models(model)
+    checkpoint: Checkpoint = load("attar.checkpoint.open:open_checkpoint")(model)
+    load("attar.formats.quantization_config:refuse_packed")(checkpoint)
+    return checkpoint
 
 
 def _settings(verb: str, values: dict[str, Any]) -> Any:

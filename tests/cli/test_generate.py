@@ -77,26 +77,26 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["a", "--regex", "("], "--regex is '(', but must be one that texts can be held to (unclosed group)"),
+        (["a", "--regex", "("], "--regex is '(', but must be one that can be enforced (unclosed group)"),
         (["a", "--chat"], "the tokenizer has no chat template"),
         (["a", "--json-schema", "@nowhere.json"], "nowhere.json: cannot be read: No such file"),
         (["--file", "nowhere.txt"], "nowhere.txt: cannot be read: No such file"),
         (["a", "--eviction", "h2o:8,0"], "--recent is 0, but must be at least 1"),
         (
             ["a", "--eviction", "h2o:8,8", "--prefix-cache", "on"],
-            "--prefix-cache is 'on', but must be something else beside eviction='h2o:8,8': H2O's scores",
+            "--prefix-cache is 'on', but must be something else with eviction='h2o:8,8': H2O's scores",
         ),
         (
             ["a", "--eviction", "h2o", "--speculate", "ngram"],
-            "--speculate is 'ngram', but must be something else beside eviction='h2o': H2O's scores",
+            "--speculate is 'ngram', but must be something else with eviction='h2o': H2O's scores",
         ),
         (
             ["a", "--eviction", "h2o", "--draft", "attar:tiny"],
-            "--draft is 'attar:tiny', but must be something else beside eviction='h2o': H2O's scores",
+            "--draft is 'attar:tiny', but must be something else with eviction='h2o': H2O's scores",
         ),
         (
             ["a", "--eviction", "snapkv", "--kv-dtype", "kivi2"],
-            "--eviction is 'snapkv', but must be something else beside kv_dtype='kivi2': KIVI's",
+            "--eviction is 'snapkv', but must be something else with kv_dtype='kivi2': KIVI's",
         ),
         (["a", "--sequences", "600"], "--sequences is 600, but must be at most step_tokens"),
     ],

@@ -334,10 +334,10 @@ def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch)
     from attar.formats.gguf import writer
 
     calls = []
-    for module, name in ((gguf, "read_source"), (writer, "_head")):
+    for module, name in ((gguf, "read_tokenizer_files"), (writer, "_head")):
         function = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *given, f=function, name=name: (calls.append(name), f(*given))[1]
         )
     export(wide, tmp_path / "a.gguf", settings(type="Q8_0"))
-    assert sorted(calls) == ["_head", "read_source"]
+    assert sorted(calls) == ["_head", "read_tokenizer_files"]

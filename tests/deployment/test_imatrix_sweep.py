@@ -100,8 +100,8 @@ def test_hidden_states_may_wait_on_disk(tmp_path, monkeypatch):
 
 
 def test_an_input_that_is_not_finite_is_named():
-    watch, linear = imatrix._SquaredInputs(), nn.Linear(4, 2)
-    watch.on("model.layers.0.mlp.down_proj", linear)
+    inputs, linear = imatrix._SquaredInputs(), nn.Linear(4, 2)
+    inputs.watch("model.layers.0.mlp.down_proj", linear)
     with pytest.raises(NumericsError, match=r"layers\.0\.mlp\.down_proj is not finite"):
         linear(torch.tensor([[1.0, torch.inf, 0.0, 0.0]]))
 

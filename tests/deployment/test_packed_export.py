@@ -93,7 +93,7 @@ def test_scales_that_float16_rounds_are_told(make, tmp_path):
         ("W8A8", "gptq", "activations"),
         ("FP8", "gptq", "activations|no place"),
         ("W5A16", "awq", "4 bits at most"),
-        ("W4A16", "modelopt", "whole numbers"),
+        ("W4A16", "modelopt", "integer codes"),
         ("NF4", "gptq", "no place"),
     ],
 )

@@ -33,7 +33,7 @@ def test_many_readers_get_their_own_texts() -> None:
             prompts = [[number, number + 1] for number in range(20)]
             got = await asyncio.gather(*(read(streams, prompt) for prompt in prompts))
             assert got == [alone(prompt, PARAMS) for prompt in prompts]
-            await streams.ask(streams.engine.check)
+            await streams.call(streams.engine.check)
 
     asyncio.run(main())
 
@@ -54,9 +54,9 @@ def test_readers_that_leave_cancel_their_requests() -> None:
             go = [leave(streams, draws.randint(0, 10)) for _ in range(10)]
             texts = await asyncio.gather(*stay, *go)
             assert texts[:10] == [alone([number], PARAMS) for number in range(10)]
-            while not await streams.ask(lambda: streams.engine.idle):
+            while not await streams.call(lambda: streams.engine.idle):
                 await asyncio.sleep(0.001)
-            await streams.ask(streams.engine.check)
+            await streams.call(streams.engine.check)
             manager = streams.engine.scheduler.manager
             assert manager.free + manager.cached == 100
             assert not streams._readers
@@ -72,7 +72,7 @@ def test_a_reader_that_is_cancelled_before_its_request_has_a_name() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            while not await streams.ask(lambda: streams.engine.idle):
+            while not await streams.call(lambda: streams.engine.idle):
                 await asyncio.sleep(0.001)
             assert not streams._readers
 
@@ -206,8 +206,8 @@ def test_a_leak_ends_the_thread() -> None:
     async def main() -> None:
         async with AsyncEngine(engine()) as streams:
             manager = streams.engine.scheduler.manager
-            await streams.ask(lambda: manager.admit(99, [1, 2, 3]))
-            await streams.ask(lambda: manager.reserve(99, 3))
+            await streams.call(lambda: manager.admit(99, [1, 2, 3]))
+            await streams.call(lambda: manager.reserve(99, 3))
             assert await read(streams, [1]) == alone([1], PARAMS)  # its last event goes out first
             with pytest.raises((AssertionError, AttarError), match=r"1 blocks leaked|closed"):
                 await read(streams, [1])

@@ -167,7 +167,7 @@ def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.Monke
     want = llm.generate("def a(", params)[0].text
     stream = llm.stream("def a(", params)
     text = next(stream).text
-    encode = llm.codec.encode
+    encode = llm.prompt_tokenizer.encode
     errors = iter([FaultError("encode"), DataError("no text")])
 
     def broken(prompt: str) -> list[int]:
@@ -175,7 +175,7 @@ def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.Monke
             raise next(errors)
         return encode(prompt)
 
-    monkeypatch.setattr(llm.codec, "encode", broken)
+    monkeypatch.setattr(llm.prompt_tokenizer, "encode", broken)
     for error in (FaultError, DataError):
         with pytest.raises(error):
             llm.generate(["x", "y"], params)
@@ -186,5 +186,5 @@ def test_the_tokenizer_of_an_llm_and_streams_beside_it(monkeypatch: pytest.Monke
         llm.generate(["x", "x"], params)
     faults.choose = lambda name, params: None
     assert text + "".join(event.text for event in stream) == want
-    assert llm.engine.idle and not llm._inbox
+    assert llm.engine.idle and not llm._events
     llm.engine.check()

@@ -313,7 +313,7 @@ def test_several_texts_are_refused_where_the_runner_cannot_fork(monkeypatch: pyt
     running = engine(runner)
     running.add([1])
     with pytest.raises(
-        SettingsError, match="n is 2, but must be something else beside eviction='h2o': because"
+        SettingsError, match="n is 2, but must be something else with eviction='h2o': because"
     ):
         running.add([1], SamplingParams(n=2))
 

@@ -56,7 +56,7 @@ def test_wrong_arguments_leave_nothing_behind() -> None:
         llm.generate([[1], [2]], [SamplingParams()])
     with pytest.raises(DataError, match="tokenizer"):
         llm.generate("text")
-    assert llm.engine.idle and not llm._inbox
+    assert llm.engine.idle and not llm._events
     llm.engine.check()
 
 
@@ -70,7 +70,7 @@ def test_errors_of_the_runner_are_raised() -> None:
     runner.poison = {3}
     with pytest.raises(NumericsError, match="NaN"):
         llm.generate([[1], [3]])
-    assert llm.engine.idle and not llm._inbox
+    assert llm.engine.idle and not llm._events
 
 
 def test_a_stream_that_is_left_is_cancelled_and_generate_runs_beside_it() -> None:
@@ -83,7 +83,7 @@ def test_a_stream_that_is_left_is_cancelled_and_generate_runs_beside_it() -> Non
     left = llm.stream([1, 2], params)
     next(left)
     left.close()
-    assert llm.engine.idle and not llm._inbox
+    assert llm.engine.idle and not llm._events
 
 
 def reference(prompt: str, count: int) -> list[int]:
@@ -190,10 +190,10 @@ def test_eviction_bounds_what_a_text_holds(eviction: Eviction) -> None:
 
 def test_eviction_and_what_it_does_not_go_with() -> None:
     with pytest.raises(
-        SettingsError, match="prefix_cache is True, but must be something else beside eviction='h2o'"
+        SettingsError, match="prefix_cache is True, but must be something else with eviction='h2o'"
     ):
         LLM("attar:tiny", kv_tokens=256, eviction=H2O(), prefix_cache=True)
     with pytest.raises(
-        SettingsError, match="eviction is 'h2o', but must be something else beside kv_dtype='kivi4'"
+        SettingsError, match="eviction is 'h2o', but must be something else with kv_dtype='kivi4'"
     ):
         LLM("attar:tiny", kv_tokens=256, block_size=32, kv_dtype="kivi4", eviction=H2O())

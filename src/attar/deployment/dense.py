@@ -1,5 +1,5 @@
-"""Export to ordinary safetensors: every tensor decoded, in one number type. Loads everywhere, saves
-nothing."""
+"""Export to ordinary safetensors: every tensor decoded, in one number type. Loads everywhere, saves no
+bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
-    """Write the folder; what was checked, in words."""
+    """Write the folder; returns what was checked, as sentences."""
     dtype = _dtype(source, settings, output)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     if dtype is not None:
@@ -46,18 +46,18 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     read = reader(source)
 
     def layout(info: Any) -> Sequence[TensorSpec]:
-        made = read.header(info)
-        if made is None:
+        slot = read.header(info)
+        if slot is None:
             return []
-        name, kind, shape = made
+        name, kind, shape = slot
         if dtype is not None and kind in ("F32", "F16", "BF16"):
             kind = stored_dtype(dtype)
         return [TensorSpec(name, kind, shape)]
 
     def transform(name: str, load: Callable[[], Tensor]) -> dict[str, Tensor]:
-        tensor, made = read.decode(name), read.header(source.tensors[name])
-        assert tensor is not None and made is not None, "scales have no slot"
-        return {made[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
+        tensor, slot = read.decode(name), read.header(source.tensors[name])
+        assert tensor is not None and slot is not None, "scales have no slot"
+        return {slot[0]: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor}
 
     work = output.work / "shards"
     stream(source, layout, transform, output.folder, work=work, progress=progress, what="export dense")
@@ -66,10 +66,10 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
 
 
 def _dtype(source: Checkpoint, settings: ExportSettings, output: StageOutput) -> torch.dtype | None:
-    """The number type of the tensors; None: as they are stored. Says so where it was not asked for."""
+    """The number type of the tensors; None: as stored. Adds a note where it is chosen here."""
     if settings.dtype != "auto":
-        asked: torch.dtype = getattr(torch, settings.dtype)
-        return asked
+        chosen: torch.dtype = getattr(torch, settings.dtype)
+        return chosen
     if not any(info.block for info in source.tensors.values()):
         return None
     output.details["notes"] = [

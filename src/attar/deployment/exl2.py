@@ -76,18 +76,18 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 def _linears(source: Checkpoint) -> dict[str, tuple[int, int]]:
     """(N, K) of every Linear of the blocks by module name."""
     model = empty_model(source.config)
-    found = {}
+    shapes = {}
     for block in discover(model).blocks:
         for name in block.linears:
             module = model.get_submodule(name)
             if not isinstance(module, torch.nn.Linear):
                 raise ModelError(f"EXL2 has no transposed Linears ({source.config['model_type']})")
-            found[name] = (module.out_features, module.in_features)
-    return found
+            shapes[name] = (module.out_features, module.in_features)
+    return shapes
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
-    """Write the folder; what was checked, in words."""
+    """Write the folder; returns what was checked, as sentences."""
     shapes = _linears(source)
     batches = calibration_batches(
         load_tokenizer(source),
@@ -112,14 +112,17 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
             what=name,
         )
 
-    found = walk(_Measuring(shapes, settings.bits), "measure")
-    measured = {str(row["name"]): _read(row, shapes) for row in found.reports}
+    errors = walk(_Measuring(shapes, settings.bits), "measure")
+    measured = {str(row["name"]): _read(row, shapes) for row in errors.reports}
     chosen = choose(measured, {name: n * k for name, (n, k) in shapes.items()}, settings.bits)
-    swept = walk(_Rounding({name: one.pattern for name, one in chosen.items()}), "round")
+    chosen_patterns = {name: one.pattern for name, one in chosen.items()}
+    swept = walk(_Rounding(chosen_patterns), "round")
     head = _rounded_head(source, batches, settings, output, progress)
-    made = _EXL2Conversion(source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head)
+    conversion = _EXL2Conversion(
+        source, shapes, {name: one.pattern for name, one in chosen.items()}, swept, head
+    )
     stored = sum(one.bits for one in chosen.values()) / sum(n * k for n, k in shapes.values())
-    said = exl2.quantization_config(
+    quantization = exl2.quantization_config(
         round(stored, 4),
         settings.head_bits,
         rows={name: n for name, (n, _) in shapes.items() if n % 32},
@@ -129,11 +132,11 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
             "dataset": settings.data,
         },
     )
-    write_config(output.folder, {**source.config, "dtype": "float16", "quantization_config": said})
+    write_config(output.folder, {**source.config, "dtype": "float16", "quantization_config": quantization})
     stream(
         source,
-        made.slots,
-        made.tensors,
+        conversion.slots,
+        conversion.tensors,
         output.folder,
         work=output.work / "shards",
         progress=progress,
@@ -142,12 +145,12 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
     copy_companions(source.path, output.folder)
     output.details["layers"] = list(swept.reports)
     output.details["bits_per_weight"] = stored
-    return made.verify(open_checkpoint(output.folder), progress)
+    return conversion.verify(open_checkpoint(output.folder), progress)
 
 
 @dataclass(frozen=True)
 class _Measuring:
-    """Notes the error of each pattern; weights stay."""
+    """Solver that reports the error of each pattern; weights stay."""
 
     shapes: Mapping[str, tuple[int, int]]
     bits: float
@@ -157,9 +160,9 @@ class _Measuring:
         """Empty statistics of a group."""
         return Hessian(inputs)
 
-    def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
-        """Reports alone."""
-        H = seen.value()
+    def solve(self, weights: dict[str, Tensor], accumulator: Hessian) -> dict[str, Solution]:
+        """The weights as they are, with reports."""
+        H = accumulator.value()
         inputs = order_inputs(H)
         return {
             name: Solution(weight, {}, self._report(weight, H, inputs)) for name, weight in weights.items()
@@ -179,7 +182,7 @@ class _Measuring:
 
 @dataclass(frozen=True)
 class _Rounding:
-    """Rounds each Linear under its pattern."""
+    """Solver that rounds each Linear under its pattern."""
 
     chosen: Mapping[str, BitPattern]
     original = False
@@ -188,15 +191,15 @@ class _Rounding:
         """Empty statistics of a group."""
         return Hessian(inputs)
 
-    def solve(self, weights: dict[str, Tensor], seen: Hessian) -> dict[str, Solution]:
+    def solve(self, weights: dict[str, Tensor], accumulator: Hessian) -> dict[str, Solution]:
         """EXL2's tensors of each Linear."""
-        H = seen.value()
+        H = accumulator.value()
         inputs = order_inputs(H)
-        made = {
+        layers = {
             name: quantize_layer(weight, H, self.chosen[name], inputs=inputs)
             for name, weight in weights.items()
         }
-        return {name: Solution(one.weight, one.tensors, one.report) for name, one in made.items()}
+        return {name: Solution(one.weight, one.tensors, one.report) for name, one in layers.items()}
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
         """The weight of a finished block."""
@@ -204,11 +207,11 @@ class _Rounding:
 
 
 def _read(row: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]]) -> list[PatternError]:
-    made = []
+    measured = []
     for parts, error in row["measured"]:
         pattern = BitPattern(tuple((int(bits), int(percent), int(size)) for bits, percent, size in parts))
-        made.append(PatternError(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
-    return made
+        measured.append(PatternError(pattern, pattern.stored_bits(shapes[str(row["name"])]), float(error)))
+    return measured
 
 
 def _rounded_head(
@@ -252,14 +255,14 @@ def _head_name(source: Checkpoint) -> str:
 
 @dataclass
 class _EXL2Conversion:
-    """What each stored tensor becomes.
+    """The output tensors of each stored tensor.
 
     Attributes:
         source: the dense checkpoint.
         shapes: (N, K) of each Linear by module name.
-        chosen: its pattern.
-        swept: its tensors.
-        head: those of the head, or None where it stays dense.
+        chosen: pattern of each Linear.
+        swept: tensors of each Linear.
+        head: tensors of the head; None where it stays dense.
     """
 
     source: Checkpoint
@@ -269,30 +272,29 @@ class _EXL2Conversion:
     head: Mapping[str, Tensor] | None
 
     def __post_init__(self) -> None:
-        self.held: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
+        self.cached: tuple[int, dict[str, dict[str, Tensor]]] = (-1, {})
         names = stored_names(empty_model(self.source.config), self.source)
         self.modules = {names[f"{module}.weight"]: module for module in self.shapes}
         self.head_stored = _head_name(self.source) if self.head is not None else ""
 
     def slots(self, info: Any) -> list[TensorSpec]:
-        """Names, types and shapes of what a stored tensor becomes."""
+        """Names, types and shapes of the output of a stored tensor."""
         if info.name in self.modules:
             module, base = self.modules[info.name], info.name.removesuffix(".weight")
-            made = layout(self.shapes[module], self.chosen[module].sections(self.shapes[module][1]))
-            return [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+            parts = layout(self.shapes[module], self.chosen[module].sections(self.shapes[module][1]))
+            return [TensorSpec(f"{base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts.items()]
         kept = TensorSpec(info.name, "F16" if info.dtype in FLOATS else info.dtype, info.shape)
         if info.name != self.head_stored:
             return [kept]
-        made = layout(info.shape, sections_of(self.head or {}))
-        heads = [TensorSpec(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+        parts = layout(info.shape, sections_of(self.head or {}))
+        heads = [TensorSpec(f"{HEAD}.{leaf}", kind, shape) for leaf, (kind, shape) in parts.items()]
         return heads if info.name == f"{HEAD}.weight" else [kept, *heads]
 
     def tensors(self, name: str, load: Any) -> dict[str, Tensor]:
-        """What a stored tensor becomes, as :meth:`slots` announces it."""
+        """The output of a stored tensor, see :meth:`slots`."""
         if name in self.modules:
             module, base = self.modules[name], name.removesuffix(".weight")
-            made = self._rounded(module)
-            return {f"{base}.{leaf}": value for leaf, value in made.items()}
+            return {f"{base}.{leaf}": value for leaf, value in self._rounded(module).items()}
         heads = {f"{HEAD}.{leaf}": value for leaf, value in (self.head or {}).items()}
         if name == f"{HEAD}.weight" and name == self.head_stored:
             return heads
@@ -302,20 +304,22 @@ class _EXL2Conversion:
         return {name: kept, **(heads if name == self.head_stored else {})}
 
     def _rounded(self, module: str) -> dict[str, Tensor]:
-        """What the sweep left of a Linear; one block's are held at a time."""
+        """Tensors of a Linear from the sweep; one block is in memory at a time."""
         number = self.swept.block_of[module]
-        if self.held[0] != number:
-            self.held = (number, self.swept.tensors(number))
-        return self.held[1][module]
+        if self.cached[0] != number:
+            self.cached = (number, self.swept.tensors(number))
+        return self.cached[1][module]
 
     def verify(self, written: Checkpoint, progress: Progress) -> list[str]:
-        """Read the file back and compare with what the sweep left, decoded."""
+        """Read the file back and compare it with the decoded tensors of the sweep."""
         read = reader(written)
         with progress.task("verify", total=len(self.modules)) as task:
             for stored, module in self.modules.items():
                 base = stored.removesuffix(".weight")
-                made = self._rounded(module)
-                wanted, got = decode(made, self.shapes[module][0]), read.decode(f"{base}.{WEIGHT}")
+                wanted, got = (
+                    decode(self._rounded(module), self.shapes[module][0]),
+                    read.decode(f"{base}.{WEIGHT}"),
+                )
                 read.check(f"{base}.{WEIGHT}")
                 if got is None or not torch.equal(got, wanted):
                     raise NumericsError(f"{stored} reads back differently", hint="run it again")

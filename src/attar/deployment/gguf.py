@@ -25,7 +25,7 @@ from attar.checkpoint.readme import MODELFILE
 from attar.checkpoint.units import byte_count
 from attar.deployment.gguf_codes import GGUFCodes, quantized_codes
 from attar.deployment.gguf_types import TensorTypes, choose_kinds, refuse_type
-from attar.deployment.imatrix import importance_of
+from attar.deployment.importance import importance_of
 from attar.deployment.modelfile import modelfile
 from attar.deployment.settings import ExportSettings
 from attar.errors import ModelError, NumericsError
@@ -70,7 +70,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 
 def dense_view(source: Checkpoint) -> Any:
-    """The checkpoint with its weights decoded as they are asked for."""
+    """The checkpoint with its weights decoded on access."""
     return Decoded(source) if quant_method(source) else source
 
 
@@ -108,7 +108,7 @@ def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, pro
 def write_modelfile(file: Path, metadata: dict[str, Any], source: Checkpoint) -> None:
     """``Modelfile`` for Ollama, in the folder of the file."""
     bare = {key: getattr(value, "value", value) for key, value in metadata.items()}
-    sources = [f"{each.title} ({each.model})" for each in duties_of(source).sources]
+    sources = [f"{entry.title} ({entry.model})" for entry in duties_of(source).sources]
     context = source.config.get("max_position_embeddings")
     text = modelfile(file.name, bare, "\n".join(sources), context if isinstance(context, int) else None)
     atomic.write_bytes(file.with_name(MODELFILE), text.encode())

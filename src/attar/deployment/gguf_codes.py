@@ -1,8 +1,7 @@
-"""Codes for every tensor of blocks: carried over, rounded by a method of attar.quantization, or to
-nearest.
+"""Codes for every quantized tensor of a GGUF file: carried over, rounded by a method of attar.quantization,
+or to nearest.
 
-Rows are reordered afterwards (llama.cpp's order of heads): grids and roundings treat rows alike, so it does
-not matter when.
+Rows are reordered last (llama.cpp's order of heads): grids and roundings treat all rows alike.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attar.deployment.gguf_types import FLOATS, TensorTypes
-from attar.deployment.imatrix import InputImportance
+from attar.deployment.importance import InputImportance
 from attar.deployment.settings import ExportSettings
 from attar.errors import NumericsError
 from attar.formats.gguf.codes import to_blocks
@@ -56,7 +55,7 @@ class GGUFBlocks:
 
     @property
     def stored(self) -> Mapping[str, Tensor]:
-        """What the file holds beside the codes."""
+        """What the file holds besides the codes."""
         if isinstance(self.quantized.grid, MXFP4Grid):
             exponent = torch.frexp(self.quantized.parameters.scale).exponent.to(torch.int16) - 1 + 127
             return {"exponent": exponent.to(torch.uint8)}
@@ -65,12 +64,12 @@ class GGUFBlocks:
 
 @dataclass
 class GGUFCodes:
-    """Gives the codes of each tensor.
+    """The codes of each tensor, computed when asked for.
 
     Attributes:
-        make: by the placement and the type.
-        reports: one row a layer, once all have been asked for.
-        notes: sentences for people.
+        make: ``make(placement, type)``.
+        reports: one row a layer, complete after the last tensor.
+        notes: sentences for the card and the terminal.
     """
 
     make: Callable[[Any, str], QuantizedTensor]
@@ -103,15 +102,16 @@ def quantized_codes(
         placed: of the architecture.
         kinds: a type for each placement.
         importance: of the inputs, for nearest rounding.
-        work: where finished parts of a sweep survive a kill.
+        work: folder of the finished parts of a sweep.
     """
     rounded, plan = None, None
     if settings.rounding != "nearest":
         from attar.quantization.rounding import METHODS, RoundingTask
 
         plan, head = rounding_plan(view, placed, kinds), HeadImportance()
-        behind = None if importance.entries else head
-        task = RoundingTask(source, plan, _quantize_settings(settings), work / "round", progress, behind)
+        after_blocks = None if importance.entries else head
+        quantization = _quantize_settings(settings)
+        task = RoundingTask(source, plan, quantization, work / "round", progress, after_blocks)
         rounded = METHODS[settings.rounding].walk(task)
         importance = head.added(importance, placed)
     maker = _Maker(source, view, kinds, importance, rounded, plan)
@@ -119,24 +119,24 @@ def quantized_codes(
 
 
 class HeadImportance:
-    """Importance of the head's inputs, seen at the end of the sweep that rounds the blocks: the head is the
-    one weight with inputs that is rounded to nearest beside them."""
+    """Importance of the head's inputs, collected at the end of the sweep that rounds the blocks: the head has
+    inputs and is rounded to nearest."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
 
-    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates) -> None:
-        """What a sweep calls."""
+    def __call__(self, skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> None:
+        """See :data:`attar.walks.sweep.AfterBlocks`."""
         from attar.deployment.imatrix import head_sums
 
-        self.sums = head_sums(skeleton, batches, behind)
+        self.sums = head_sums(skeleton, batches, hidden)
 
     def added(self, importance: InputImportance, placed: Sequence[Any]) -> InputImportance:
         """The importance with the head's."""
-        mine = {
+        entries = {
             one.gguf: ImportanceEntry(*self.sums[one.stored]) for one in placed if one.stored in self.sums
         }
-        return replace(importance, entries={**importance.entries, **mine})
+        return replace(importance, entries={**importance.entries, **entries})
 
 
 def rounding_plan(view: Any, placed: Sequence[Any], kinds: TensorTypes) -> QuantizationPlan:
@@ -191,8 +191,8 @@ class _Maker:
             with one_thread():
                 return self._carried(one, kind)
         if self.rounded and self.plan and one.stored in self.plan.sites:
-            made = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
-            return made if one.rows is None else reordered(made, one.rows)
+            codes = self.rounded.codes(one.stored, lambda: self.view.load(one.stored))
+            return codes if one.rows is None else reordered(codes, one.rows)
         grid, importance = grid_of(kind), self.importance.vector(one.gguf)
         with one_thread():
             weight = one.apply(self.view.load(one.stored))
@@ -205,24 +205,24 @@ class _Maker:
     def _carried(self, one: Any, kind: str) -> QuantizedTensor:
         packed, name = reader(self.source), self.view.tensors[one.stored].stored
         rows = one.rows
-        if isinstance(packed, GGUFReader):  # its rows stand as they will
+        if isinstance(packed, GGUFReader):  # its rows are in the file's order already
             rows, (codes, stored) = None, packed.blocks(name)
         else:
-            found = packed.codes(name)
-            assert found is not None, "what is carried has codes"
-            codes, stored = to_blocks(kind, *found)
+            coded = packed.codes(name)
+            assert coded is not None, "a carried tensor has codes"
+            codes, stored = to_blocks(kind, *coded)
         grid = grid_of(kind)
         if isinstance(grid, MXFP4Grid):
             parameters = TileParameters(torch.exp2(stored["exponent"].float() - 127.0))
         else:
             parameters = grid.parameters(stored)  # type: ignore[attr-defined]
-        made = QuantizedTensor(grid, codes, parameters)
-        return made if rows is None else reordered(made, rows)
+        quantized = QuantizedTensor(grid, codes, parameters)
+        return quantized if rows is None else reordered(quantized, rows)
 
 
 def reordered(quantized: QuantizedTensor, rows: Tensor) -> QuantizedTensor:
     """The same codes with row i taken from ``rows[i]``."""
-    parameters = quantized.parameters.each(lambda value: value[rows])
+    parameters = quantized.parameters.map(lambda value: value[rows])
     stored = {name: value[rows] for name, value in quantized.parameters.stored.items()}
     parameters = TileParameters(parameters.scale, parameters.zero, parameters.minimum, stored)
     return QuantizedTensor(quantized.grid, quantized.codes[rows], parameters)

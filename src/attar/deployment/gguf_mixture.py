@@ -1,4 +1,4 @@
-"""Our own mix of llama.cpp's types: for each tensor the type that costs the model least, under a budget.
+"""A mix of llama.cpp's types under a budget: for each tensor the type that costs the model least.
 
     minimise  sum_g KL[g, c_g]   under   bytes of all tensors <= budget      one type c_g for each group g
 
@@ -6,11 +6,11 @@ Letters: g a group of tensors that share a type (q, k and v; gate and up; the em
 they are one; the head); c a type; KL[g, c] of the model with g alone in type c, measured once and cached
 (attar.quantization.mixed_precision.sensitivity); K inputs of a tensor.
 
-The budget is an average of bits or the size of the file (budget.py); the choice is exact
+The budget is an average of bits or the size of the file (:class:`TypeBudget`); the choice is exact
 (attar.quantization.mixed_precision.allocate).
 
-What llama.cpp never quantizes is F32, and so counts. A group some tensor of which has K that 32 does not
-divide stays F16. Types given by hand count first and are measured no more.
+Tensors that llama.cpp never quantizes are F32 and count too. A group with a tensor whose K is no multiple of
+32 stays F16. Types given by hand are settled first and not measured.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ NARROW = ("Q4_0", "IQ4_NL", "Q5_0", "Q8_0")
 """Candidates elsewhere."""
 
 KEYS: dict[str, MetadataValue] = {"general.file_type": 0, "general.quantization_version": 0}
-"""Metadata that depends on the choice, and so is not known before it; its size does not."""
+"""Metadata that depends on the choice; its size does not."""
 
 
 @dataclass(frozen=True)
-class GGUFMix:
+class TypeMixture:
     """A type for every tensor of a file.
 
     Attributes:
@@ -72,7 +72,7 @@ class GGUFMix:
         bits_per_weight: bytes of all tensors times 8, for each weight of the file.
         size: bytes of the file, as far as its metadata is known.
         file_type: ``general.file_type``: that of the mix named after the type of most weights.
-        notes: sentences for people.
+        notes: sentences for the card and the terminal.
         report: for the card: predicted and measured KL, the gap to the optimum, the curve of KL over bits.
     """
 
@@ -94,7 +94,7 @@ def gguf_mixture(
     metadata: Mapping[str, MetadataValue] | None = None,
     share: bool = True,
     progress: Progress = SILENT,
-) -> GGUFMix:
+) -> TypeMixture:
     """The types of least summed KL under a budget.
 
     Args:
@@ -103,11 +103,11 @@ def gguf_mixture(
         settings: the calibration text, the device, and types given by hand.
         bits: the budget as an average; 0: ``size`` is the budget.
         size: the budget in bytes of the file.
-        metadata: what the file says beside the tensors; counts for ``size``, with :data:`KEYS`.
+        metadata: the file's metadata; counts for ``size``, with :data:`KEYS`.
         share: q, k and v get one type, and so do gate and up; False: each its own.
 
     Raises:
-        SettingsError: not even the smallest types fit; says what would.
+        SettingsError: not even the smallest types fit; the message has the least budget.
         ModelError: no tensor is left to choose a type for.
     """
     on = load_inputs(checkpoint, settings)
@@ -117,7 +117,7 @@ def gguf_mixture(
     budget = TypeBudget(layout, bits, size, head_bytes(layout.shapes, {**KEYS, **(metadata or {})}))
     budget.check_smallest(kinds_for)
     grids = candidates()
-    found = measure(
+    measured = measure(
         on.model,
         layout.groups,
         grids,
@@ -125,15 +125,15 @@ def gguf_mixture(
         on.file,
         key=on.key,
         blocks=on.blocks,
-        after_blocks=_behind(on),
+        after_blocks=_after_blocks(on),
         fits=fits,
         progress=progress,
     )
-    chosen, curve = _choose(budget, found)
+    chosen, curve = _choose(budget, measured)
     kinds = layout.spread(chosen.choice)
     whole = _whole(on, layout, chosen, grids)
     report = {"gap": chosen.gap, **asdict(whole), "curve": [list(point) for point in curve]}
-    return GGUFMix(
+    return TypeMixture(
         kinds=kinds,
         bits_per_weight=average_bits(kinds, layout.shapes)[0],
         size=budget.head + data_bytes(kinds, layout.shapes),
@@ -200,17 +200,17 @@ def _groups(on: SensitivityInputs, modules: Sequence[str], share: bool) -> dict[
     return {name: [name] for name in before} | inner | {name: [name] for name in after if name}
 
 
-def _behind(on: SensitivityInputs) -> list[str]:
+def _after_blocks(on: SensitivityInputs) -> list[str]:
     """The head, where it is a tensor of its own."""
     return [on.anatomy.head] if on.anatomy.head and not on.anatomy.tied else []
 
 
 def _choose(
-    budget: TypeBudget, found: Sequence[Measurement]
+    budget: TypeBudget, measured: Sequence[Measurement]
 ) -> tuple[Allocation, tuple[tuple[float, float], ...]]:
     """A type for each group, and (bits a weight, KL) from the smallest file to the best one."""
     options: dict[str, list[Option]] = {group: [] for group in budget.layout.groups}
-    for one in found:
+    for one in measured:
         if math.isfinite(one.kl):
             options[one.group].append(Option(one.grid, budget.group(one.group, one.grid), one.kl))
     points = frontier(options)
@@ -344,9 +344,9 @@ class TypeBudget:
 
 def head_bytes(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, MetadataValue]) -> int:
     """Bytes of a GGUF file of one part before its data."""
-    said = sum(len(encode(key, value)) for key, value in metadata.items())
+    fields = sum(len(encode(key, value)) for key, value in metadata.items())
     infos = sum(len(string(name)) + 16 + 8 * len(shape) for name, shape in shapes.items())
-    return _padded(HEADER + said + infos)
+    return _padded(HEADER + fields + infos)
 
 
 def data_bytes(kinds: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], padding: bool = True) -> int:

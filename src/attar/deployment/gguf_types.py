@@ -35,7 +35,7 @@ class TensorTypes:
         label: what goes into the file's name.
         file_type: ``general.file_type``.
         carried: tensors whose codes are those of the checkpoint.
-        notes: sentences for people.
+        notes: sentences for the card and the terminal.
         report: of a choice under a budget, for the card.
     """
 
@@ -88,7 +88,7 @@ def choose_kinds(
     Args:
         source: the checkpoint; ``view`` decodes it.
         placed: every tensor of the file.
-        metadata: what the file says beside the tensors.
+        metadata: of the file.
         weighted: scales will be searched with importance.
 
     Raises:
@@ -106,7 +106,7 @@ def _mix(
 ) -> TensorTypes:
     family = architecture(config)
     measured = sizes(config, family)
-    found = mix(
+    mixed = mix(
         settings.type,
         {one.gguf: one.shape for one in placed},
         layers=measured.layers,
@@ -116,15 +116,15 @@ def _mix(
         imatrix=weighted,
         overrides=settings.overrides,
     )
-    notes = [*found.notes]
-    smallest = min(TYPES[found.kinds[one.gguf]].bits for one in placed if one.matrix)
+    notes = [*mixed.notes]
+    smallest = min(TYPES[mixed.kinds[one.gguf]].bits for one in placed if one.matrix)
     if settings.rounding == "nearest" and smallest < FEW_BITS:
         notes.append(f"{settings.type} is rounded to nearest; --rounding gptq takes longer and loses less")
-    return TensorTypes(found.kinds, settings.type, found.file_type, notes=tuple(notes))
+    return TensorTypes(mixed.kinds, settings.type, mixed.file_type, notes=tuple(notes))
 
 
 def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTypes:
-    """Codes as they are where a type can hold them, everything else in its own number type."""
+    """Codes kept where a type can hold them, everything else in its own number type."""
     packed = reader(source) if quant_method(source) else None
     of, reasons, carried = {}, Counter[str](), set()
     for one in placed:
@@ -147,11 +147,11 @@ def _as_stored(source: Checkpoint, view: Any, placed: Sequence[Any]) -> TensorTy
 
 def _stored_kind(packed: FormatReader, name: str, one: Any) -> tuple[str | None, str]:
     """The type that holds the codes of a stored matrix exactly; or None, and why there is none ("" where it
-    has no codes). Blocks of a GGUF file stay the blocks that they are."""
+    has no codes). Blocks of a GGUF file stay as they are."""
     if isinstance(packed, GGUFReader) and packed.same_rows(name, one):
         return packed.checkpoint.tensors[name].block, ""
-    found = packed.codes(name)
-    return (None, "") if found is None or one.transposed else exact_type(*found)
+    coded = packed.codes(name)
+    return (None, "") if coded is None or one.transposed else exact_type(*coded)
 
 
 def _float_kind(view: Any, one: Any) -> str:
@@ -171,7 +171,7 @@ def _budget(
 ) -> TensorTypes:
     from attar.deployment.gguf_mixture import gguf_mixture
 
-    found = gguf_mixture(
+    mixture = gguf_mixture(
         source,
         placed,
         settings,
@@ -180,8 +180,8 @@ def _budget(
         metadata=metadata,
         progress=progress,
     )
-    label = f"{found.bits_per_weight:.2f}bpw"
-    return TensorTypes(found.kinds, label, found.file_type, notes=found.notes, report=found.report)
+    label = f"{mixture.bits_per_weight:.2f}bpw"
+    return TensorTypes(mixture.kinds, label, mixture.file_type, notes=mixture.notes, report=mixture.report)
 
 
 def _overridden(chosen: TensorTypes, placed: Sequence[Any], overrides: Sequence[str]) -> TensorTypes:

@@ -4,19 +4,18 @@
 
 Letters: x (K,) the input of a Linear for one token. The sums are those of llama.cpp's ``imatrix`` with its
 ``--process-output``: the head is a weight like any other. Differs from llama.cpp: a head that is the
-embedding too has its sums, under the name of the stored embedding (there: none), and sums of batches are
-kept in float64.
+embedding too has its sums, under the name of the stored embedding (there: none), and sums of batches are kept
+in float64.
 
-Nothing is solved, so a block runs once for each batch and no weight is copied. The head is run last, on the
-hidden states behind the last block, up to its product.
+The sweep solves nothing, so a block runs once for each batch and no weight is
+copied. The head runs last, on the hidden states after the last block, up to its product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attar.checkpoint import atomic
-from attar.data.packing import calibration_batches, row_length
-from attar.deployment.settings import ExportSettings
-from attar.errors import NumericsError, SettingsError
-from attar.formats.gguf import imatrix
+from attar.errors import NumericsError
 from attar.models.anatomy import discover
-from attar.models.device import pick_device
 from attar.progress import SILENT, Progress
 from attar.walks.passes import StopForward
 from attar.walks.skeleton import HiddenStates, Skeleton
@@ -40,7 +35,7 @@ if TYPE_CHECKING:
     from attar.checkpoint import Checkpoint
 
 
-MEMORY = 4 * 2**30  # bytes of hidden states behind the last block kept in memory; the rest waits on disk
+MEMORY = 4 * 2**30  # bytes of hidden states in memory; the rest is on disk
 RESULT = "importance.safetensors"
 
 Sums = dict[str, tuple[Tensor, float]]
@@ -68,47 +63,46 @@ def compute(
         NumericsError: an input or a block's output is not finite.
     """
     if (work / RESULT).exists():
-        return _kept(work / RESULT)
-    place, watch = torch.device(device), _SquaredInputs()
-    behind = HiddenStates(work / "behind", MEMORY)
+        return _read_sums(work / RESULT)
+    inputs = _SquaredInputs()
+    sums: Sums = {}
 
     def prepare(model: nn.Module) -> None:
-        anatomy = discover(model)
-        for name in [name for block in anatomy.blocks for name in block.linears]:
-            watch.on(name, model.get_submodule(name))
-        anatomy.blocks[-1].module.register_forward_hook(lambda _, args, output: _keep(behind, output))
+        for name in [name for block in discover(model).blocks for name in block.linears]:
+            inputs.watch(name, model.get_submodule(name))
+
+    def after_blocks(skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> None:
+        _run_head(skeleton, batches, hidden, inputs)
+        sums.update(_named(skeleton, inputs))
 
     sweep(
         checkpoint,
         batches,
         None,
         work=work,
+        spill_bytes=MEMORY,
         precision=precision,
         prepare=prepare,
-        device=place,
+        after_blocks=after_blocks,
+        device=device,
         progress=progress,
         what="importance",
     )
-    skeleton = Skeleton(checkpoint, place)
-    _run_head(skeleton, batches, behind, watch)
-    behind.clear()
-    found = _named(skeleton, watch)
-    _write(work / RESULT, found)
-    return found
+    _write_sums(work / RESULT, sums)
+    return sums
 
 
-def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates) -> Sums:
-    """The head's sums alone, of the hidden states that a sweep has left behind the last block; none for a
-    model without a head."""
-    watch = _SquaredInputs()
-    _run_head(skeleton, batches, behind, watch)
-    return _named(skeleton, watch)
+def head_sums(skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates) -> Sums:
+    """The head's sums alone, from the hidden states after the last block; none for a model without a head."""
+    inputs = _SquaredInputs()
+    _run_head(skeleton, batches, hidden, inputs)
+    return _named(skeleton, inputs)
 
 
-def _named(skeleton: Skeleton, watch: _SquaredInputs) -> Sums:
+def _named(skeleton: Skeleton, inputs: _SquaredInputs) -> Sums:
     """Sums by the names of the stored weights."""
-    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in watch.sums}
-    return {names[name]: (sums.float(), float(watch.counts[name])) for name, sums in watch.sums.items()}
+    names = {name: skeleton.names[skeleton.first_names[f"{name}.weight"]] for name in inputs.sums}
+    return {names[name]: (sums.float(), float(inputs.counts[name])) for name, sums in inputs.sums.items()}
 
 
 class _SquaredInputs:
@@ -124,8 +118,8 @@ class _SquaredInputs:
         self.counts: dict[str, int] = {}
         self.last: tuple[Tensor, Tensor] | None = None
 
-    def on(self, name: str, module: nn.Module) -> None:
-        """Add up what a module is given from now on."""
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Add up the inputs of a module from now on."""
         module.register_forward_pre_hook(lambda _, args: self._add(name, args[0]))
 
     def _add(self, name: str, x: Tensor) -> None:
@@ -140,146 +134,35 @@ class _SquaredInputs:
         self.counts[name] = self.counts.get(name, 0) + x.shape[:-1].numel()
 
 
-def _keep(behind: HiddenStates, output: Any) -> None:
-    """The hidden states of one more batch; those on the meta device are of no batch."""
-    hidden = output if isinstance(output, Tensor) else output[0]
-    if not hidden.is_meta:
-        behind[len(behind)] = hidden.float()
-
-
 def _run_head(
-    skeleton: Skeleton, batches: Sequence[Tensor], behind: HiddenStates, watch: _SquaredInputs
+    skeleton: Skeleton, batches: Sequence[Tensor], hidden: HiddenStates, inputs: _SquaredInputs
 ) -> None:
-    """What is behind the blocks, up to the head's product; nothing for a model without a head."""
+    """Run what follows the blocks, up to the head's product; nothing for a model without a head."""
     if skeleton.anatomy.head is None:
         return
     head = skeleton.model.get_submodule(skeleton.anatomy.head)
-    watch.on(skeleton.anatomy.head, head)
+    inputs.watch(skeleton.anatomy.head, head)
     head.register_forward_pre_hook(_stop)
     used = torch.cat([batch.flatten() for batch in batches]).unique()
     with torch.no_grad(), skeleton.headed(used):
         for number, batch in enumerate(batches):
             with suppress(StopForward):
-                skeleton.logits(batch, behind[number].to(skeleton.device))
+                skeleton.logits(batch, hidden[number].to(skeleton.device))
 
 
 def _stop(module: nn.Module, args: Any) -> None:
     raise StopForward
 
 
-def _write(file: Path, found: Sums) -> None:
-    """Write the sums."""
-    tensors = {f"{name}/in_sum2": sums.contiguous() for name, (sums, _) in found.items()}
+def _write_sums(file: Path, sums: Sums) -> None:
+    tensors = {f"{name}/in_sum2": in_sum2.contiguous() for name, (in_sum2, _) in sums.items()}
     tensors |= {
-        f"{name}/count": torch.tensor(count, dtype=torch.float64) for name, (_, count) in found.items()
+        f"{name}/count": torch.tensor(count, dtype=torch.float64) for name, (_, count) in sums.items()
     }
     atomic.save_tensors(file, tensors)
 
 
-def _kept(file: Path) -> Sums:
+def _read_sums(file: Path) -> Sums:
     tensors = load_file(file)
     names = [name.removesuffix("/in_sum2") for name in tensors if name.endswith("/in_sum2")]
     return {name: (tensors[f"{name}/in_sum2"], float(tensors[f"{name}/count"])) for name in names}
-
-
-@dataclass(frozen=True)
-class InputImportance:
-    """Mean squared inputs by tensor.
-
-    Attributes:
-        entries: by llama.cpp's name of the weight.
-        origin: of a computed one, what its file says of where it comes from.
-        source: in words; "" where there is none.
-    """
-
-    entries: Mapping[str, imatrix.ImportanceEntry] = field(default_factory=dict)
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    source: str = ""
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence for people."""
-        return [f"scales are searched with the importance of inputs: {self.source}"] if self.source else []
-
-    def vector(self, name: str) -> Tensor | None:
-        """Importance (K,) of the inputs of a weight; None where nothing is known."""
-        entry = self.entries.get(name)
-        return None if entry is None else entry.importance()
-
-
-def importance_of(
-    source: Checkpoint,
-    view: Any,
-    placed: Sequence[Any],
-    settings: ExportSettings,
-    work: Path,
-    progress: Progress,
-) -> InputImportance:
-    """What the settings ask for; nothing with ``auto`` and a rounding with data, which sees the inputs of
-    what it rounds itself (codes.py).
-
-    Args:
-        view: the source with its weights decoded.
-
-    Raises:
-        SettingsError: the file does not fit the model.
-    """
-    if settings.importance_rows:
-        return _compute(source, view, placed, settings, work, progress)
-    if settings.imatrix in ("auto", "none", ""):
-        return InputImportance()
-    return _read(Path(settings.imatrix), placed)
-
-
-def _read(file: Path, placed: Sequence[Any]) -> InputImportance:
-    entries = imatrix.read_imatrix(file)
-    for one in placed:
-        entry = entries.get(one.gguf)
-        if entry is not None and entry.in_sum2.numel() != one.shape[-1]:
-            raise SettingsError(
-                "imatrix",
-                str(file),
-                f"one of this model: {one.gguf} has {one.shape[-1]} inputs, {entry.in_sum2.numel()} there",
-            )
-    if not any(one.gguf in entries for one in placed):
-        raise SettingsError("imatrix", str(file), "one of this model: no tensor of it is in there")
-    return InputImportance(entries, source=file.name)
-
-
-def _compute(
-    source: Checkpoint,
-    view: Any,
-    placed: Sequence[Any],
-    settings: ExportSettings,
-    work: Path,
-    progress: Progress,
-) -> InputImportance:
-    from attar.deployment.imatrix import compute
-    from attar.models.load import load_tokenizer
-
-    length = row_length(settings.sequence_length, source.config)
-    batches = calibration_batches(
-        load_tokenizer(source),
-        settings.data,
-        samples=settings.importance_rows,
-        sequence_length=length,
-        batch_size=settings.batch_size,
-        seed=settings.seed,
-        bos=settings.bos,
-    )
-    found = compute(
-        view,
-        batches,
-        work=work / "imatrix",
-        precision=settings.precision,
-        device=pick_device(settings.device),
-        progress=progress,
-    )
-    entries = {one.gguf: imatrix.ImportanceEntry(*found[one.stored]) for one in placed if one.stored in found}
-    origin = {
-        "datasets": [settings.data],
-        "chunks": sum(len(batch) for batch in batches),
-        "chunk_size": length,
-    }
-    tokens = sum(batch.numel() for batch in batches)
-    return InputImportance(entries, origin, f"{tokens:,} tokens of {settings.data}")

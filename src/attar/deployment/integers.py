@@ -1,5 +1,5 @@
 """Integer codes from one layout into another, tensor by tensor: compressed-tensors, GPTQ, AWQ, bitsandbytes'
-INT8, and what GGUF files hold of them.
+INT8, and those of GGUF files.
 
 Linears keep their codes; a coded tensor that is no Linear (an int8 embedding) is decoded. Targets of float16
 take everything else as float16.
@@ -46,7 +46,7 @@ class CarriedLinear:
         module: its name in the module tree.
         base: the stored name of its dense weight, without ``.weight``.
         shape: (N, K).
-        rule: what its codes are in the target.
+        rule: of its codes in the target.
     """
 
     module: str
@@ -56,16 +56,17 @@ class CarriedLinear:
 
 
 def refuse_source(source: Checkpoint, target: str) -> None:
-    """Raise where the first Linear's codes have no place in the target; the others are seen while scanning.
+    """Raise where the first Linear's codes cannot be stored in the target; the others are checked by the
+    scan.
 
     Raises:
         ModelError: names the Linear and why.
     """
     read = reader(source)
     coded = (name for name in source.tensors if read.is_coded(name))  # type: ignore[attr-defined]
-    codes = ((name, usual(read.codes(name))) for name in coded)  # type: ignore[attr-defined]
-    name, found = next((pair for pair in codes if pair[1] is not None), ("", None))
-    if found is None:
+    codes = ((name, with_usual_scales(read.codes(name))) for name in coded)  # type: ignore[attr-defined]
+    name, first = next((pair for pair in codes if pair[1] is not None), ("", None))
+    if first is None:
         raise ModelError(
             f"{source.path}: its weights are no integer codes, which is all that {target} holds",
             hint="--format dense loads everywhere",
@@ -75,14 +76,16 @@ def refuse_source(source: Checkpoint, target: str) -> None:
             f"{source.path} rounds activations as well, for which {target} has no place",
             hint="quantize with a scheme of weights alone, such as W4A16",
         )
-    weight, rule = found
+    weight, rule = first
     _check(source, name, weight, rule, target)
 
 
 def _activations(source: Checkpoint) -> bool:
-    said = source.config.get("quantization_config") or {}
-    groups = (said.get("config_groups") or {}).values()
-    return any(group.get("input_activations") for group in groups) or bool(said.get("kv_cache_scheme"))
+    quantization = source.config.get("quantization_config") or {}
+    groups = (quantization.get("config_groups") or {}).values()
+    return any(group.get("input_activations") for group in groups) or bool(
+        quantization.get("kv_cache_scheme")
+    )
 
 
 def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, target: str) -> None:
@@ -96,14 +99,14 @@ def _check(source: Checkpoint, name: str, weight: Coded, rule: WeightRule, targe
         )
 
 
-def usual(found: tuple[Coded, WeightRule] | None) -> Any:
+def with_usual_scales(coded: tuple[Coded, WeightRule] | None) -> Any:
     """Codes under positive scales, as every layout but llama.cpp's has them; the numbers are the same.
 
     A block of zeros has scale 0 there; here its codes are those of zero under scale 1.
     """
-    if found is None or found[1].kind != "int" or found[0].order is not None:
-        return found
-    weight, rule = found
+    if coded is None or coded[1].kind != "int" or coded[0].order is not None:
+        return coded
+    weight, rule = coded
     empty = weight.scale == 0
     if empty.any():
         width = weight.codes.shape[1] // weight.scale.shape[1]
@@ -119,8 +122,8 @@ class IntegerConversion:
 
     Attributes:
         config: the result's config.json.
-        linears: what is carried over, by stored name.
-        notes: sentences for people: scales that changed.
+        linears: those whose codes are carried over, by stored name.
+        notes: sentences for the card and the terminal: scales that changed.
 
     Raises:
         ModelError: codes have no place in the target; names the Linear.
@@ -137,11 +140,11 @@ class IntegerConversion:
         self.notes = self._notes()
 
     def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
-        """Names, types and shapes of what a stored tensor becomes, known before it is read."""
+        """Names, types and shapes of the output of a stored tensor, known before it is read."""
         linear = self.linears.get(info.name)
         if linear is not None:
-            made = self._layout(linear)
-            return [(f"{linear.base}.{leaf}", kind, shape) for leaf, (kind, shape) in made.items()]
+            parts = self._layout(linear).items()
+            return [(f"{linear.base}.{leaf}", kind, shape) for leaf, (kind, shape) in parts]
         slot = self.read.header(info)
         if slot is None:
             return []
@@ -149,7 +152,7 @@ class IntegerConversion:
         return [(name, "F16" if self.target in HALF and kind in FLOATS else kind, shape)]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a stored tensor becomes, as :meth:`headers` announces it."""
+        """The output of a stored tensor, see :meth:`headers`."""
         linear = self.linears.get(name)
         if linear is not None:
             return {f"{linear.base}.{leaf}": value for leaf, value in self._encoded(name, linear).items()}
@@ -162,25 +165,25 @@ class IntegerConversion:
         return {slot[0]: tensor}
 
     def _scan(self, progress: Progress) -> None:
-        """Look at every Linear's codes once."""
+        """Read every Linear's codes once, for checks and rules."""
         model = empty_model({k: v for k, v in self.source.config.items() if k != "quantization_config"})
         slots = {
-            info.name: TensorSpec(*found)
+            info.name: TensorSpec(*slot)
             for info in self.source.tensors.values()
-            if (found := self.read.header(info))
+            if (slot := self.read.header(info))
         }
         dense = {slot.name: stored for stored, slot in slots.items()}
         names = stored_names(model, _Names({slot.name: slot for slot in slots.values()}))
         modules = [name for name, module in model.named_modules() if is_linear(module)]
-        places = {names.get(f"{module}.weight", ""): module for module in modules}
+        linears = {names.get(f"{module}.weight", ""): module for module in modules}
         with progress.task("scan", total=len(dense)) as task:
             for name, stored in dense.items():
-                found = usual(self.read.codes(stored)) if name in places else None
-                if found is not None:
-                    self._note(name, stored, places[name], *found)
+                coded = with_usual_scales(self.read.codes(stored)) if name in linears else None
+                if coded is not None:
+                    self._add_linear(name, stored, linears[name], *coded)
                 task.advance()
 
-    def _note(self, name: str, stored: str, module: str, weight: Coded, rule: WeightRule) -> None:
+    def _add_linear(self, name: str, stored: str, module: str, weight: Coded, rule: WeightRule) -> None:
         _check(self.source, name, weight, rule, self.target)
         self.zeros |= weight.zero is not None
         if self.target != BITSANDBYTES:
@@ -192,23 +195,23 @@ class IntegerConversion:
         self.linears[stored] = CarriedLinear(module, name.removesuffix(".weight"), shape, rule)
 
     def _dtype(self, stored: str) -> torch.dtype:
-        """Of the scales: the target's, or what they are."""
+        """Type of the scales: the target's, or their own."""
         if self.target in HALF:
             return torch.float16
         kind = self.read.header(self.source.tensors[stored])[1]
         return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kind, torch.float32)
 
     def _encoded(self, stored: str, linear: CarriedLinear) -> Mapping[str, Tensor]:
-        weight, rule = usual(self.read.codes(stored))
+        weight, rule = with_usual_scales(self.read.codes(stored))
         if self.target == BITSANDBYTES:
             return bitsandbytes.encode_int8(weight)
         together = self.target == "awq" or self._mixed_zeros()
-        made = convert(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
+        carried = convert(weight, rule, self.target, dtype=self._dtype(stored), zeros=together)
         if self.target == "gptq":
-            return gptq.encode(made.weight, made.rule, self._version())
+            return gptq.encode(carried.weight, carried.rule, self._version())
         if self.target == "awq":
-            return awq.encode(made.weight, made.rule)
-        return layouts.encode(made.weight, made.rule, PACK, made.dtype)
+            return awq.encode(carried.weight, carried.rule)
+        return layouts.encode(carried.weight, carried.rule, PACK, carried.dtype)
 
     def _layout(self, linear: CarriedLinear) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         if self.target == BITSANDBYTES:
@@ -241,14 +244,14 @@ class IntegerConversion:
         rules = self._rules()
         ignore = [name for name in modules if name not in rules]
         if self.target == "gptq":
-            said = gptq.quantization_config(rules, ignore=ignore)
+            quantization = gptq.quantization_config(rules, ignore=ignore)
         elif self.target == "awq":
-            said = awq.quantization_config(rules, ignore=ignore)
+            quantization = awq.quantization_config(rules, ignore=ignore)
         elif self.target == BITSANDBYTES:
-            said = bitsandbytes.int8_config(ignore)
+            quantization = bitsandbytes.int8_config(ignore)
         else:
-            said = _compressed(rules, ignore)
-        return {**config, "quantization_config": said}
+            quantization = _compressed(rules, ignore)
+        return {**config, "quantization_config": quantization}
 
     def _notes(self) -> list[str]:
         changed = [change for change in self.changes if change]
@@ -262,7 +265,7 @@ class IntegerConversion:
 
 
 class _Names:
-    """What :func:`stored_names` wants to know of a checkpoint: names and shapes of its dense tensors."""
+    """The part of a checkpoint that :func:`stored_names` reads: names and shapes of its dense tensors."""
 
     def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = tensors

@@ -17,7 +17,7 @@ from typing import Any
 
 from attar.models.chat_template import render_chat
 
-CONTEXT = 8192  # tokens at most that Ollama is told to hold; its own default is smaller
+CONTEXT = 8192  # largest num_ctx; Ollama's own default is smaller
 _ROLES = ("system", "user", "assistant")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEXTS = {"system": "Sierra", "user": "Uniform", "assistant": "Alpha"}
@@ -34,8 +34,8 @@ class Turns:
     """A chat template that writes each message by itself.
 
     Attributes:
-        around: by role, the texts before and behind a message.
-        opening: what begins an answer, behind the last message.
+        around: by role, the texts before and after a message.
+        opening: the beginning of an answer, after the last message.
         system: the message that the template puts in where there is no system message; None: none.
     """
 
@@ -53,9 +53,9 @@ class Turns:
     def go(self) -> str:
         """The same in Go's language, texts quoted so that no blank is lost."""
         branches: list[str] = []
-        for role, (before, behind) in self.around.items():
+        for role, (before, after) in self.around.items():
             word = "else if" if branches else "if"
-            body = "".join((_text(before), "{{ .Content }}", _text(behind)))
+            body = "".join((_text(before), "{{ .Content }}", _text(after)))
             branches.append(f'{{{{- {word} eq .Role "{role}" }}}}{body}')
         return "\n".join(
             ["{{- range .Messages }}", *branches, "{{- end }}", f"{{{{- end }}}}{_text(self.opening)}"]
@@ -66,7 +66,7 @@ def modelfile(name: str, metadata: Mapping[str, Any], licence: str, context: int
     """The text.
 
     Args:
-        name: of the GGUF file, which stands in the same folder.
+        name: of the GGUF file, in the same folder.
         metadata: of that file, values without types.
         licence: what to say of it; empty: nothing.
         context: of the model, in tokens; None: not known.
@@ -143,48 +143,50 @@ def _turns(rendered: Any) -> Turns | None:
     if two.count(_TEXTS["user"]) != 2 or two.count(_TEXTS["assistant"]) != 1:
         return None
     first, middle, rest = _cut(two, "user", "assistant")
-    behind_answer, _, behind = rest.partition(_TEXTS["user"])
-    if not middle.startswith(behind):
+    after_answer, _, after_user = rest.partition(_TEXTS["user"])
+    if not middle.startswith(after_user):
         return None
-    return _with_system(rendered, first, middle[len(behind) :], behind_answer, behind, opened[len(one) :])
+    return _with_system(
+        rendered, first, middle[len(after_user) :], after_answer, after_user, opened[len(one) :]
+    )
 
 
 def _with_system(
-    rendered: Any, first: str, before_answer: str, behind_answer: str, behind: str, opening: str
+    rendered: Any, first: str, before_answer: str, after_answer: str, after_user: str, opening: str
 ) -> Turns | None:
-    """The texts around a system message, and what stands there without one."""
+    """The texts around a system message, and the text there without one."""
     whole = rendered(("system", "user"), False)
-    plain_user = _common_end(first, behind_answer)
+    plain_user = _common_end(first, after_answer)
     if whole is None or whole.count(_TEXTS["system"]) != 1 or whole.count(_TEXTS["user"]) != 1:
-        if not behind_answer.endswith(first):
+        if not after_answer.endswith(first):
             return None
-        after = behind_answer[: len(behind_answer) - len(first)]
-        return Turns({"user": (first, behind), "assistant": (before_answer, after)}, opening, None)
+        after = after_answer[: len(after_answer) - len(first)]
+        return Turns({"user": (first, after_user), "assistant": (before_answer, after)}, opening, None)
     before_system, joint, _ = _cut(whole, "system", "user")
     before_user = _common_end(joint, plain_user)
-    if behind and before_user.startswith(behind):  # what ends a message belongs to the message before
-        before_user = before_user[len(behind) :]
-    behind_system = joint[: len(joint) - len(before_user)]
+    if after_user and before_user.startswith(after_user):  # a message's end belongs to the message before
+        before_user = before_user[len(after_user) :]
+    after_system = joint[: len(joint) - len(before_user)]
     missing = first[: len(first) - len(before_user)]
-    default = missing.removeprefix(before_system).removesuffix(behind_system) if missing else None
-    if default is not None and f"{before_system}{default}{behind_system}" != missing:
+    default = missing.removeprefix(before_system).removesuffix(after_system) if missing else None
+    if default is not None and f"{before_system}{default}{after_system}" != missing:
         return None
-    if not behind_answer.endswith(before_user):
+    if not after_answer.endswith(before_user):
         return None
-    after = behind_answer[: len(behind_answer) - len(before_user)]
+    after = after_answer[: len(after_answer) - len(before_user)]
     around = {
-        "system": (before_system, behind_system),
-        "user": (before_user, behind),
+        "system": (before_system, after_system),
+        "user": (before_user, after_user),
         "assistant": (before_answer, after),
     }
     return Turns(around, opening, default)
 
 
 def _cut(text: str, one: str, other: str) -> tuple[str, str, str]:
-    """What stands before, between and behind two messages."""
+    """The text before, between and after two messages."""
     before, _, rest = text.partition(_TEXTS[one])
-    between, _, behind = rest.partition(_TEXTS[other])
-    return before, between, behind
+    between, _, after = rest.partition(_TEXTS[other])
+    return before, between, after
 
 
 def _common_end(one: str, other: str) -> str:
@@ -193,7 +195,7 @@ def _common_end(one: str, other: str) -> str:
     while size < min(len(one), len(other)) and one[-1 - size] == other[-1 - size]:
         size += 1
     common = one[len(one) - size :]
-    starts = [place for place in (common.find("<"), common.find("[")) if place >= 0]
+    starts = [index for index in (common.find("<"), common.find("[")) if index >= 0]
     return common[min(starts) :] if starts else common
 
 

@@ -1,12 +1,12 @@
-"""Export of a quantized checkpoint in another packed layout: every code stays what it is.
+"""Export of a quantized checkpoint in another packed layout, with the same codes.
 
-    scan     what becomes of each tensor is settled: do the codes fit, do scales change their type?
+    scan     every Linear once: do the codes fit, do scales change their type?
     write    codes in the target's layout, everything else as it expects it        (streamed)
-    verify   both files decoded, tensor by tensor
+    verify   both checkpoints decoded and compared, tensor by tensor
 
 compressed-tensors, GPTQ, AWQ and bitsandbytes' INT8 share integer codes (integers.py), compressed-tensors and
-ModelOpt those of FP8 and NVFP4 (formats/modelopt_conversion.py). A checkpoint that is in the layout asked for
-already is copied, and checked.
+ModelOpt those of FP8 and NVFP4 (formats/modelopt_conversion.py). A checkpoint in the target's layout is
+copied and checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INTEGERS = ("compressed-tensors", "gptq", "awq", "gguf")
 
 
 class Conversion(Protocol):
-    """What a checkpoint becomes, tensor by tensor.
+    """A checkpoint's tensors in another layout.
 
     Attributes:
         config: the result's config.json.
@@ -49,34 +49,34 @@ class Conversion(Protocol):
     config: dict[str, Any]
 
     def headers(self, info: Any) -> Sequence[tuple[str, str, tuple[int, ...]]]:
-        """Names, types and shapes of what a stored tensor becomes, known before it is read."""
+        """Names, types and shapes of the output of a stored tensor, known before it is read."""
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """What a stored tensor becomes."""
+        """The output of a stored tensor."""
 
 
 def refuse(source: Checkpoint, settings: ExportSettings) -> None:
-    """Raise where a checkpoint cannot leave in the layout asked for.
+    """Raise where a checkpoint cannot be written in the layout asked for.
 
     Raises:
-        ModelError: it is not quantized, or its codes have no place there.
+        ModelError: it is not quantized, or its codes cannot be stored there.
     """
-    found = quant_method(source)
-    if not found:
+    layout = quant_method(source)
+    if not layout:
         raise ModelError(f"{source.path} is not quantized", hint="quantize it first, or --format dense")
-    said = source.config.get("quantization_config") or {}
-    if said.get("format") == TRANSPOSED:
+    quantization = source.config.get("quantization_config") or {}
+    if quantization.get("format") == TRANSPOSED:
         raise ModelError(
             f"{source.path}: {settings.format} has no transposed Linears ({source.config['model_type']})",
             hint="--format dense loads everywhere; the packed checkpoint itself is for attar",
         )
-    if found == settings.format:
+    if layout == settings.format:
         return
-    if {found, settings.format} == {"compressed-tensors", "modelopt"}:
+    if {layout, settings.format} == {"compressed-tensors", "modelopt"}:
         _modelopt(source, settings.format)
-    elif settings.format == "modelopt" or found not in INTEGERS:
+    elif settings.format == "modelopt" or layout not in INTEGERS:
         raise ModelError(
-            f"{source.path} is in the layout of {found}, whose codes have no place in {settings.format}",
+            f"{source.path} is in the layout of {layout}, whose codes have no place in {settings.format}",
             hint="it loads as it is; --format dense loads everywhere",
         )
     else:
@@ -84,24 +84,23 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 
 def write(source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress) -> list[str]:
-    """Write the folder; what was checked, in words."""
-    found = quant_method(source)
-    if found == settings.format:
+    """Write the folder; returns what was checked, as sentences."""
+    layout = quant_method(source)
+    if layout == settings.format:
         return _copy(source, output, progress)
-    made: Conversion
-    if "modelopt" in (found, settings.format):
-        made = _modelopt(source, settings.format)
+    conversion: Conversion
+    if "modelopt" in (layout, settings.format):
+        conversion = _modelopt(source, settings.format)
     else:
-        made = IntegerConversion(source, settings.format, progress)
-    if isinstance(made, IntegerConversion):
-        output.details["notes"] = made.notes
-    write_config(output.folder, made.config)
-    if isinstance(made, FromCompressedTensors):
-        write_config(output.folder, made.hf_quant_config, "hf_quant_config.json")
-    _stream(source, made, output, progress)
+        conversion = IntegerConversion(source, settings.format, progress)
+        output.details["notes"] = conversion.notes
+    write_config(output.folder, conversion.config)
+    if isinstance(conversion, FromCompressedTensors):
+        write_config(output.folder, conversion.hf_quant_config, "hf_quant_config.json")
+    _stream(source, conversion, output, progress)
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
-    output.details["limits"] = found_limits(written)
+    output.details["limits"] = target_limits(written)
     return same_weights(source, written, progress)
 
 
@@ -110,7 +109,7 @@ def _modelopt(source: Checkpoint, target: str) -> FromCompressedTensors | ToComp
 
 
 def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[str]:
-    """The same tensors in a folder of their own."""
+    """The same tensors in a new folder."""
     write_config(output.folder, source.config)
     stream(
         source,
@@ -123,17 +122,17 @@ def _copy(source: Checkpoint, output: StageOutput, progress: Progress) -> list[s
     )
     copy_companions(source.path, output.folder)
     written = open_checkpoint(output.folder)
-    output.details["limits"] = found_limits(written)
+    output.details["limits"] = target_limits(written)
     return same_tensors(source, written, None, progress)
 
 
-def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress: Progress) -> None:
+def _stream(source: Checkpoint, conversion: Conversion, output: StageOutput, progress: Progress) -> None:
     def transform(name: str, load: Callable[[], Tensor]) -> Mapping[str, Tensor]:
-        return made.tensors(name)
+        return conversion.tensors(name)
 
     stream(
         source,
-        lambda info: [TensorSpec(*slot) for slot in made.headers(info)],
+        lambda info: [TensorSpec(*slot) for slot in conversion.headers(info)],
         transform,
         output.folder,
         work=output.work / "shards",
@@ -142,20 +141,20 @@ def _stream(source: Checkpoint, made: Conversion, output: StageOutput, progress:
     )
 
 
-def found_limits(written: Checkpoint) -> list[str]:
-    """What to know before a packed checkpoint is deployed, in sentences."""
+def target_limits(written: Checkpoint) -> list[str]:
+    """Limits of engines that this packed checkpoint meets, as sentences."""
     read: Any = reader(written)
     if not hasattr(read, "rule_and_shape"):
         return []
-    found = {name: read.rule_and_shape(name) for name in written.tensors}
-    said = {name.rpartition(".")[0]: one for name, one in found.items() if one is not None}
+    described = {name: read.rule_and_shape(name) for name in written.tensors}
+    linears = {name.rpartition(".")[0]: one for name, one in described.items() if one is not None}
     config = written.config
     heads = int(config.get("num_attention_heads") or 0)
     groups = ((config.get("quantization_config") or {}).get("config_groups") or {}).values()
     return limits(
         str(quant_method(written)),
-        {name: shape for name, (_, shape) in said.items()},
-        {name: rule for name, (rule, _) in said.items()},
+        {name: shape for name, (_, shape) in linears.items()},
+        {name: rule for name, (rule, _) in linears.items()},
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
         activations=any(group.get("input_activations") for group in groups),

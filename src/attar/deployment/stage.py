@@ -1,4 +1,4 @@
-"""The verb ``export``: a checkpoint as other engines want it, read back before it is handed over.
+"""The verb ``export``: a checkpoint in the format of another engine, read back and compared.
 
     dense                            ordinary safetensors in one number type       (dense.py)
     gguf                             llama.cpp                                      (gguf.py)
@@ -6,12 +6,11 @@
     bitsandbytes, modelopt           codes of a quantized checkpoint, untouched     (packed.py)
     exl2                             ExLlamaV2, rounded here                        (exl2.py)
 
-Each file has ``refuse``, which says what cannot be done before anything is, and ``write``, which ends with
-what was checked on the written files: the checks are those that have broken for people elsewhere (verify.py).
+Each file has ``refuse``, which raises before any work, and ``write``, which returns the checks that the
+written files passed (verify.py).
 
-``-o DIR`` makes a folder with a card; ``-o FILE.gguf`` a single file. Its card, README and Modelfile stand
-next to it under its name:
-FILE.attar.json, FILE.md and FILE.Modelfile, so that several models share a folder.
+``-o DIR`` makes a folder with a card; ``-o FILE.gguf`` a single file. Its card, README and Modelfile are
+next to it: FILE.attar.json, FILE.md and FILE.Modelfile, so that several models share a folder.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def export(
         key: identity of this work, when a recipe knows it.
 
     Raises:
-        ModelError: the checkpoint cannot be what is asked for.
+        ModelError: the checkpoint cannot be written in this format.
         NumericsError: a tensor would not survive the format, or reads back differently.
         OutputError: ``out`` exists or cannot be written.
     """
@@ -120,8 +119,8 @@ def _write(
 def _recorded(
     source: Checkpoint, settings: ExportSettings, output: StageOutput, progress: Progress
 ) -> ExportSettings:
-    """Note the text that will be read. Settings without an importance matrix where nobody asked for one, and
-    there is no text for it."""
+    """Record the text that will be read. Where there is no text, and the importance matrix was not asked for,
+    the settings without it."""
     from attar.models.load import load_tokenizer
 
     length = row_length(settings.sequence_length, source.config)
@@ -147,7 +146,7 @@ def _write_file(
     force: bool,
     key: str | None,
 ) -> Checkpoint:
-    """A folder as always, whose files then take their places: the parts of the model and the card."""
+    """Export to a folder, then move its files to where a single file has them."""
     final = atomic.target(out)
     if settings.max_file:
         raise SettingsError("max_file", settings.max_file, "unset for a single file; -o a folder")
@@ -155,21 +154,21 @@ def _write_file(
     folder = atomic.hidden(final, "folder")
     _write(source, folder, settings, writer, progress, True, key)
     with atomic.explain_os_errors(final):
-        made = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
-        _rename(folder, made, final)
-        places = {FILE: card_beside(final), TEXTS: texts_file(final), final.name: final}
-        places |= {README: final.with_suffix(".md"), MODELFILE: final.with_suffix(f".{MODELFILE}")}
-        for name, place in places.items():
+        written = next(path for path in folder.glob(f"*{GGUF}") if path.name != IMATRIX)
+        _rename(folder, written, final)
+        targets = {FILE: card_beside(final), TEXTS: texts_file(final), final.name: final}
+        targets |= {README: final.with_suffix(".md"), MODELFILE: final.with_suffix(f".{MODELFILE}")}
+        for name, target in targets.items():
             if (folder / name).is_file():
-                (folder / name).replace(place)
+                (folder / name).replace(target)
         atomic.fsync(final.parent)
         shutil.rmtree(folder)
     return open_checkpoint(final)
 
 
-def _rename(folder: Path, made: Path, final: Path) -> None:
-    """The folder's files as those of a single file: under its name in card, README and Modelfile."""
-    made.rename(folder / final.name)
+def _rename(folder: Path, written: Path, final: Path) -> None:
+    """Rename the folder's files after a single file, in card, README and Modelfile too."""
+    written.rename(folder / final.name)
     modelfile = folder / MODELFILE
     if modelfile.is_file():
         _, _, rest = modelfile.read_text(encoding="utf-8").partition("\n")
@@ -185,5 +184,5 @@ def _rename(folder: Path, made: Path, final: Path) -> None:
 
 
 def card_beside(file: Path) -> Path:
-    """Where the card of a single file stands: ``NAME.attar.json``."""
+    """Path of the card of a single file: ``NAME.attar.json``."""
     return file.with_suffix(".attar.json")

@@ -1,4 +1,4 @@
-"""Written files read back: what has broken for people elsewhere is looked for before a file is handed over.
+"""Checks of written files, read back: the faults that other exporters are known for.
 
 Scales that are zero, infinite or out of the range of their type; layers whose codes are all the same; a file
 that does not decode to what went in.
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 def same_tensors(
     source: Checkpoint, written: Checkpoint, dtype: torch.dtype | None, progress: Progress = SILENT
 ) -> list[str]:
-    """Compare what two checkpoints stand for, tensor by tensor, bit for bit.
+    """Compare the decoded tensors of two checkpoints, bit for bit.
 
     Args:
         dtype: what floating-point tensors were cast to; None: they stay as they are.
 
     Returns:
-        what was checked, in words.
+        what was checked, as sentences.
 
     Raises:
         NumericsError: a tensor differs, overflows, or is degenerate.
     """
     before, after = reader(source), reader(written)
-    places = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
+    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
     checked = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name, info in source.tensors.items():
             slot = before.header(info)
             if slot is not None:
                 before.check(name)
-                wanted, stored = before.decode(name), places.get(slot[0])
+                wanted, stored = before.decode(name), stored_names.get(slot[0])
                 assert wanted is not None
                 got = None if stored is None else after.decode(stored)
                 compare(slot[0], wanted, got, dtype)
@@ -79,27 +79,31 @@ def check_fits(name: str, tensor: Tensor) -> None:
 
 
 def same_weights(source: Checkpoint, written: Checkpoint, progress: Progress = SILENT) -> list[str]:
-    """Compare codes where both layouts give them, and what the tensors stand for, within the rounding of the
-    coarser of the two types.
+    """Compare codes where both layouts have them, and decoded tensors within the rounding of the coarser
+    type.
 
     Returns:
-        what was checked, in words.
+        what was checked, as sentences.
 
     Raises:
         NumericsError: a tensor differs, or is degenerate.
     """
     before, after = reader(source), reader(written)
-    places = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
+    stored_names = {slot[0]: info.name for info in written.tensors.values() if (slot := after.header(info))}
     coded = 0
     with progress.task("verify", total=len(source.tensors)) as task:
         for name, info in source.tensors.items():
             slot = before.header(info)
             if slot is not None:
-                coded += _same_codes(slot[0], before, name, after, places.get(slot[0], ""))
-                close(slot[0], before.decode(name), after.decode(places[slot[0]]))
-                after.check(places[slot[0]])
+                coded += _same_codes(slot[0], before, name, after, stored_names.get(slot[0], ""))
+                close(slot[0], before.decode(name), after.decode(stored_names[slot[0]]))
+                after.check(stored_names[slot[0]])
             task.advance()
-    return [f"{coded} Linears with the same codes", f"{len(places)} tensors read back", "scales are finite"]
+    return [
+        f"{coded} Linears with the same codes",
+        f"{len(stored_names)} tensors read back",
+        "scales are finite",
+    ]
 
 
 def _same_codes(name: str, before: Any, stored: str, after: Any, written: str) -> bool:

@@ -49,8 +49,8 @@ def add_adapters(student: Any, names: Sequence[str], rank: int, teacher: Any | N
     """
     try:
         import peft
-    except ImportError as error:
-        raise MissingExtraError("peft", "adapters") from error
+    except ImportError as problem:
+        raise MissingExtraError("peft", "adapters") from problem
     errors = {} if teacher is None else {name: _error(student, teacher, name) for name in names}
     config = peft.LoraConfig(
         r=rank,

@@ -27,8 +27,8 @@ def discover(model: Any) -> Anatomy:
         model: a transformers model, causal or encoder, with or without a head; its weights may be on meta.
 
     Raises:
-        ModelError: a part was not found or its shape contradicts the config; says which part, where it was
-            looked for, and what was seen there.
+        ModelError: a part was not found or its shape contradicts the config; the message names the part,
+            where it was looked for, and what is there.
     """
     config = text_config(model)
     if getattr(config, "is_encoder_decoder", False):
@@ -68,7 +68,7 @@ def _find_blocks(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
         and len({type(child) for child in module}) == 1
         and any(is_linear(part) for part in module[0].modules())
     ]
-    outer = [  # a list inside a block (of experts, say) is not the list of blocks
+    outer = [  # not lists inside a block, of experts say
         (name, module)
         for name, module in lists
         if not any(name.startswith(other + ".") for other, _ in lists)
@@ -82,7 +82,7 @@ def _find_blocks(model: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
         )
     layers = getattr(config, "num_hidden_layers", None)
     embedding = _path_of(model, model.get_input_embeddings())
-    name, stack = max(  # the blocks of the text stand by its embedding, those of a vision tower do not
+    name, stack = max(  # a vision tower's blocks are not near the text embedding
         outer, key=lambda item: (len(item[1]) == layers, len(common_parent(item[0], embedding)), len(item[1]))
     )
     agree(config, "num_hidden_layers", len(stack), f"{name} has {{}} blocks")
@@ -94,19 +94,19 @@ def _path_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def _is_causal(config: Any, block: Block) -> bool:
-    """Attention modules say it themselves; where they do not, what the family is made for."""
-    said = [
+    """``is_causal`` of the attention modules; where they have none, the auto class that lists the config."""
+    flags = [
         module.is_causal
         for module in block.module.modules()
         if isinstance(getattr(module, "is_causal", None), bool)
     ]
-    if said:
-        return bool(said[0])
+    if flags:
+        return bool(flags[0])
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def _find_positions(model: nn.Module, embedding: nn.Module) -> str | None:
-    """A second embedding whose name speaks of positions."""
+    """A second embedding, named after positions."""
     for name, module in model.named_modules():
         leaf = str(name).rpartition(".")[2]
         if isinstance(module, nn.Embedding) and module is not embedding and ("pos" in leaf or leaf == "wpe"):
@@ -115,7 +115,7 @@ def _find_positions(model: nn.Module, embedding: nn.Module) -> str | None:
 
 
 def _find_final_norm(model: nn.Module, stack_name: str) -> str | None:
-    """The last norm beside the list of blocks that is not the embedding's."""
+    """The last norm next to the list of blocks, except an embedding's norm."""
     parent = stack_name.rpartition(".")[0]
     names = [
         str(name)
@@ -133,14 +133,14 @@ HINT = "attar takes apart transformers with one self-attention and one dense MLP
 
 @dataclass(frozen=True)
 class BlockHalf:
-    """The attention or the MLP of a block while it is read: its linear layers, by path from the model."""
+    """The attention or the MLP of a block: its linear layers, by path from the model."""
 
     family: str
     where: str
     linears: dict[str, nn.Module]
 
     def paths(self, role: str) -> list[str]:
-        """Paths whose name says this role."""
+        """Paths with a name of this role."""
         return [path for path in self.linears if role_of(self._inside(path)) == role]
 
     def only(self, role: str) -> Projection:
@@ -270,7 +270,7 @@ def measure(path: str, module: nn.Module) -> Projection:
 
 
 def head_width(config: Any, attention: nn.Module, columns: int) -> int:
-    """Width of one head: what the attention module says, else the config, else columns over heads."""
+    """Width of one head: the attention module's, else the config's, else columns over heads."""
     for source in (attention, config):
         for key in HEAD_WIDTHS:
             value = getattr(source, key, None)
@@ -279,12 +279,12 @@ def head_width(config: Any, attention: nn.Module, columns: int) -> int:
     return columns // int(config.num_attention_heads)
 
 
-def agree(config: Any, key: str, found: int, what: str) -> None:
-    """Raise where the config has a number for ``key`` and the model another."""
-    said = getattr(config, key, None)
-    if isinstance(said, int) and said != found:
+def agree(config: Any, key: str, count: int, what: str) -> None:
+    """Raise where the config's number for ``key`` is not the model's."""
+    configured = getattr(config, key, None)
+    if isinstance(configured, int) and configured != count:
         raise ModelError(
-            f"{config.model_type}: {what.format(found)}, but the config's {key} is {said}", hint=HINT
+            f"{config.model_type}: {what.format(count)}, but the config's {key} is {configured}", hint=HINT
         )
 
 
@@ -319,7 +319,7 @@ MLP_ROLES = {
     "down": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output.dense", "lin2", "w2", "fc_out", "Wo"),
 }
 
-# Fused weights in which q, k and v of one KV group stand together, group after group (GPT-NeoX, BLOOM,
+# Fused weights in which q, k and v of one KV group are adjacent, group after group (GPT-NeoX, BLOOM,
 # Falcon). Any other fused weight holds all of q, then all of k, then all of v (Phi-3, GPT-2).
 ALTERNATING = ("query_key_value",)
 
@@ -336,7 +336,7 @@ def in_cross_attention(path: str) -> bool:
 
 
 def role_of(path: str) -> str | None:
-    """Role of the module at ``path`` inside its block, or None when the name says nothing."""
+    """Role of the module at ``path`` inside its block, or None for an unknown name."""
     if in_cross_attention(path):
         return None
     table = ATTENTION_ROLES if in_attention(path) else MLP_ROLES

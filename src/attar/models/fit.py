@@ -1,4 +1,4 @@
-"""Whether config.json, the stored tensors and the tokenizer belong together: asked before any work."""
+"""Whether config.json, the stored tensors and the tokenizer belong together: checked before any work."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OLD_BUFFERS = r"rotary_emb\.inv_freq|(^|\.)position_ids$"
 
 
 def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
-    """Refuse what no stage can work on. Reads headers and the tokenizer's files, no weights.
+    """Refuse a checkpoint that no stage can work on. Reads headers and the tokenizer's files, no weights.
 
     Args:
         checkpoint: dense, or quantized in a way that attar reads.
-        text: the stage reads text, so that there must be a tokenizer; otherwise one that is there must load.
+        text: the stage reads text, so a tokenizer is needed; otherwise only a present one must load.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape than the config asks for, or holds codes where
@@ -47,18 +47,16 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
 
 
 def _plainly_fits(view: Any, packed: bool) -> bool:
-    """Whether the tensors are those that the config asks for, as far as that is known without transformers.
-
-    Of all others transformers' own model knows more, and says what is wrong.
-    """
+    """Whether the tensors are those of the config, for families known without transformers; for all others
+    transformers' own model decides."""
     wanted = plain_shapes(view.config)
     if wanted is None:
         return False
     tied = HEAD not in view.tensors and view.config.get("tie_word_embeddings") is True
     expected = {name: shape for name, shape in wanted.items() if not (tied and name == HEAD)}
     numbers = all(info.dtype[0] not in "IU" and info.dtype != "BOOL" for info in view.tensors.values())
-    found = {name: tuple(info.shape) for name, info in view.tensors.items()}
-    return found == expected and (packed or numbers)
+    shapes = {name: tuple(info.shape) for name, info in view.tensors.items()}
+    return shapes == expected and (packed or numbers)
 
 
 def _check_tokenizer(checkpoint: Checkpoint, text: bool) -> None:
@@ -73,7 +71,7 @@ def _check_tokenizer(checkpoint: Checkpoint, text: bool) -> None:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    """A config with more layers than there are tensors is refused before a module is made for each."""
+    """Refuse a config with more layers than there are tensors, before a module is built for each."""
     layers = geometry(checkpoint.config, "float32").layers
     if layers is not None and layers > len(checkpoint.tensors):
         raise CheckpointError(
@@ -84,8 +82,8 @@ def _check_layers(checkpoint: Checkpoint) -> None:
 
 
 def _known_model(config: dict[str, Any]) -> Any | None:
-    """The model without weights; None for an architecture that transformers does not know, which some exports
-    can do without."""
+    """The model without weights; None for an architecture unknown to transformers, which some exports do not
+    need."""
     from attar.models.load import empty_model
 
     try:
@@ -99,14 +97,14 @@ def _check_tensors(view: Any, model: nn.Module, packed: bool) -> None:
 
     names = stored_names(model, view, strict=False)
     wanted = {stored: tuple(model.get_parameter(name).shape) for name, stored in names.items()}
-    found = {stored: tuple(view.tensors[stored].shape) for stored in sorted(wanted)}
-    wrong = {stored: (shape, wanted[stored]) for stored, shape in found.items() if shape != wanted[stored]}
-    extra = sorted(_without_place(model, [name for name in view.tensors if name not in wanted]))
+    shapes = {stored: tuple(view.tensors[stored].shape) for stored in sorted(wanted)}
+    wrong = {stored: (shape, wanted[stored]) for stored, shape in shapes.items() if shape != wanted[stored]}
+    extra = sorted(_unknown_names(model, [name for name in view.tensors if name not in wanted]))
     report_misfits(f"{view.path} ({type(model).__name__})", model, wrong=wrong, extra=[])
     try:
         stored_names(model, view)
     except CheckpointError:
-        if extra:  # the file has names of its own, which a stage that needs to know them will say
+        if extra:  # other names: refused by the stage that needs them
             return
         raise
     report_misfits(f"{view.path} ({type(model).__name__})", model, wrong={}, extra=extra)
@@ -121,8 +119,8 @@ def _check_tensors(view: Any, model: nn.Module, packed: bool) -> None:
         )
 
 
-def _without_place(model: Any, names: list[str]) -> Iterator[str]:
-    """Those of some stored names that are no part of the model, nor passed over by transformers."""
+def _unknown_names(model: Any, names: list[str]) -> Iterator[str]:
+    """Stored names that are no part of the model and not ignored by transformers."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     known = model.state_dict().keys()
     patterns = [_OLD_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
@@ -146,7 +144,7 @@ def report_misfits(
     Args:
         where: the folder and the architecture.
         wrong: stored and wanted shape by name.
-        extra: tensors that no parameter takes; those of a whole module that the model does without are spare.
+        extra: tensors that no parameter takes; those of a module that the model lacks are spare.
         missing: parameters without a tensor.
     """
     for name, (stored, wanted) in wrong.items():
@@ -162,7 +160,7 @@ def report_misfits(
 
 
 def _is_spare(model: nn.Module, name: str) -> bool:
-    """Whether a tensor belongs to a whole module, outside the layers, that the model does without."""
+    """Whether a tensor belongs to a module, outside the layers, that the model lacks."""
     steps = name.split(".")
     if any(step.isdigit() for step in steps):
         return False

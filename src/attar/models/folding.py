@@ -2,13 +2,13 @@
 
     y = W x = (W diag(s)) (diag(1/s) x)
 
-diag(s) goes into the columns of every Linear that reads x (the consumers), diag(1/s) into whatever makes x
-(the producer): a norm's weight and bias, the rows of v before o, the rows of up before down. Nothing here
-knows a family: a fold exists where a probe (:mod:`attar.models.probe`) shows that multiplying the producer's
-output by 1/s multiplies the consumers' inputs by 1/s and changes nothing else. So a norm whose output is also
-the residual stream (BERT), or an activation between up and down that is not homogeneous (GELU), is found by
-its effect. Where a KV head serves several query heads, several columns of o come from one row of v and share
-its scale: ``source`` says which.
+diag(s) goes into the columns of every Linear that reads x (the consumers), diag(1/s) into the module that
+computes x (the producer): a norm's weight and bias, the rows of v before o, the rows of up before down.
+Nothing here knows a family: a fold exists where a probe (:mod:`attar.models.probe`) shows that multiplying
+the producer's output by 1/s multiplies the consumers' inputs by 1/s and changes nothing else. So a norm whose
+output is also the residual stream (BERT), or an activation between up and down that is not homogeneous
+(GELU), is found by its effect. Where a KV head serves several query heads, several columns of o come from one
+row of v and share its scale: ``source`` is the map.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Fold", "Foldable", "Rescale", "foldable", "rescaled", "rescales"]
 
 @dataclass(frozen=True)
 class Fold:
-    """A place for a scale s (K,), one number for each input channel of the consumers.
+    """Where a scale s (K,) can be folded: one number for each input channel of the consumers.
 
     Attributes:
         kind: ``"norm"``, ``"v"`` (into o) or ``"up"`` (into down).
@@ -62,11 +62,11 @@ class Fold:
 
 @dataclass(frozen=True)
 class Foldable:
-    """What :func:`foldable` found.
+    """The result of :func:`foldable`.
 
     Attributes:
         folds: in the order of the blocks.
-        left: every other Linear of the blocks by module name, with the reason in words.
+        left: every other Linear of the blocks by module name, with the reason.
     """
 
     folds: tuple[Fold, ...]
@@ -114,7 +114,7 @@ def foldable(model: Any) -> Foldable:
     left: dict[str, str] = {}
     for block in probe.anatomy.blocks:
         base = probe.run(block)
-        found = [
+        block_folds = [
             fold
             for fold in (
                 *(norm_fold(probe, block, base, norm) for norm in block.norms),
@@ -123,8 +123,8 @@ def foldable(model: Any) -> Foldable:
             )
             if fold is not None
         ]
-        folds += sorted(found, key=lambda fold: block.linears.index(fold.consumers[0]))
-        done = [name for fold in found for name in fold.consumers]
+        folds += sorted(block_folds, key=lambda fold: block.linears.index(fold.consumers[0]))
+        done = [name for fold in block_folds for name in fold.consumers]
         left |= {name: _why(block, name) for name in block.linears if name not in done}
     return Foldable(tuple(folds), left)
 
@@ -141,8 +141,8 @@ def rescales(model: nn.Module, chosen: Iterable[tuple[Fold, Tensor]]) -> dict[st
     offsets: dict[str, float] = {}
     for fold, scale in chosen:
         scale = scale.float().cpu()
-        made = rows.setdefault(fold.producer, torch.ones(_outputs(model.get_submodule(fold.producer))))
-        made[torch.tensor(fold.source)] /= scale
+        factors = rows.setdefault(fold.producer, torch.ones(_outputs(model.get_submodule(fold.producer))))
+        factors[torch.tensor(fold.source)] /= scale
         offsets[fold.producer] = fold.offset
         for name in fold.consumers:
             columns[name] = columns[name] * scale if name in columns else scale
@@ -203,12 +203,12 @@ def _v_source(attention: Attention) -> tuple[int, ...]:
     rows, width = attention.v.stored_rows(), attention.head_dim
     repeat = attention.heads // attention.kv_heads
     return tuple(
-        rows[head // repeat * width + place] for head in range(attention.heads) for place in range(width)
+        rows[head // repeat * width + column] for head in range(attention.heads) for column in range(width)
     )
 
 
 def _up_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
-    """The fold of up into down, where what stands between is homogeneous."""
+    """The fold of up into down, where the activation between them is homogeneous."""
     rows = block.mlp.up.stored_rows()
     fold = Fold("up", block.mlp.up.name, (block.mlp.down.name,), tuple(rows))
     return fold if _confirmed(probe, block, base, fold, rows) else None
@@ -237,8 +237,8 @@ def _reached(block: Block, base: BlockResponse, seen: BlockResponse, factor: Ten
 
 def _factors(count: int) -> Tensor:
     """Positive numbers around 1, none of them 1, fixed."""
-    places = torch.arange(count, dtype=torch.float32)
-    return torch.where(places % 2 == 0, 1.3, 0.6) + 0.2 * torch.sin(places)
+    index = torch.arange(count, dtype=torch.float32)
+    return torch.where(index % 2 == 0, 1.3, 0.6) + 0.2 * torch.sin(index)
 
 
 def norm_offset(norm: Any) -> float | None:
@@ -249,28 +249,28 @@ def norm_offset(norm: Any) -> float | None:
     x = torch.linspace(-1.0, 2.0, weight.numel())[None, None] + 0.1
     bias = getattr(norm, "bias", None)
     added = bias.detach() if isinstance(bias, Tensor) else 0.0
-    with torch.no_grad(), _Lent(norm, weight=torch.zeros_like(weight)):
+    with torch.no_grad(), _TemporaryValues(norm, weight=torch.zeros_like(weight)):
         at_zero = norm(x) - added
-    with torch.no_grad(), _Lent(norm, weight=torch.ones_like(weight)):
+    with torch.no_grad(), _TemporaryValues(norm, weight=torch.ones_like(weight)):
         at_one = norm(x) - added
     if at_one.abs().max() > 0 and float(at_zero.abs().max()) <= 1e-6:
         return 0.0
     return 1.0 if alike(at_one, 2.0 * at_zero) else None
 
 
-class _Lent:
-    """Other values in a module's parameters for the length of a context."""
+class _TemporaryValues:
+    """Other values in a module's parameters inside a context."""
 
     def __init__(self, module: nn.Module, **values: Tensor) -> None:
         self.module, self.values = module, values
-        self.kept = {leaf: module.get_parameter(leaf) for leaf in values}
+        self.originals = {leaf: module.get_parameter(leaf) for leaf in values}
 
     def __enter__(self) -> None:
         for leaf, value in self.values.items():
             setattr(self.module, leaf, nn.Parameter(value, requires_grad=False))
 
     def __exit__(self, *_: object) -> None:
-        for leaf, parameter in self.kept.items():
+        for leaf, parameter in self.originals.items():
             setattr(self.module, leaf, parameter)
 
 

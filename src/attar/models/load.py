@@ -1,4 +1,4 @@
-"""Loading and saving models and tokenizers through transformers, with one-line errors and no noise.
+"""Loading and saving models and tokenizers through transformers, with one-line errors and no warnings.
 
 Only code that transformers ships is run: a checkpoint that brings its own Python files is refused unless
 transformers knows the family itself. Nothing here goes to the network; :mod:`attar.checkpoint` fetches.
@@ -83,21 +83,21 @@ def load_model(
 
 
 def round_activations(checkpoint: Checkpoint, model: Any) -> None:
-    """Attach what a checkpoint's scheme does to activations and to the KV cache."""
+    """Attach the rounding of activations and of the KV cache of a checkpoint's scheme."""
     from attar.formats import compressed_tensors, modelopt
     from attar.formats.modelopt_conversion import KV_MODULES, ToCompressedTensors
     from attar.formats.readers import quant_method
 
-    said = checkpoint.config.get("quantization_config")
-    places = dict.fromkeys(KV_MODULES, "")  # where the scales of keys and values stand
+    quantization = checkpoint.config.get("quantization_config")
+    scale_modules = dict.fromkeys(KV_MODULES, "")  # path from attention to the scales of keys and values
     method = quant_method(checkpoint)
     if method == modelopt.METHOD:
-        said = ToCompressedTensors(checkpoint).config["quantization_config"]
-        places = {leaf: f"{name}." for leaf, name in KV_MODULES.items()}
+        quantization = ToCompressedTensors(checkpoint).config["quantization_config"]
+        scale_modules = {leaf: f"{name}." for leaf, name in KV_MODULES.items()}
     elif method != compressed_tensors.METHOD:
         return
-    assert said is not None
-    scheme = compressed_tensors.CompressedTensorsConfig(said)
+    assert quantization is not None
+    scheme = compressed_tensors.CompressedTensorsConfig(quantization)
     if not (scheme.kv_cache or any(group.activations for group in scheme.groups)):
         return
     from attar.models.anatomy import discover, is_linear
@@ -107,14 +107,14 @@ def round_activations(checkpoint: Checkpoint, model: Any) -> None:
         group = scheme.group(name, "Linear") if is_linear(module) else None
         if group and group.activations:
             scale = _scale(checkpoint, model, f"{name}.{compressed_tensors.INPUT_SCALE}", group.activations)
-            zero = _beside(checkpoint, model, f"{name}.{compressed_tensors.INPUT_ZERO}")
+            zero = _stored_tensor(checkpoint, model, f"{name}.{compressed_tensors.INPUT_ZERO}")
             round_inputs(module, group.activations, scale, zero)
     rule = scheme.kv_cache
     for block in discover(model).blocks if rule else ():
         assert rule is not None
         name = block.attention.name
         scales = [
-            _scale(checkpoint, model, f"{name}.{places[leaf]}{leaf}", rule)
+            _scale(checkpoint, model, f"{name}.{scale_modules[leaf]}{leaf}", rule)
             for leaf in (compressed_tensors.K_SCALE, compressed_tensors.V_SCALE)
         ]
         round_cache(model.get_submodule(name), rule, *scales)
@@ -124,16 +124,17 @@ def _scale(checkpoint: Checkpoint, model: Any, name: str, rule: Any) -> torch.Te
     """The stored scale of a static rule; None where the scale is dynamic."""
     if rule.dynamic:
         return None
-    found = _beside(checkpoint, model, name)
-    if found is None:
+    scale = _stored_tensor(checkpoint, model, name)
+    if scale is None:
         raise CheckpointError(
             f"{checkpoint.path}: {name} is missing", hint="the packed checkpoint is incomplete"
         )
-    return found
+    return scale
 
 
-def _beside(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tensor | None:
-    """A stored tensor that is no parameter, with or without the model's prefix; None where there is none."""
+def _stored_tensor(checkpoint: Checkpoint, model: Any, name: str) -> torch.Tensor | None:
+    """A stored tensor that is not a parameter, with or without the model's prefix; None where there is
+    none."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for candidate in (name, name.removeprefix(prefix), prefix + name):
         if candidate in checkpoint.tensors:
@@ -162,7 +163,7 @@ def empty_model(config: Mapping[str, Any] | Any) -> Any:
 
 
 def load_tokenizer(model: str | Path | Checkpoint) -> Any:
-    """Load the tokenizer that stands beside a model.
+    """Load the tokenizer of a model.
 
     Raises:
         CheckpointError: there is none, it cannot be read, or it has more tokens than the model embeddings.
@@ -181,7 +182,7 @@ def load_tokenizer(model: str | Path | Checkpoint) -> Any:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Load the tokenizer of a folder, whatever model stands beside it.
+    """Load the tokenizer of a folder, without a check against its model.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
@@ -206,7 +207,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
 
     Raises:
-        OSError: the disk is full or read-only (:mod:`attar.checkpoint.output` says so in one line).
+        OSError: the disk is full or read-only (:mod:`attar.checkpoint.output` makes it one line).
     """
     folder.mkdir(parents=True, exist_ok=True)
     cast: dict[tuple[int, torch.Size], torch.Tensor] = {}  # tied weights stay one tensor, to be written once
@@ -221,7 +222,7 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
         with quiet():
             model.save_pretrained(folder, state_dict=state)
     except SafetensorError as error:
-        code = re.search(r"os error (\d+)", str(error))  # a full disk comes as text, not as an OSError
+        code = re.search(r"os error (\d+)", str(error))  # a full disk is a text here, not an OSError
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(folder)) from error
@@ -235,7 +236,8 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
 
 
 class _WeightsOnMeta(TorchFunctionMode):  # type: ignore[misc]
-    """Makes ``torch.empty``, where every large weight begins, take no memory; buffers are made otherwise."""
+    """Lets ``torch.empty``, which allocates every large weight, take no memory; buffers are allocated
+    otherwise."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -252,13 +254,13 @@ def _opened(model: str | Path | Checkpoint) -> Checkpoint:
 
 def _check_report(checkpoint: Checkpoint, model: Any, report: Any) -> None:
     """Raise where the checkpoint's tensors and the architecture's differ."""
-    found = dict(report) if isinstance(report, Mapping) else vars(report)
+    fields = dict(report) if isinstance(report, Mapping) else vars(report)
     report_misfits(
         f"{checkpoint.path} ({type(model).__name__})",
         model,
-        wrong={name: shapes for name, *shapes in sorted(found.get("mismatched_keys") or [])},
-        missing=sorted(found.get("missing_keys") or []),
-        extra=sorted(found.get("unexpected_keys") or []),
+        wrong={name: shapes for name, *shapes in sorted(fields.get("mismatched_keys") or [])},
+        missing=sorted(fields.get("missing_keys") or []),
+        extra=sorted(fields.get("unexpected_keys") or []),
     )
 
 

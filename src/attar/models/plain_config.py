@@ -69,7 +69,7 @@ def plain_config(config: Mapping[str, Any]) -> PlainConfig | None:
     rope, head_dim, layers = _rope(config), _head_dim(config), _layers(config)
     sizes = {name: config.get(name) for name in _SIZES}
     numbers = (*sizes.values(), head_dim)
-    if kind not in FAMILIES or not all(type(each) is int and each > 0 for each in numbers):
+    if kind not in FAMILIES or not all(type(number) is int and number > 0 for number in numbers):
         return None
     if rope is None or layers is None or type(activation) is not str or not _positive(config, "rms_norm_eps"):
         return None
@@ -86,7 +86,7 @@ def plain_config(config: Mapping[str, Any]) -> PlainConfig | None:
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:
-    """Of each head. Families other than these two have a default of their own."""
+    """Width of a head. Other families have a default of their own."""
     if config.get("head_dim") is None and config.get("model_type") in ("llama", "qwen2", "mistral"):
         width, heads = config.get("hidden_size"), config.get("num_attention_heads")
         return width // heads if type(width) is int and type(heads) is int and heads > 0 else None
@@ -107,7 +107,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What tells layers apart, and Gemma 2's numbers; None where something is left to a default."""
+    """Fields that differ by layer, and Gemma 2's numbers; None where a field is left to its default."""
     kind, types = config.get("model_type"), config.get("layer_types")
     if kind == "gemma2":
         names = (
@@ -120,9 +120,9 @@ def _layers(config: Mapping[str, Any]) -> dict[str, Any] | None:
             return None
         return {"layer_types": types, **{name: config[name] for name in names}}
     if kind == "mistral":
-        whole = types is None and "sliding_window" in config
-        return {"sliding_window": config["sliding_window"]} if whole else None
-    sliding = config.get("use_sliding_window") or any(each != "full_attention" for each in types or ())
+        complete = types is None and "sliding_window" in config
+        return {"sliding_window": config["sliding_window"]} if complete else None
+    sliding = config.get("use_sliding_window") or any(layer != "full_attention" for layer in types or ())
     return None if sliding else {}
 
 
@@ -131,7 +131,8 @@ def _positive(values: Mapping[str, Any], name: str) -> bool:
 
 
 def plain_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
-    """Shape of every tensor of the model with its head, by its stored name; None where transformers must say.
+    """Shape of every tensor of the model with its head, by its stored name; None where transformers must
+    compute it.
 
     A tied head is one of them. Rows are outputs, as in ``nn.Linear``.
 

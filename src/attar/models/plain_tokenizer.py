@@ -1,10 +1,9 @@
 """A model's tokenizer by ``tokenizers`` alone, where transformers would add nothing to tokenizer.json.
 
-What transformers makes of a folder depends on the class that it is said to be of: many classes build their
-tokenizer anew. The generic one takes tokenizer.json as it is, which is what GGUF files and attar's own models
-have. A folder is read here only where every special token stands in tokenizer.json already and nothing
-changes the text on its way; all others go through transformers (:func:`attar.models.load.load_tokenizer`),
-which answers to the same names.
+Transformers builds many tokenizer classes anew; the generic one takes tokenizer.json as it is, which GGUF
+files and attar's own models have. A folder is read here only where every special token is in tokenizer.json
+and nothing else changes the text; all others are read by transformers
+(:func:`attar.models.load.load_tokenizer`), whose tokenizers have the same methods.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _HARMLESS = frozenset(
     (
         *NAMED,
         "tokenizer_class",
-        "clean_up_tokenization_spaces",  # of transformers' decode, which nobody here calls
+        "clean_up_tokenization_spaces",  # of transformers' decode, which is not called here
         "model_max_length",
         "chat_template",
         "backend",
@@ -54,7 +53,7 @@ class PlainTokenizer:
     """Text to token ids and back, under the names that transformers' tokenizers have.
 
     Args:
-        backend: as tokenizer.json says; truncation and padding are turned off.
+        backend: of tokenizer.json; truncation and padding are turned off.
         special: special tokens by role, such as ``eos_token``.
         chat_template: Jinja, several by name, or None.
 
@@ -151,7 +150,7 @@ class PlainTokenizer:
 
     @property
     def cls_token_id(self) -> int | None:
-        """Of the token that stands for a text."""
+        """Of the token that represents a text."""
         return self._id("cls_token")
 
     def _id(self, role: str) -> int | None:
@@ -191,14 +190,14 @@ def plain_tokenizer(folder: Path, config: Mapping[str, Any]) -> PlainTokenizer |
 def _generic(stored: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     """Whether transformers takes tokenizer.json as it is."""
     unknown = [name for name in stored if name not in _HARMLESS and name != "added_tokens_decoder"]
-    told = any(stored[name] for name in unknown)  # a field that is empty or false says nothing
+    has_unknown = any(stored[name] for name in unknown)  # an empty or false field means nothing
     settles = stored.get("tokenizer_class") in GENERIC and "add_bos_token" not in stored
     settles = settles and "add_eos_token" not in stored
-    return settles and not told and config.get("model_type") not in REBUILT
+    return settles and not has_unknown and config.get("model_type") not in REBUILT
 
 
 def _special(stored: Mapping[str, Any]) -> dict[str, str] | None:
-    """Special tokens by role; None where one is written in a way that is not known."""
+    """Special tokens by role; None where one is of an unknown form."""
     special: dict[str, str] = {}
     for role in NAMED:
         token = stored.get(role)
@@ -211,9 +210,9 @@ def _special(stored: Mapping[str, Any]) -> dict[str, str] | None:
 
 
 def _complete(backend: Tokenizer, special: Mapping[str, str], decoder: Any) -> bool:
-    """Whether tokenizer.json has all special tokens as such, and what the config says of added ones."""
-    described = {each["id"]: each for each in json.loads(backend.to_str())["added_tokens"]}
-    marked = {each["content"] for each in described.values() if each["special"]}
+    """Whether tokenizer.json has all special tokens as such, and the added ones as the config has them."""
+    described = {entry["id"]: entry for entry in json.loads(backend.to_str())["added_tokens"]}
+    marked = {entry["content"] for entry in described.values() if entry["special"]}
     if any(token not in marked for token in special.values()):
         return False
     for index, token in (decoder or {}).items():
@@ -229,5 +228,5 @@ def _template(folder: Path, stored: Any) -> str | dict[str, str] | None:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     if isinstance(stored, list):
-        return {each["name"]: each["template"] for each in stored}
+        return {entry["name"]: entry["template"] for entry in stored}
     return stored if isinstance(stored, str) else None

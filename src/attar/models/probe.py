@@ -1,10 +1,10 @@
-"""A probe: a block's plumbing run with invented Linears, to see what depends on what.
+"""A probe: a block run with random Linears, to see which module depends on which.
 
-Every Linear of a model without weights answers with fixed random numbers whatever it is given; all between
-the Linears (norms, rotary positions, attention, activations) runs as it is. Multiply the answer of one module
-and look which Linears' inputs change, how, and whether the block's output does: facts about the function,
-found without a table of families and without loading a weight. A probe of five tokens costs milliseconds even
-for a block of many gigabytes.
+Every Linear of a model without weights returns fixed random numbers for any input; everything between the
+Linears (norms, rotary positions, attention, activations) runs as it is. Multiply the output of one module,
+and see which Linears' inputs change, how, and whether the block's output does: facts about the function,
+without a table of families and without a weight. A probe of five tokens takes milliseconds even for a block
+of many gigabytes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from attar.models.parts import Anatomy, Block
 TOKENS = 5
 
 OutputChange = Callable[[Tensor], Tensor]
-"""What is done to a module's output (..., width)."""
+"""Changes a module's output (..., width)."""
 
 
 @dataclass(frozen=True)
 class BlockResponse:
-    """What a block did.
+    """The inputs and the output of a block's run.
 
     Attributes:
         inputs: input of every Linear, by module name.
-        output: hidden states (1, T, D) behind the block.
+        output: hidden states (1, T, D) after the block.
     """
 
     inputs: dict[str, Tensor]
@@ -45,7 +45,7 @@ class _Stop(Exception):  # noqa: N818  (control flow, not an error)
 
 
 class BlockProbe:
-    """A model whose Linears are invented.
+    """A model whose Linears return fixed random numbers.
 
     Args:
         config: a parsed config.json, or a transformers config whose ``architectures`` name the class.
@@ -60,7 +60,7 @@ class BlockProbe:
             if not name.startswith(f"{self.anatomy.blocks_name}."):  # zeros that occupy four bytes
                 self._set(name, torch.zeros(1).expand(parameter.shape))
         for block in self.anatomy.blocks:
-            self._invent(block)
+            self._set_random(block)
         self.calls = self._record()
 
     def run(
@@ -87,20 +87,20 @@ class BlockProbe:
         """Random hidden states (1, 5, D) of mean 1, the same each time."""
         return 1.0 + _numbers("hidden", (1, TOKENS, self.anatomy.hidden_size))
 
-    def _invent(self, block: Block) -> None:
-        """Give a block Linears that answer at random, and random values for its few other parameters."""
+    def _set_random(self, block: Block) -> None:
+        """Random Linears for a block, and random values for its few other parameters."""
         for name, module in block.module.named_modules():
             full = f"{block.name}.{name}"
             if is_linear(module):
                 rows = module.out_features if isinstance(module, nn.Linear) else module.nf
-                module.forward = self._invented(full, int(rows))  # type: ignore[arg-type, assignment]
+                module.forward = self._random_linear(full, int(rows))  # type: ignore[arg-type, assignment]
                 continue
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 self._set(f"{full}.{leaf}", 1.0 + 0.3 * _numbers(f"{full}.{leaf}", tuple(parameter.shape)))
             if full in block.norms:
                 module.register_forward_hook(self._changed(full))
 
-    def _invented(self, name: str, rows: int) -> Callable[..., Tensor]:
+    def _random_linear(self, name: str, rows: int) -> Callable[..., Tensor]:
         def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
             self.inputs[name] = x
             answer = _numbers(name, (*x.shape[:-1], rows))

@@ -1,6 +1,6 @@
-"""The residual stream: who reads it, who writes it, and whether all of it can be rotated.
+"""The residual stream: which modules read and write it, and whether it can be rotated.
 
-A block that only adds to the residual stream, and reads it only through norms, does not care about its basis:
+A block that only adds to the residual stream, and reads it only through norms, does not depend on its basis:
 with h -> h R in embeddings and writers, and R^T before the readers, the function stays, for a norm whose
 weight is moved into its readers is the same in every orthonormal basis. LayerNorm subtracts the mean first,
 and so asks for an R that leaves the vector of ones where it is. Found by probes (:mod:`attar.models.probe`),
@@ -28,7 +28,7 @@ __all__ = ["HeadValues", "NormRead", "Residual", "residual"]
 
 @dataclass(frozen=True)
 class NormRead:
-    """A norm over the residual stream and who reads it.
+    """A norm over the residual stream and the Linears that read it.
 
     Attributes:
         name: module name.
@@ -59,7 +59,7 @@ class HeadValues:
 
 @dataclass(frozen=True)
 class Residual:
-    """Who reads and writes the residual stream, when all of it can be rotated: h -> h R.
+    """The readers and writers of a residual stream that can be rotated: h -> h R.
 
     Attributes:
         norms: the norms before the Linears that read it, the final norm last (its reader is the head).
@@ -85,7 +85,7 @@ def residual(model: Any) -> Residual:
         model: a transformers model, or a parsed config.json; weights are neither needed nor read.
 
     Raises:
-        ModelError: it cannot: norms behind the Linears, no head, or something else between; says what.
+        ModelError: it cannot: norms after the Linears, no head, or another module in between.
     """
     probe = BlockProbe(model if isinstance(model, Mapping) else named_config(model))
     anatomy = probe.anatomy
@@ -127,19 +127,19 @@ def _writers(block: Block) -> tuple[str, str]:
 
 def _readers(probe: BlockProbe, block: Block, base: BlockResponse) -> list[NormRead]:
     """The norms of a block, each with its readers; every Linear but the writers is one's reader."""
-    found = []
+    reads = []
     for norm in block.norms:
         fold = norm_fold(probe, block, base, norm)
         if fold is None:
             raise _refusal(
-                probe.anatomy.family, f"{norm} does not feed Linears alone (a norm behind its layer)"
+                probe.anatomy.family, f"{norm} does not feed Linears alone (a norm after its layer)"
             )
-        found.append(NormRead(norm, fold.consumers, fold.offset))
-    read = [name for norm in found for name in norm.readers]
+        reads.append(NormRead(norm, fold.consumers, fold.offset))
+    read = [name for norm in reads for name in norm.readers]
     for name in block.linears:
         if name not in read and name not in _writers(block):
             raise _refusal(probe.anatomy.family, f"{name} reads something else than a norm's output")
-    return found
+    return reads
 
 
 def _final(probe: BlockProbe) -> float:
@@ -156,7 +156,7 @@ def _final(probe: BlockProbe) -> float:
 
 
 def _check_outside(probe: BlockProbe) -> None:
-    """Nothing with weights may stand outside the blocks but embeddings, final norm and head."""
+    """Refuse modules with weights outside the blocks, except embeddings, final norm and head."""
     anatomy = probe.anatomy
     known = (anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head, anatomy.blocks_name)
     for name, _ in probe.model.named_parameters():
@@ -209,9 +209,9 @@ def _reflection(width: int, centred: bool) -> OutputChange:
     """x -> x - 2 (x . u) u: an orthogonal map that mixes up to 64 channels strongly; ``centred``: one that
     keeps the mean."""
     u = torch.zeros(width)
-    places = torch.linspace(0, width - 1, min(width, 64)).long()
-    u[places] = torch.cos(torch.arange(len(places)) * 2.4)
-    u[places] -= u[places].mean()
+    channels = torch.linspace(0, width - 1, min(width, 64)).long()
+    u[channels] = torch.cos(torch.arange(len(channels)) * 2.4)
+    u[channels] -= u[channels].mean()
     u /= u.norm()
     if not centred:
         u = (u + width**-0.5) / 2**0.5

@@ -29,20 +29,20 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
         CheckpointError: a parameter has no stored tensor, and ``strict``.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    found: dict[str, str] = {}
+    stored_by_name: dict[str, str] = {}
     missing = []
     for name, _ in model.named_parameters(remove_duplicate=True):
         candidates = (name, name.removeprefix(prefix), prefix + name)
         stored = next((candidate for candidate in candidates if candidate in checkpoint.tensors), None)
         if stored is not None:
-            found[name] = stored
+            stored_by_name[name] = stored
         else:
             missing.append(name)
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     for name in [name for name in missing if name in tied]:
-        renamed = _renamed(tuple(model.get_parameter(name).shape), found, checkpoint)
+        renamed = _renamed(tuple(model.get_parameter(name).shape), stored_by_name, checkpoint)
         if renamed is not None:
-            found[name] = renamed
+            stored_by_name[name] = renamed
     absent = [name for name in missing if name not in tied]
     if absent and strict:
         more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
@@ -50,13 +50,13 @@ def stored_names(model: nn.Module, checkpoint: Any, *, strict: bool = True) -> d
             f"{checkpoint.path}: no tensor for {absent[0]}{more}",
             hint="the checkpoint is incomplete or of another architecture",
         )
-    return found
+    return stored_by_name
 
 
-def _renamed(shape: tuple[int, ...], found: dict[str, str], checkpoint: Any) -> str | None:
+def _renamed(shape: tuple[int, ...], stored_by_name: dict[str, str], checkpoint: Any) -> str | None:
     """The one stored tensor of a shape that belongs to no parameter yet; None where there is no or no single
     one."""
-    known = frozenset(found.values())
+    known = frozenset(stored_by_name.values())
     spare = [
         stored
         for stored, info in checkpoint.tensors.items()
@@ -98,5 +98,5 @@ def _named(config: dict[str, Any]) -> torch.dtype | None:
     """The floating-point type that a config.json names, where it is one of :data:`KINDS`."""
     text = config.get("text_config")
     configs = (config, text) if isinstance(text, dict) else (config,)
-    names = [each.get(key) for each in configs for key in ("dtype", "torch_dtype")]
+    names = [part.get(key) for part in configs for key in ("dtype", "torch_dtype")]
     return next((kind for kind in KINDS.values() if str(kind).removeprefix("torch.") in names), None)

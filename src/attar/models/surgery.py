@@ -126,7 +126,7 @@ def keep_layers(model: Any, keep: Sequence[int]) -> Any:
         renumbered.
 
     Raises:
-        ModelError: ``keep`` is not of this form, or the attention of a block depends on its place.
+        ModelError: ``keep`` is not of this form, or the attention of a block depends on its position.
     """
     config = text_config(model)
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
@@ -141,7 +141,7 @@ def head_counts(model: Any) -> list[int]:
     """Numbers of KV groups that :func:`keep_heads` can leave, ascending (all of them: heads must stay)."""
     thin = _keep_layers(
         empty_model(named_config(model)), [0]
-    )  # one block without weights tells as much, and is quick
+    )  # one block without weights is enough, and fast
     anatomy = discover(thin)
     counts = []
     for count in range(1, anatomy.blocks[0].attention.kv_heads + 1):
@@ -163,12 +163,14 @@ def _keep_layers(model: Any, keep: Sequence[int]) -> Any:
         for key, value in text_config(model).to_dict().items()
         if isinstance(value, (list, tuple)) and len(value) == total and "layer" in key
     }
-    place = {f"{anatomy.blocks_name}.{old}.": f"{anatomy.blocks_name}.{new}." for new, old in enumerate(keep)}
+    renamed = {
+        f"{anatomy.blocks_name}.{old}.": f"{anatomy.blocks_name}.{new}." for new, old in enumerate(keep)
+    }
     state = {}
     for name, tensor in model.state_dict().items():
         old = next((block.name + "." for block in anatomy.blocks if name.startswith(block.name + ".")), "")
-        if old == "" or old in place:
-            state[place.get(old, "") + name.removeprefix(old)] = tensor.detach().clone()
+        if old == "" or old in renamed:
+            state[renamed.get(old, "") + name.removeprefix(old)] = tensor.detach().clone()
     return rebuild(model, state, {"num_hidden_layers": len(keep), **lists})
 
 
@@ -205,7 +207,7 @@ def _heads_error(model: Any, anatomy: Anatomy, count: int, error: ModelError) ->
 
 
 def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
-    """What the config must say for ``count`` KV groups; the head width too, which by default follows them."""
+    """Config entries for ``count`` KV groups; the head width too, whose default depends on them."""
     attention, config = anatomy.blocks[0].attention, text_config(model)
     changes = {"num_attention_heads": attention.heads // attention.kv_heads * count}
     if getattr(config, "head_dim", None) != attention.head_dim:
@@ -217,8 +219,8 @@ def _head_changes(model: Any, anatomy: Anatomy, count: int) -> dict[str, Any]:
 
 def neurons_key(config: Any, neurons: int) -> str:
     """Name under which a config keeps its MLP width (None there means 4 hidden sizes, as in GPT-2)."""
-    said = {key: getattr(config, key) for key in NEURONS if hasattr(config, key)}
-    for key, value in said.items():
+    sizes = {key: getattr(config, key) for key in NEURONS if hasattr(config, key)}
+    for key, value in sizes.items():
         if value == neurons or (value is None and neurons == 4 * config.hidden_size):
             return key
     raise ModelError(

@@ -65,7 +65,7 @@ def round_columns(
     codes = torch.empty_like(Wt)
     kept = None if mask is None else mask.T.contiguous()
     tiles = compiled_tiles(grid, parameters, group)
-    across = parameters.each(lambda value: value.T)
+    across = parameters.map(lambda value: value.T)
     for start in range(0, columns, BLOCK):
         at = slice(start, min(start + BLOCK, columns))
         block, factor = Wt[at], U[at, at].contiguous()
@@ -74,7 +74,7 @@ def round_columns(
         if tiles is not None:
             kernel.round_block(tiles, at, block, factor, codes[at], errors, mask=zeros, first=decided)
         else:
-            spread = across.each(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
+            spread = across.map(lambda value, at=group[at]: value[at].contiguous())  # type: ignore[misc]
             _round_in_torch(grid, spread, block, factor, codes[at], errors, zeros, decided)
         if at.stop < columns:
             Wt[at.stop :].addmm_(U[at, at.stop :].T, errors, alpha=-1.0)
@@ -100,7 +100,7 @@ def compiled_tiles(grid: Grid, parameters: TileParameters, group: Tensor) -> ker
     book = grid.code_book()
     if book is None or not kernel.available(parameters.scale.device):
         return None
-    across = parameters.each(lambda value: value.float().T.contiguous())
+    across = parameters.map(lambda value: value.float().T.contiguous())
     return kernel.TileScales(book, across.scale, across.zero, across.minimum, group)
 
 
@@ -124,7 +124,7 @@ def _round_in_torch(
         column = block[i]
         if i:
             column = torch.addmv(column, errors[:i].T, factor[:i, i], alpha=-1.0)
-        at = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        at = spread.map(lambda value, i=i: value[i])  # type: ignore[misc]
         target = first if i == 0 and first is not None else column
         if mask is not None:
             target = target * mask[i]

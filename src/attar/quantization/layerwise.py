@@ -24,7 +24,7 @@ from attar.quantization.transforms.awq import search_clip
 from attar.walks.sweep import Solution
 
 if TYPE_CHECKING:
-    from attar.quantization.rounding import Method
+    from attar.quantization.rounding import QuantizationMethod
 
 DAMP_OUTPUT = 0.1  # yaqa: lambda of H_O
 
@@ -42,7 +42,7 @@ class LayerSolver:
     """
 
     layers: Mapping[str, LayerPlan]
-    method: Method
+    method: QuantizationMethod
     settings: AWQSettings | GPTQSettings
     keep_zeros: bool = False
     output_hessian: Callable[[str], Tensor] | None = None
@@ -94,7 +94,7 @@ class LayerSolver:
         shared = {"H": H, "damp": damp, "act_order": act_order, "factor": factorize(H, damp, act_order)}
         return shared | ({"cross": statistics.cross()} if isinstance(statistics, CrossHessian) else {})
 
-    def _own(self, stack: LayerStack) -> dict[str, Any]:
+    def _own(self, stack: StackedLayers) -> dict[str, Any]:
         """The solver's arguments of one stack."""
         weight, grid, parameters, mask = stack.joined()
         own = {"weight": weight, "grid": grid, "parameters": parameters, "mask": mask}
@@ -104,7 +104,9 @@ class LayerSolver:
         (name,) = stack.weights
         return own | {"output_hessian": self.output_hessian(name), "sweeps": self.settings.refine}
 
-    def _stacks(self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None) -> Iterator[LayerStack]:
+    def _stacks(
+        self, weights: Mapping[str, Tensor], H: Tensor, order: Tensor | None
+    ) -> Iterator[StackedLayers]:
         """The weights that are rounded in one call: those on one grid, where the method allows it."""
         for grid in dict.fromkeys(self.layers[name].grid for name in weights):
             names = [name for name in weights if self.layers[name].grid == grid]
@@ -113,7 +115,7 @@ class LayerSolver:
                 columns = {
                     name: weights[name] if order is None else weights[name][:, order] for name in group
                 }
-                yield LayerStack(
+                yield StackedLayers(
                     shared_grid,
                     columns,
                     {name: self._parameters(weight, shared_grid, H) for name, weight in columns.items()},
@@ -159,7 +161,7 @@ class LayerSolver:
 
 
 @dataclass(frozen=True)
-class LayerStack:
+class StackedLayers:
     """Weights with the same inputs on one grid, rounded in one call.
 
     Attributes:
@@ -259,7 +261,7 @@ def solve_yaqa(
     )
 
 
-def _nearest_codes(stack: LayerStack) -> QuantizedTensor:
+def _nearest_codes(stack: StackedLayers) -> QuantizedTensor:
     """Round to nearest with the stack's parameters."""
     weight, grid, parameters, mask = stack.joined()
     quantized = rtn(weight, grid, parameters)
@@ -279,7 +281,7 @@ def fused(grid: Grid, weights: Iterable[Tensor]) -> Grid:
     return replace(grid, peak=max(float(weight.abs().max()) for weight in weights))
 
 
-def scale_choice(method: Method, scales: str, grid: Grid) -> str:
+def scale_choice(method: QuantizationMethod, scales: str, grid: Grid) -> str:
     """How scales are chosen on a grid; "auto" searches where the method sees data and bits are few."""
     if scales != "auto":
         return scales

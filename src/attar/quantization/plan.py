@@ -318,35 +318,35 @@ def _kv_cache(anatomy: Anatomy, name: str) -> ActivationRule | None:
     return replace(rule, group_size=widths[0]) if rule.strategy == "group" else rule
 
 
-def _config(found: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
+def _config(planned: QuantizationPlan, main: str, embedding: str) -> dict[str, Any]:
     """The ``quantization_config``: a group for each scheme. The main one takes every Linear that is left and
     stands last: compressed-tensors takes the first target that fits and warns of those that found nothing."""
-    sites = list(found.sites.values())
+    sites = list(planned.sites.values())
     schemes = {site.scheme.name: site.scheme for site in sites}
     if "NF4" in schemes:
         return bitsandbytes.nf4_config(
-            list(found.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
+            list(planned.ignore), sites[0].grid.storage, schemes["NF4"].weights.double
         )
     transposed = any(site.transposed for site in sites)
     alias = SCHEMES[main].name
     first = alias if alias in schemes else next(iter(schemes))
     groups = []
-    if found.embedding:
-        head = (f"re:.*{re.escape(found.tied_head)}$",) if found.tied_head else ()
+    if planned.embedding:
+        head = (f"re:.*{re.escape(planned.tied_head)}$",) if planned.tied_head else ()
         groups.append(ConfigGroup((embedding if transposed else "Embedding", *head), EMBEDDING, None, NAIVE))
     for name in sorted(schemes, key=lambda name: name == first):
         modules = tuple(site.module for site in sites if site.scheme.name == name)
         scheme = schemes[name]
         targets = ("Linear",) if name == first else modules
         groups.append(ConfigGroup(targets, scheme.weights, scheme.activations, scheme.form))
-    alone = len(groups) == 1 and groups[0].activations is None and found.kv_cache is None
+    alone = len(groups) == 1 and groups[0].activations is None and planned.kv_cache is None
     return compressed_tensors.quantization_config(
         groups,
         dequantize=alone
         and not transposed
-        and (not groups[0].weights.symmetric or _narrow(sites[0]) or found.reads_weights),
-        ignore=[name for name in found.ignore if name != found.tied_head or not found.embedding],
-        kv_cache=found.kv_cache,
+        and (not groups[0].weights.symmetric or _narrow(sites[0]) or planned.reads_weights),
+        ignore=[name for name in planned.ignore if name != planned.tied_head or not planned.embedding],
+        kv_cache=planned.kv_cache,
         transposed=transposed,
     )
 
@@ -358,8 +358,8 @@ def _narrow(site: LayerPlan) -> bool:
 
 def _shape(model: nn.Module, module: str) -> tuple[int, int]:
     """(N, K) of a Linear or a Conv1D."""
-    found = model.get_submodule(module)
-    rows, columns = found.weight.shape if isinstance(found, nn.Linear) else reversed(found.weight.shape)  # type: ignore[union-attr]
+    linear = model.get_submodule(module)
+    rows, columns = linear.weight.shape if isinstance(linear, nn.Linear) else reversed(linear.weight.shape)  # type: ignore[union-attr]
     return int(rows), int(columns)
 
 

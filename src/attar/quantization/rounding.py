@@ -24,6 +24,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
+from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.calibration import batches_of
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
@@ -31,7 +32,6 @@ from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice, solve_yaqa
 from attar.quantization.methods import qat
-from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.methods.gptaq import gptaq
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian
@@ -110,7 +110,7 @@ class RoundedModel:
 
 
 @dataclass(frozen=True)
-class Method:
+class QuantizationMethod:
     """A rounding method.
 
     Attributes:
@@ -373,17 +373,23 @@ def _energy(weight: Tensor) -> float:
     return float(torch.linalg.vector_norm(weight, dim=1).double().square().sum())
 
 
-METHODS: dict[str, Method] = {
-    "rtn": Method(RTNSettings, stream_nearest),
-    "smoothquant": Method(SmoothQuantSettings, stream_nearest),
-    "awq": Method(AWQSettings, sweep_layers, search_below=inf),
-    "gptq": Method(GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW),
-    "gptaq": Method(GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW),
-    "qronos": Method(
+METHODS: dict[str, QuantizationMethod] = {
+    "rtn": QuantizationMethod(RTNSettings, stream_nearest),
+    "smoothquant": QuantizationMethod(SmoothQuantSettings, stream_nearest),
+    "awq": QuantizationMethod(AWQSettings, sweep_layers, search_below=inf),
+    "gptq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptq, stacked=True, refined=True, search_below=FEW
+    ),
+    "gptaq": QuantizationMethod(
+        GPTQSettings, sweep_layers, gptaq, original_inputs=True, refined=True, search_below=FEW
+    ),
+    "qronos": QuantizationMethod(
         GPTQSettings, sweep_layers, qronos, original_inputs=True, refined=True, search_below=FEW
     ),
-    "yaqa": Method(YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW),
-    "autoround": Method(AutoRoundSettings, sweep_blocks),
-    "qat": Method(QATSettings, train),
+    "yaqa": QuantizationMethod(
+        YAQASettings, sweep_layers, solve_yaqa, original_inputs=True, search_below=FEW
+    ),
+    "autoround": QuantizationMethod(AutoRoundSettings, sweep_blocks),
+    "qat": QuantizationMethod(QATSettings, train),
 }
 """The methods by name, with the same names and settings classes as settings.METHOD_SETTINGS."""

@@ -1,14 +1,14 @@
-"""Many texts at a time under asyncio: the engine runs in a thread of its own.
+"""The engine for asyncio: it runs in its own thread and serves many coroutines.
 
-    async with Streams(engine) as streams:
+    async with AsyncEngine(engine) as streams:
         async for event in streams.stream(prompt, params): ...
 
-Only the thread touches the engine. Coroutines leave orders (add, cancel, anything that looks at it) in a
-queue, which the thread empties before every step. A step's events come back together through the loop that
-asked, for waking it costs more than an event does. An iterator that is closed early (a client went away)
-cancels its request. An error ends its own request (``engine.py``), is logged where it is not the client's,
-and the thread goes on. What should never happen (a check that fails) ends the thread: every open iterator
-raises it. Grammars are compiled in other threads.
+Only that thread uses the engine. Coroutines put calls (add, cancel, reads) into a queue, which the thread
+empties before every step. The events of a step are delivered to each event loop in one call, because waking
+a loop costs more than an event. Closing an iterator early (a client disconnected) cancels its request. An
+error ends its own request (``engine.py``), is logged where it is not the client's fault, and the thread goes
+on. A failed check of the engine ends the thread: every open iterator raises it. Grammars are compiled in
+other threads.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class AsyncEngine:
     """An engine for asyncio.
 
     Args:
-        engine: nobody else may use it from now on.
+        engine: not to be used by anything else from now on.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._readers: dict[str, tuple[Loop, EventInbox]] = {}
-        self._open, self._closing = True, Lock()  # every order is given before the thread looks for the last
-        self.failure: Exception | None = None  # what ended the thread, where it should not have ended
+        self._open, self._closing = True, Lock()  # no call is queued after the thread emptied the queue
+        self.failure: Exception | None = None  # what ended the thread unexpectedly
         self._thread = Thread(target=self._work, name="attar-engine", daemon=True)
         self._thread.start()
 
@@ -65,7 +65,7 @@ class AsyncEngine:
         deadline_s: float | None = None,
         salt: str = "",
     ) -> AsyncIterator[Event]:
-        """The events of a request, those of its n texts mixed; see :meth:`Engine.add`.
+        """The events of a request, those of its n completions interleaved; see :meth:`Engine.add`.
 
         Raises:
             as :meth:`Engine.add`, before the first event; AttarError when the engine is closed.
@@ -75,15 +75,15 @@ class AsyncEngine:
         if params.guide is not None and self.engine.grammars is not None:
             options["matcher"] = await asyncio.to_thread(self.engine.grammars.matcher, params)
 
-        def begin() -> str:
+        def add() -> str:
             name = self.engine.add(prompt, params, **options)
             self._readers[name] = reader
             return name
 
-        asked = asyncio.ensure_future(self.ask(begin))
+        added = asyncio.ensure_future(self.call(add))
         left = params.n
         try:
-            await asyncio.shield(asked)
+            await asyncio.shield(added)
             while left:
                 event = await reader[1].get()
                 if isinstance(event, Exception):
@@ -92,14 +92,14 @@ class AsyncEngine:
                 yield event
         finally:
             if left:
-                asked.add_done_callback(self._gone)
+                added.add_done_callback(self._cancel_added)
 
     def cancel(self, id: str) -> None:
         """End a request soon; its iterator gets the last events. Unknown and finished ones are no error."""
-        self._orders.put(lambda: self._deliver(self.engine.cancel(id)))
+        self._calls.put(lambda: self._deliver(self.engine.cancel(id)))
 
-    async def ask(self, order: Callable[[], T]) -> T:
-        """Run something in the engine's thread, between two steps; its result, or its error.
+    async def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the engine's thread, between two steps; its result, or its error.
 
         Raises:
             AttarError: the engine is closed.
@@ -107,37 +107,37 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
-        def act() -> None:
+        def run() -> None:
             try:
                 if self.failure is not None:
                     raise AttarError("the engine is closed") from self.failure
-                result = order()
+                result = function()
             except Exception as error:
-                _tell(loop, _settle, answer, None, error)
+                _call_in_loop(loop, _resolve, answer, None, error)
             else:
-                _tell(loop, _settle, answer, result, None)
+                _call_in_loop(loop, _resolve, answer, result, None)
 
         with self._closing:
             if not self._open:
                 raise AttarError("the engine is closed") from self.failure
-            self._orders.put(act)
+            self._calls.put(run)
         return await answer
 
     async def close(self, *, drain_s: float = 0.0) -> None:
-        """End the thread. Open texts may go on for so many seconds; what is left then is cancelled."""
+        """End the thread. Open requests may go on for ``drain_s`` seconds; what is left then is cancelled."""
         loop = asyncio.get_running_loop()
         until = loop.time() + drain_s
-        while self._open and loop.time() < until and not await self.ask(lambda: self.engine.idle):
+        while self._open and loop.time() < until and not await self.call(lambda: self.engine.idle):
             await asyncio.sleep(0.02)
         with self._closing:
             self._open = False
-            self._orders.put(lambda: None)  # it may be waiting for an order
+            self._calls.put(lambda: None)  # it may be waiting for a call
         await asyncio.to_thread(self._thread.join)
 
-    def _gone(self, asked: asyncio.Future[str]) -> None:
-        """A reader is gone. Called by its loop once its request has a name."""
-        if not asked.cancelled() and asked.exception() is None:
-            self.cancel(asked.result())
+    def _cancel_added(self, added: asyncio.Future[str]) -> None:
+        """Cancel a request whose iterator was closed, once it has an id."""
+        if not added.cancelled() and added.exception() is None:
+            self.cancel(added.result())
 
     def _work(self) -> None:
         try:
@@ -145,33 +145,32 @@ class AsyncEngine:
                 self.engine.grammars.prepare()
             while self._open:
                 pause = self.engine.check_idle()
-                self._obey(wait=self.engine.idle, seconds=pause)
+                self._run_calls(wait=self.engine.idle, seconds=pause)
                 self._deliver(self.engine.step())
-            self._obey(wait=False)
+            self._run_calls(wait=False)
             for name in list(self._readers):
                 self._deliver(self.engine.cancel(name))
-        except BaseException as broken:  # whatever ends the thread: nobody may wait for it any longer
-            failure = broken if isinstance(broken, Exception) else RuntimeError(repr(broken))
+        except BaseException as error:  # whatever ends the thread: no iterator may wait for it any longer
+            failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
             with self._closing:
                 self.failure, self._open = failure, False
-            for loop, news in self._readers.values():
-                _tell(loop, news.put_nowait, failure)
+            for loop, inbox in self._readers.values():
+                _call_in_loop(loop, inbox.put_nowait, failure)
             self._readers.clear()
-            self._obey(wait=False)
+            self._run_calls(wait=False)
 
-    def _obey(self, wait: bool, seconds: float | None = None) -> None:
-        """Carry out every order there is; ``wait`` for the first, so many seconds, where the engine has
-        nothing to do."""
+    def _run_calls(self, wait: bool, seconds: float | None = None) -> None:
+        """Run all queued calls; ``wait`` up to ``seconds`` for the first, where the engine is idle."""
         try:
-            self._orders.get(block=wait, timeout=seconds)()
+            self._calls.get(block=wait, timeout=seconds)()
             while True:
-                self._orders.get_nowait()()
+                self._calls.get_nowait()()
         except Empty:
             return
 
     def _deliver(self, events: Sequence[Event]) -> None:
-        """To each loop what its readers wait for, in one call."""
-        mail: dict[Loop, list[tuple[EventInbox, Event]]] = {}
+        """Deliver events to the iterators that wait for them, each loop's in one call."""
+        deliveries: dict[Loop, list[tuple[EventInbox, Event]]] = {}
         for event in events:
             reader = self._readers.get(event.request)
             if event.failure is not None and not isinstance(event.failure, AttarError):
@@ -179,24 +178,24 @@ class AsyncEngine:
             if event.usage is not None:
                 self._readers.pop(event.request, None)
             if reader is not None:
-                loop, news = reader
-                mail.setdefault(loop, []).append((news, event))
-        for loop, letters in mail.items():
-            _tell(loop, _hand_out, letters)
+                loop, inbox = reader
+                deliveries.setdefault(loop, []).append((inbox, event))
+        for loop, events_of_loop in deliveries.items():
+            _call_in_loop(loop, _put_events, events_of_loop)
 
 
-def _hand_out(letters: Sequence[tuple[EventInbox, Event]]) -> None:
-    """One that cannot be handed out ends its own request."""
-    for news, event in letters:
+def _put_events(events: Sequence[tuple[EventInbox, Event]]) -> None:
+    """An event that cannot be delivered ends its own request."""
+    for inbox, event in events:
         try:
-            news.put_nowait(event)
+            inbox.put_nowait(event)
         except Exception as failure:
             with suppress(Exception):
-                news.put_nowait(failure)
+                inbox.put_nowait(failure)
 
 
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Answer, unless whoever asked has gone."""
+def _resolve(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    """Set a result, unless its coroutine was cancelled."""
     if answer.cancelled():
         return
     if error is not None:
@@ -205,7 +204,7 @@ def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -
         answer.set_result(result)
 
 
-def _tell(loop: Loop, act: Callable[..., None], *values: Any) -> None:
-    """Call something in a loop; a loop that has ended wants nothing."""
+def _call_in_loop(loop: Loop, function: Callable[..., None], *values: Any) -> None:
+    """Call a function in a loop; a closed loop is ignored."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(act, *values)
+        loop.call_soon_threadsafe(function, *values)

@@ -1,9 +1,9 @@
-"""How fast a model answers: prompts of random tokens, all at once, through the engine as it serves.
+"""How fast a model runs: a batch of prompts of random tokens, through the engine as in serving.
 
-prompt     prompt tokens a second, until every text has its first token
-decode     tokens a second in all, from then on
-first      seconds until a text's first token
-between    seconds between two tokens of a text
+prompt     prompt tokens a second, until every completion has its first token
+decode     tokens a second of all completions, from then on
+first      seconds until a completion's first token
+between    seconds between two tokens of a completion
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from attar.errors import DataError
 from attar.progress import SILENT, Progress
+from attar.runtime.engine import Engine
 from attar.runtime.llm import LLM
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.settings import BenchSettings
-from attar.runtime.timing import decoded, run_timed
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: medians over the rounds; seconds.
+    """One row: medians over the rounds; times in seconds.
 
     Attributes:
-        batch: texts at a time.
+        batch: completions at a time.
         context: tokens of each prompt.
-        prompt_tokens_per_s, decode_tokens_per_s: of all texts together.
+        prompt_tokens_per_s, decode_tokens_per_s: of all completions together.
         first_p50_s, first_p99_s: until the first token.
         between_p50_s, between_p99_s: between two tokens.
     """
@@ -49,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Bench:
-    """All rows, and the memory of the process at its highest."""
+    """All rows, and the peak memory of the process."""
 
     model: str
     runner: str
@@ -78,36 +79,36 @@ def bench(llm: LLM, settings: BenchSettings, *, progress: Progress = SILENT) -> 
             hint="give a smaller --context",
         )
     cases = [(batch, tokens) for tokens in settings.context for batch in settings.batch]
-    seen: dict[tuple[int, int], list[Case]] = {case: [] for case in cases}
+    results: dict[tuple[int, int], list[Case]] = {case: [] for case in cases}
     draws = random.Random(settings.seed)
-    measure(llm, 1, 8, 4, draws)  # what is made at first use is made
+    measure(llm, 1, 8, 4, draws)  # warm-up
     with progress.task("bench", total=settings.rounds * len(cases)) as task:
         for _ in range(settings.rounds):
             for case in cases:
-                seen[case].append(measure(llm, *case, settings.tokens, draws))
+                results[case].append(measure(llm, *case, settings.tokens, draws))
                 task.advance()
-    rows = tuple(_median(rounds) for rounds in seen.values())
+    rows = tuple(_median(rounds) for rounds in results.values())
     runner = type(llm.engine.runner).__name__.lower()
     return Bench(llm.name, runner, settings.tokens, settings.rounds, rows, peak_rss())
 
 
 def peak_rss() -> int:
-    """Bytes of memory that the process held at most."""
+    """Peak resident memory of the process, bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Random) -> Case:
-    """One case once, with tokens a text. Prompts are random, so that no prefix is shared."""
+    """One case once, with ``tokens`` for each completion. Prompts are random, so that no prefix is shared."""
     engine = llm.engine
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     began = time.perf_counter()
-    names = [
+    ids = [
         engine.add([draws.randrange(engine.vocabulary) for _ in range(context)], params) for _ in range(batch)
     ]
-    requests = run_timed(engine, names)
-    first = [each.times[0] - began for each in requests]
-    between = [b - a for each in requests for a, b in pairwise(each.times)]
+    requests = run_timed(engine, ids)
+    first = [request.times[0] - began for request in requests]
+    between = [b - a for request in requests for a, b in pairwise(request.times)]
     later, seconds = decoded(requests)
     return Case(
         batch,
@@ -119,6 +120,44 @@ def measure(llm: LLM, batch: int, context: int, tokens: int, draws: random.Rando
         quantile(between, 0.5),
         quantile(between, 0.99),
     )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The tokens of one request.
+
+    Attributes:
+        tokens: of its completions.
+        times: seconds of ``time.perf_counter``, one for each.
+    """
+
+    tokens: list[int]
+    times: list[float]
+
+
+def run_timed(engine: Engine, ids: Sequence[str]) -> list[Timed]:
+    """Run the engine until it is idle; the tokens of each request.
+
+    Raises:
+        DataError, or what the runner raised: a request failed.
+    """
+    requests = {id: Timed([], []) for id in ids}
+    while not engine.idle:
+        events = engine.step()
+        now = time.perf_counter()
+        for event in events:
+            if event.error is not None:
+                raise event.failure or DataError(event.error)
+            requests[event.request].tokens.extend(event.token_ids)
+            requests[event.request].times.extend([now] * len(event.token_ids))
+    return list(requests.values())
+
+
+def decoded(requests: Sequence[Timed]) -> tuple[int, float]:
+    """Tokens generated after every request had its first, and the seconds they took."""
+    start = max(request.times[0] for request in requests)
+    end = max(request.times[-1] for request in requests)
+    return sum(stamp > start for request in requests for stamp in request.times), end - start
 
 
 def quantile(values: list[float], part: float) -> float:

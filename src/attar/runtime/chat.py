@@ -4,8 +4,8 @@
     for piece in chat.ask("What is the capital of France?"): ...
     chat.stats[-1].tokens_per_second
 
-The whole history is rendered for every answer; the engine's prefix cache has all of it but the last message.
-Special tokens that a user types stay text.
+The whole history is rendered for every answer; all of it but the last message is in the prefix cache.
+Special tokens that a user types are plain text.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RESERVE = 4  # at least 1 / RESERVE of the context is left for the answer, where
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """What one answer took.
+    """Tokens and times of one answer.
 
     Attributes:
         prompt_tokens: of the rendered conversation.
-        cached_tokens: of these, found in the prefix cache.
+        cached_tokens: of these, served by the prefix cache.
         tokens: of the answer.
-        first_token_s: seconds until the first token; None where there was none.
+        first_token_s: seconds until the first token; None without one.
         total_s: seconds until the last.
         dropped: of the oldest messages, left out because the context is full.
         stopped: by the user.
@@ -47,7 +47,7 @@ class AnswerStats:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding: behind the first token; None for fewer than two tokens."""
+        """Decoding speed, without the first token; None for fewer than two tokens."""
         decoding = self.total_s - (self.first_token_s or 0.0)
         return (self.tokens - 1) / decoding if self.tokens > 1 and decoding > 0 else None
 
@@ -61,13 +61,13 @@ class Chat:
     """One conversation.
 
     Args:
-        llm: nobody else uses it meanwhile.
-        params: of every answer; one sample each.
-        system: the system message; None: what the template says by itself.
+        llm: not used by anything else meanwhile.
+        params: of every answer, with n = 1.
+        system: the system message; None: the template's default.
 
     Attributes:
         messages: users' and assistant's, oldest first; the system message is not among them.
-        stats: of every answer since the beginning, also of a cleared history.
+        stats: of every answer since the start, a cleared history included.
 
     Raises:
         ModelError: the model has no chat template.
@@ -95,19 +95,19 @@ class Chat:
         return pool if runner.context is None else min(pool, int(runner.context))
 
     def ask(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The answer to a message, piece by piece. What was shown becomes part of the history, also where the
-        answer was stopped; a message without any answer does not.
+        """The answer to a message, piece by piece. Message and answer become part of the history, also where
+        the answer was stopped, unless there is no answer at all.
 
         Args:
-            text: the user's.
-            stopped: asked after every step of the model; true ends the answer.
+            text: the user's message.
+            stopped: called after every step; true ends the answer.
 
         Raises:
             DataError: the template refuses the conversation, or the message alone fills the context.
             AttarError: as :meth:`attar.runtime.llm.LLM.generate`.
         """
         started, first, pieces, count = time.perf_counter(), None, [], 0
-        ids, dropped = self._fitted({"role": "user", "content": text})
+        ids, dropped = self._fit({"role": "user", "content": text})
         usage: Usage | None = None
         try:
             for event in self.llm.stream(ids, self.params, stopped):
@@ -127,24 +127,25 @@ class Chat:
             )
 
     def clear(self) -> None:
-        """Forget the messages; the system message stays."""
+        """Delete the messages; the system message stays."""
         self.messages = []
 
-    def _fitted(self, message: dict[str, str]) -> tuple[list[int], int]:
-        """Token ids of the conversation with a further message, and how many of the oldest messages are left
-        out so that the answer has room: whole turns, a question with its answer."""
-        room = min(self.params.max_tokens or self.limit, self.limit // RESERVE)
+    def _fit(self, message: dict[str, str]) -> tuple[list[int], int]:
+        """Token ids of the conversation with a new message, and the number of oldest messages that are left
+        out
+        to make room for the answer: whole turns, a question with its answer."""
+        reserved = min(self.params.max_tokens or self.limit, self.limit // RESERVE)
         for dropped in range(0, len(self.messages) + 1, 2):
-            ids = self._encoded([*self.messages[dropped:], message])
-            if len(ids) + room <= self.limit:
+            ids = self._encode([*self.messages[dropped:], message])
+            if len(ids) + reserved <= self.limit:
                 return ids, dropped
-        if len(ids) < self.limit:  # alone, and with less room than one would like
+        if len(ids) < self.limit:  # alone, with less than the reserved tokens for the answer
             return ids, dropped
         raise DataError(
             f"the message has {len(ids):,} tokens, and {self.llm.name} holds {self.limit:,} with the answer",
             hint="a shorter message",
         )
 
-    def _encoded(self, messages: list[dict[str, str]]) -> list[int]:
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return self._tokenizer.chat([*system, *messages])

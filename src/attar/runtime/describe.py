@@ -1,4 +1,4 @@
-"""What runs a model, in facts and in lines: runner, weights, threads, keys and values, speculation."""
+"""How a model runs: runner, weights, threads, KV cache, speculation."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from attar.runtime.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Facts about an engine.
+    """How an engine runs a model.
 
     Attributes:
-        model: its name.
         runner: compiled or modules.
         why: why the compiled runner does not run it, in a sentence; empty where it does.
-        weights: how the Linears' weights are held: int4, int8, bf16, or a dtype.
-        activations: what products take: int16 or int8 where weights are codes, else a dtype.
+        weights: format of the Linears' weights: int4, int8, bf16, or a dtype.
+        activations: format of the inputs of products: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
-        kv_dtype: of keys and values.
-        kv_tokens: that the pool holds.
-        kv_bytes: of the pool.
+        kv_tokens, kv_bytes: size of the KV cache.
         block_size: tokens of a block.
         context: most positions; None: no limit.
-        sequences: that run together at most.
-        speculation: what drafts, and how much; empty where nothing does.
-        prefix_cache: whether prompts share what they begin with.
+        sequences: most sequences that run together.
+        speculation: the proposer, and its most draft tokens; empty without one.
+        prefix_cache: whether prompts share the blocks of a common prefix.
     """
 
     model: str
@@ -50,7 +47,7 @@ class Description:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """For a terminal: one fact a line, the name first."""
+        """For a terminal: one line for each fact, the name first."""
         why = f" ({self.why})" if self.why else ""
         context = "no limit" if self.context is None else f"{self.context:,} tokens"
         pool = f"{self.kv_tokens:,} tokens, {self.kv_dtype}, {bytes_text(self.kv_bytes)}"
@@ -68,20 +65,15 @@ class Description:
 
 
 def describe(model: str, engine: Engine, why: str = "") -> Description:
-    """The facts.
-
-    Args:
-        model: its name.
-        why: why the compiled runner does not run it.
-    """
+    """The description of an engine; ``why`` tells why the compiled runner does not run the model."""
     runner, manager, speculator = engine.runner, engine.scheduler.manager, engine.speculator
-    nothing = {"weights": "", "activations": "", "threads": 0, "kv_dtype": "", "kv_bytes": 0}
+    unknown = {"weights": "", "activations": "", "threads": 0, "kv_dtype": "", "kv_bytes": 0}
     drafts = speculator and f"{speculator.proposer.name}, up to {speculator.most} tokens drafted"
     return Description(
         model=model,
         runner=type(runner).__name__.lower(),
         why=why,
-        **getattr(runner, "facts", nothing),
+        **getattr(runner, "facts", unknown),
         kv_tokens=runner.capacity * runner.block_size,
         block_size=runner.block_size,
         context=runner.context,

@@ -1,4 +1,5 @@
-"""From the name of a model to what an engine needs: a runner with its pool, a tokenizer, the end tokens."""
+"""From the name of a model to what an engine needs: a runner with its KV cache, a tokenizer, the end
+tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from attar.checkpoint import Checkpoint, open_checkpoint
 from attar.checkpoint.jsonfile import read_json
 from attar.checkpoint.open import check_finite
-from attar.errors import ModelError, SettingsError
+from attar.errors import ModelError
 from attar.formats import readers
 from attar.formats.readers import Decoded
 from attar.kernels.build import warn_slower
@@ -36,8 +37,8 @@ from attar.runtime.step import Runner
 if TYPE_CHECKING:
     from attar.runtime.runner.modules import Modules
 
-POOL_BYTES = 1 << 30  # of keys and values at most, where nobody says how many tokens
-CONTEXTS = 16  # texts of full length that the pool holds at most, where nobody says
+POOL_BYTES = 1 << 30  # most bytes of keys and values, without ``kv_tokens``
+CONTEXTS = 16  # most sequences of full length that the pool holds, without ``kv_tokens``
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +51,10 @@ class Loaded:
         runner: the model and its pool of blocks.
         tokenizer: of transformers, or a PlainTokenizer; None: prompts are ids, and results have no text.
         ends: end tokens.
-        name: what messages call it.
-        eviction: how the runner bounds the places of a sequence.
-        lookback: (window, sinks) behind which places are given back; no window: never.
-        most: places that a sequence holds at once when a step runs so many of its tokens; None: no bound.
+        name: in messages.
+        eviction: how the runner bounds the cache entries of a sequence.
+        lookback: (window, sinks): older blocks are released; no window: never.
+        most: most entries of a sequence, from its tokens in a step; None: no bound.
         why: why the compiled runner does not run it, in a sentence; empty where it does.
     """
 
@@ -67,15 +68,15 @@ class Loaded:
     why: str = ""
 
     def manager(self, limits: Limits, prefix_cache: bool | None = None) -> BlockManager:
-        """The memory of its sequences.
+        """The block manager of its sequences.
 
         Args:
-            limits: how many tokens of a sequence run in a step.
-            prefix_cache: whether prefixes are shared; None: unless the eviction chooses by attention, for
-                then a text could depend on what ran before it.
+            limits: tokens of a sequence in a step.
+            prefix_cache: whether prefixes are shared; None: unless the eviction chooses by attention, because
+                then a completion could depend on what ran before it.
 
         Raises:
-            SettingsError: it is asked for and does not go with the eviction.
+            SettingsError: ``prefix_cache`` does not work with the eviction.
         """
         if prefix_cache:
             check_together({**evicting(self.eviction), "prefix_reuse": ("prefix_cache", True)})
@@ -86,31 +87,30 @@ class Loaded:
         return BlockManager(self.runner.capacity, size, reuse=reuse, window=window, sinks=sinks, most=most)
 
 
-def load(
-    model: str | Path | Checkpoint,
-    *,
-    kv_tokens: int | None = None,
-    **settings: Any,
-) -> Loaded:
-    """Load a model; the arguments and errors are those of :class:`attar.runtime.llm.LLM`, ``settings`` those
-    of :class:`attar.runtime.runner.choice.RunnerSettings`."""
-    if kv_tokens is not None and kv_tokens < 1:
-        raise SettingsError("kv_tokens", kv_tokens, "at least 1")
-    asked = RunnerSettings(**settings)
+def load(model: str | Path | Checkpoint, **options: Any) -> Loaded:
+    """Load a model.
+
+    Args:
+        options: fields of :class:`attar.runtime.runner.choice.RunnerSettings`.
+
+    Raises:
+        as :class:`attar.runtime.llm.LLM`.
+    """
+    settings = RunnerSettings(**options)
     checkpoint = open_checkpoint(model)
-    why = obstacle(checkpoint, asked)
+    why = obstacle(checkpoint, settings)
     runner: Compiled | Modules | None = None
     if not why:
         try:
-            runner = _compiled(checkpoint, asked, kv_tokens)
+            runner = _compiled(checkpoint, settings)
         except ModelError as problem:
             why = problem.message
-    if runner is None and (asked.runner == "compiled" or asked.weights):
+    if runner is None and (settings.runner == "compiled" or settings.weights):
         raise ModelError(f"{checkpoint.name}: the compiled runner cannot run it: {why}")
     if runner is None:
-        runner = _modules(checkpoint, asked, kv_tokens)
+        runner = _modules(checkpoint, settings)
     logger.debug("%s runs through %s%s", checkpoint.name, type(runner).__name__, f": {why}" if why else "")
-    if why and asked.runner == "auto" and pick_device(asked.device).type == "cpu":
+    if why and settings.runner == "auto" and pick_device(settings.device).type == "cpu":
         warn_slower(
             f"{checkpoint.name} runs through transformers' modules, slower than the compiled step: {why}"
         )
@@ -118,10 +118,10 @@ def load(
     stored = checkpoint.path / "generation_config.json"
     ends = end_tokens(read_json(stored) if stored.is_file() else None, checkpoint.config, tokenizer)
     most = _unbounded if isinstance(runner, Compiled) else runner.most
-    return Loaded(runner, tokenizer, ends, checkpoint.name, asked.eviction, _lookback(runner), most, why)
+    return Loaded(runner, tokenizer, ends, checkpoint.name, settings.eviction, _lookback(runner), most, why)
 
 
-def _compiled(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | None) -> Compiled:
+def _compiled(checkpoint: Checkpoint, settings: RunnerSettings) -> Compiled:
     """The compiled runner, weights read one at a time."""
     config = step_config(checkpoint)
     packed = readers.quant_method(checkpoint)
@@ -136,46 +136,56 @@ def _compiled(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | No
         grid = view.uniform(name) if view.is_coded(name) else None
         return None if grid is None else codes_of(grid)
 
-    kind: Any = asked.weights or "bf16"
-    whole = torch.bfloat16 if packed or asked.dtype == "bfloat16" else None
+    kind: Any = settings.weights or "bf16"
+    embedding = torch.bfloat16 if packed or settings.dtype == "bfloat16" else None
     if EMBEDDING in view.tensors and view.is_coded(EMBEDDING):
-        whole = torch.float16  # nearer to codes times a scale
-    made = model_weights(config, view.tensors, load, coded, weights=kind, embedding=whole)
-    kept = {8: "bfloat16", 16: "float16"}[asked.bits] if asked.kv_dtype == "auto" else asked.kv_dtype
-    token_bytes = pool_bytes(made, 1, 1, kv_dtype=kept)
-    table = made.layers[0].rotary
-    tokens = kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
-    blocks = -(-tokens // asked.block_size)
-    return Compiled(made, blocks=blocks, block_size=asked.block_size, kv_dtype=kept, bits=asked.bits)
+        embedding = torch.float16  # nearer to codes times a scale
+    model = model_weights(config, view.tensors, load, coded, weights=kind, embedding=embedding)
+    kv_dtype = (
+        {8: "bfloat16", 16: "float16"}[settings.bits] if settings.kv_dtype == "auto" else settings.kv_dtype
+    )
+    token_bytes = pool_bytes(model, 1, 1, kv_dtype=kv_dtype)
+    table = model.layers[0].rotary
+    tokens = settings.kv_tokens or pool_tokens(token_bytes, None if table is None else len(table))
+    blocks = -(-tokens // settings.block_size)
+    size, bits = settings.block_size, settings.bits
+    return Compiled(model, blocks=blocks, block_size=size, kv_dtype=kv_dtype, bits=bits)
 
 
-def _modules(checkpoint: Checkpoint, asked: RunnerSettings, kv_tokens: int | None) -> Modules:
-    """transformers' modules; Linears keep their codes where the checkpoint has codes and the CPU runs it."""
+def _modules(checkpoint: Checkpoint, settings: RunnerSettings) -> Modules:
+    """transformers' modules; Linears keep their codes where the checkpoint is quantized and the device a
+    CPU."""
     from attar.models.load import load_model
     from attar.runtime.runner.modules import Modules
     from attar.runtime.runner.packed_model import packed_model
     from attar.runtime.runner.probe import probe
 
     loaded = None
-    if asked.dtype == "auto" and readers.quant_method(checkpoint) and pick_device(asked.device).type == "cpu":
+    if (
+        settings.dtype == "auto"
+        and readers.quant_method(checkpoint)
+        and pick_device(settings.device).type == "cpu"
+    ):
         try:
-            loaded = packed_model(checkpoint, bits=asked.bits)
+            loaded = packed_model(checkpoint, bits=settings.bits)
         except ModelError as problem:
             warn_slower(f"{checkpoint.name} is loaded dense, and takes more memory: {problem.message}")
     if loaded is None:
-        loaded = load_model(checkpoint, dtype=torch_dtype(asked.dtype, asked.device), device=asked.device)
+        loaded = load_model(
+            checkpoint, dtype=torch_dtype(settings.dtype, settings.device), device=settings.device
+        )
     if not loaded.can_generate():
         kind = type(loaded).__name__
         raise ModelError(f"{checkpoint.name} is a {kind}, which does not predict next tokens")
-    found = probe(loaded)
-    token_bytes = 2 * found.layers * found.kv_heads * found.head_dim * loaded.dtype.itemsize
-    blocks = -(-(kv_tokens or pool_tokens(token_bytes, found.context)) // asked.block_size)
+    shape = probe(loaded)
+    token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * loaded.dtype.itemsize
+    blocks = -(-(settings.kv_tokens or pool_tokens(token_bytes, shape.context)) // settings.block_size)
     return Modules(
         loaded,
         blocks=blocks,
-        block_size=asked.block_size,
-        kv_dtype=asked.kv_dtype,
-        eviction=asked.eviction,
+        block_size=settings.block_size,
+        kv_dtype=settings.kv_dtype,
+        eviction=settings.eviction,
     )
 
 
@@ -200,7 +210,7 @@ def _unbounded(chunk: int) -> int | None:
 
 
 def pool_tokens(token_bytes: int, context: int | None) -> int:
-    """Tokens that a pool holds where nobody says: POOL_BYTES, and no more than CONTEXTS full texts."""
+    """Tokens of a pool without ``kv_tokens``: POOL_BYTES, and at most CONTEXTS full contexts."""
     most = POOL_BYTES // token_bytes
     return max(min(most, CONTEXTS * context) if context else most, 1)
 

@@ -1,6 +1,6 @@
-"""What a request gives back: pure data, free of torch.
+"""The output of a request: pure data, free of torch.
 
-An :class:`Event` is what one step added to one text; a :class:`Result` is all of it at the end.
+An :class:`Event` is what one step added to one completion; a :class:`Result` is the whole output.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "capacity", "error"]
 """stop: an end token, a stop id or a stop string; length: max_tokens, or the context is full; cancelled: by
-the caller; deadline: its time ran out; capacity: the key-value pool is full with this text alone; error: the
-request failed, the others went on."""
+the caller; deadline: it passed; capacity: this sequence alone fills the KV cache; error: the request failed,
+others went on."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """How likely the model itself found a token, before penalties, temperature and cuts.
+    """The probability of a token under the model itself, before penalties, temperature and cuts.
 
     Attributes:
         token: its id.
         logprob: natural logarithm of its probability.
-        top: (id, log-probability) of the likeliest tokens, likeliest first.
+        top: (id, log-probability) of the most likely tokens, in descending order.
     """
 
     token: int
@@ -36,12 +36,12 @@ class Usage:
 
     Attributes:
         prompt_tokens: of the prompt, the cached ones included.
-        completion_tokens: generated, over all samples.
-        cached_tokens: of the prompt, found in the prefix cache.
-        queue_s: seconds until its first step; None where it never had one.
-        first_token_s: seconds until the first token; None where there was none.
-        total_s: seconds until its last text ended.
-        drafted_tokens: that were proposed and verified; 0 without speculation.
+        completion_tokens: generated, over all completions.
+        cached_tokens: of the prompt, served by the prefix cache.
+        queue_s: seconds until its first step; None without one.
+        first_token_s: seconds until the first token; None without one.
+        total_s: seconds until its last completion ended.
+        drafted_tokens: draft tokens that were verified; 0 without speculation.
         accepted_tokens: of these.
     """
 
@@ -61,22 +61,22 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one text.
+    """What one step added to one completion.
 
     Attributes:
         request: id of the request.
-        sample: which of its n texts.
-        text: the piece that can be shown now; pieces joined are the text.
-        token_ids: tokens generated since the last event; a text may lag behind them (half a character, a
+        sample: index of the completion in [0, n).
+        text: the piece that is certain now; the pieces joined are the completion's text.
+        token_ids: tokens generated since the last event; their text may come later (half a character, a
             possible stop string).
         logprobs: one for each of the tokens where asked for.
-        finish_reason: None until the last event of this text.
+        finish_reason: None until the last event of this completion.
         stop_reason: the stop string or token id that ended it.
         error: what went wrong where the reason is ``error``.
-        failure: the same as an exception; a UsageError or DataError is the fault of who asked.
+        failure: the same as an exception; a UsageError or DataError is the caller's fault.
         prompt_logprobs: with the first event of sample 0 where asked for: one for each token of the
             prompt, None for the first, which follows nothing.
-        usage: with the last event of a request's last text.
+        usage: with the last event of a request.
     """
 
     request: str
@@ -93,13 +93,13 @@ class Event:
 
     @property
     def finished(self) -> bool:
-        """Whether this is the text's last event."""
+        """Whether this is the completion's last event."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One text.
+    """One completion of a result.
 
     Attributes:
         text: cut before a stop string; without special tokens unless asked for.
@@ -120,7 +120,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """A prompt's answer; the properties are those of its first (often only) sample."""
+    """The completions of a prompt; the properties are those of the first (often only) one."""
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -150,19 +150,19 @@ class Result:
 
 
 def gather(events: Sequence[Event], *, logprobs: bool = False) -> Sample:
-    """One text from all its events, in order; the last one is finished.
+    """One completion from all its events, in order; the last one is finished.
 
     Args:
-        logprobs: whether they were asked for: an empty text then has none of them, and not None.
+        logprobs: whether they were asked for: an empty completion then has an empty tuple, and not None.
     """
     last = events[-1]
-    assert last.finish_reason is not None, "the text has not ended"
+    assert last.finish_reason is not None, "the completion has not ended"
     return Sample(
         text="".join(event.text for event in events),
         token_ids=tuple(token for event in events for token in event.token_ids),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        logprobs=tuple(one for event in events for one in event.logprobs) if logprobs else None,
+        logprobs=tuple(logprob for event in events for logprob in event.logprobs) if logprobs else None,
         error=last.error,
     )
 
@@ -170,7 +170,7 @@ def gather(events: Sequence[Event], *, logprobs: bool = False) -> Sample:
 def gather_result(
     prompt: str | None, prompt_ids: Sequence[int], events: Sequence[Event], logprobs: bool
 ) -> Result:
-    """A prompt's answer from all its events, in order."""
+    """The result of a prompt from all its events, in order."""
     by_sample: dict[int, list[Event]] = {}
     for event in events:
         by_sample.setdefault(event.sample, []).append(event)

@@ -1,10 +1,9 @@
-"""Logits of whole prompts, as the runtime computes them when it serves: same weights, same activations, same
-format of keys and values.
+"""Logits of whole prompts, as the runtime computes them in serving: same weights, activations and KV format.
 
     for logits in prompt_logits(runner, rows): ...        float32 (tokens, vocabulary) of each prompt
 
-There is no scheduler: the prompts of a step lie one after the other in the runner's pool, which nothing else
-may use meanwhile, and of which nothing is kept.
+There is no scheduler: the prompts of a step are placed one after the other in the runner's pool, which must
+be unused and keeps nothing afterwards.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def prompt_logits(
     """Logits of the last tokens of each prompt.
 
     Args:
-        runner: its pool is not in use.
+        runner: with an unused pool.
         prompts: token ids, one at least.
-        wants: of how many last tokens of each, at least 1; None: of all.
-        limit: bytes that the logits of a step may take; a prompt is never divided.
+        wants: number of last tokens of each, at least 1; None: all.
+        limit: most bytes of the logits of a step; a prompt is never divided.
 
     Yields:
         float32 (wants, vocabulary) for each prompt, in their order. Row i predicts the token after it.
@@ -53,18 +52,18 @@ def prompt_logits(
 def _steps(
     runner: Runner, prompts: Sequence[Sequence[int]], wants: Sequence[int], limit: int
 ) -> Iterator[tuple[int, int]]:
-    """Prompts [first, last) that run together: what the pool holds and whose logits fit."""
+    """Prompts [first, last) of each step, limited by the pool and the bytes of logits."""
     first, blocks, rows, tokens = 0, 0, 0, 0
-    for number, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         needed = -(-len(prompt) // runner.block_size)
         if needed > runner.capacity:
             most = runner.capacity * runner.block_size
             raise SettingsError("kv_tokens", most, f"at least the {len(prompt):,} tokens of a prompt")
         full = blocks + needed > runner.capacity or tokens + len(prompt) > STEP_TOKENS
-        if number > first and (full or 4 * (rows + wants[number]) * runner.vocabulary > limit):
-            yield first, number
-            first, blocks, rows, tokens = number, 0, 0, 0
-        blocks, rows, tokens = blocks + needed, rows + wants[number], tokens + len(prompt)
+        if index > first and (full or 4 * (rows + wants[index]) * runner.vocabulary > limit):
+            yield first, index
+            first, blocks, rows, tokens = index, 0, 0, 0
+        blocks, rows, tokens = blocks + needed, rows + wants[index], tokens + len(prompt)
     if first < len(prompts):
         yield first, len(prompts)
 

@@ -2,13 +2,14 @@
 
     waiting → running → finished          preemption: running → waiting, with nothing computed
 
-A sequence's tokens are [0, len(prompt)) of the prompt and what was generated; keys and values are there for
-[0, computed). Drafts are proposals for the tokens behind, verified in the next step. What it wants is always
+A sequence's tokens are those of the prompt, followed by the generated ones; [0, computed) have keys and
+values. Drafts are proposals for the next tokens, verified in the next step. The tokens still to run are
+always
 
     wanted = len(tokens) + len(drafts) - computed
 
-so that prompts in chunks, prefix hits, decoding, verification and a recompute after preemption are one
-case. A request of n texts is one sequence of ``width`` n until its prompt is computed; then it forks.
+so that chunked prefill, prefix hits, decoding, verification and recomputation after preemption are one case.
+A request of n completions is one sequence of ``width`` n until its prompt is computed; then it forks.
 """
 
 from __future__ import annotations
@@ -20,19 +21,17 @@ from enum import Enum
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What someone asked for.
+    """A request as the scheduler sees it.
 
     Args:
-        id: the engine's name for it.
         prompt: token ids, at least one.
-        max_tokens: tokens generated at most for each text; None: as many as there is room for.
-        n: texts drawn from the prompt.
+        max_tokens: most tokens generated for each completion; None: what the context and the pool allow.
+        n: completions of the prompt.
         priority: smaller goes first.
         arrival: seconds on the engine's clock; earlier goes first.
-        deadline: seconds on the same clock after which the request is given up; None: never.
+        deadline: seconds on the same clock after which the request is ended; None: never.
         salt: the tenant: prefixes are shared only inside a salt.
-        prompt_logits: the logits of every token of the prompt are wanted; such a request reads no prefix
-            cache.
+        prompt_logits: the logits of every prompt token are needed; such a request reads no prefix cache.
     """
 
     id: str
@@ -47,7 +46,7 @@ class Request:
 
 
 class State(Enum):
-    """Where a sequence is in its life."""
+    """The state of a sequence."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -56,23 +55,22 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Sequence:
-    """One text that is being made; changed only by the scheduler, except for ``drafts`` and ``parents``.
+    """The tokens of one completion; changed only by the scheduler, except for ``drafts`` and ``parents``.
 
     Args:
-        id: a number no other sequence has.
-        request: what it runs for.
-        limit: tokens it has at most, the prompt's included.
-        tokens: the prompt and what was generated.
-        index: which of the request's n texts.
-        width: texts it stands for: n until it forks, then 1.
+        id: unique.
+        limit: most tokens, the prompt's included.
+        tokens: the prompt and the generated tokens.
+        index: of the completion in [0, n).
+        width: completions it stands for: n until it forks, then 1.
         computed: tokens [0, computed) have keys and values.
-        drafts: proposed tokens behind ``tokens``; the engine sets them between steps.
-        parents: of the drafts, as in ``Step.parents`` with 0 the last token and drafts from 1; None: a chain.
-        state: where it is.
+        drafts: proposed tokens after ``tokens``, set between steps.
+        parents: of the drafts, as in ``StepInput.parents`` with 0 the last token and drafts from 1; None: a
+            chain.
         reason: why it finished; None before.
         preempted: it ran already, and lost its blocks.
-        scored: logits of prompt tokens [0, scored) were handed out, where the request wants them.
-        failure: what went wrong where the reason is "error".
+        scored: logits of prompt tokens [0, scored) were returned, where the request needs them.
+        failure: the exception where the reason is "error".
     """
 
     id: int
@@ -92,12 +90,12 @@ class Sequence:
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.request.prompt)
 
     @property
     def generated(self) -> list[int]:
-        """Tokens behind the prompt."""
+        """Tokens after the prompt."""
         return self.tokens[self.prompt :]
 
     @property
@@ -107,12 +105,12 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether one step's tokens are enough: the last token, and drafts."""
+        """Whether it decodes: only the last token and drafts are left to run."""
         return self.computed >= len(self.tokens) - 1
 
     @property
     def full(self) -> bool:
-        """Whether no further token may come: the finish reason "length"."""
+        """Whether the limit is reached: the finish reason "length"."""
         return len(self.tokens) >= self.limit
 
     @property
@@ -121,18 +119,18 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Who goes first: priority, arrival, id."""
+        """Scheduling order: priority, arrival, id."""
         return (self.request.priority, self.request.arrival, self.id)
 
     def cut_drafts(self, count: int) -> None:
-        """Keeps the first ``count`` drafts, with their parents; below 0 counts as none."""
+        """Keep the first ``count`` drafts, with their parents; below 0 counts as none."""
         del self.drafts[max(count, 0) :]
         if self.parents is not None:
             del self.parents[len(self.drafts) :]
 
     def wants(self, stop: int) -> int:
-        """Logits wanted of a span [computed, stop): of its last token where that is the end, of drafts
-        before it, and of every prompt token whose logits were promised and not handed out.
+        """Logits needed of a span [computed, stop): of the last token and of drafts, and of every prompt
+        token whose logits the request needs and did not get yet.
         """
         first = len(self.tokens) - 1
         if self.request.prompt_logits and self.scored < self.prompt:
@@ -140,7 +138,7 @@ class Sequence:
         return max(stop - first, 0)
 
     def check(self) -> None:
-        """Raises AssertionError naming what does not fit together."""
+        """Raises AssertionError naming what is inconsistent."""
         name = f"sequence {self.id}"
         assert 0 <= self.computed <= len(self.tokens) <= self.limit, (
             f"{name}: computed {self.computed}, tokens {len(self.tokens)}, limit {self.limit}"

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with a model's own tokenizer and chat template."""
+"""Prompts to token ids and back, with a model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PromptTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._fast = getattr(tokenizer, "backend_tokenizer", None)  # without it ten times as slow
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)  # ten times as fast
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, with the special ones the tokenizer puts in front; ids stay as they are.
+        """Token ids of a prompt, with the special tokens that the tokenizer adds; ids stay as they are.
 
         Raises:
             DataError: text, but the model has no tokenizer; or there are no tokens.
@@ -37,7 +37,7 @@ class PromptTokenizer:
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the answer begins.
+        """Token ids of a conversation up to the start of the answer.
 
         Raises:
             DataError: the tokenizer has no chat template, or it refuses the messages.
@@ -48,12 +48,12 @@ class PromptTokenizer:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template is a program of the model's and may raise anything
+        except Exception as error:  # a template is code of the model and may raise anything
             raise DataError(f"the chat template refuses the messages: {error}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids, as it stands: blanks are not tidied."""
+        """Text of token ids; spaces are not cleaned up."""
         if self._fast is not None:
             return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
         skip = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
@@ -61,7 +61,7 @@ class PromptTokenizer:
 
 
 def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, also where one was given: a text, or its token ids."""
+    """A list of prompts, from one (a text, or its token ids) or several."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)

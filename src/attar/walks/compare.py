@@ -153,11 +153,11 @@ def _output_distance(
     return (*total.distance()[:3], tokens)
 
 
-TokenSpan = tuple[int, slice, slice]
+LogitSpan = tuple[int, slice, slice]
 """Number of a batch, rows and columns of it."""
 
 
-def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[TokenSpan]]:
+def _rounds(batches: Sequence[Tensor], vocabulary: int) -> list[list[LogitSpan]]:
     """All tokens, cut into spans whose logits take :data:`CHUNK` bytes at most, and these into rounds of
     :data:`KEPT` bytes."""
     step = max(1, CHUNK // (4 * vocabulary))
@@ -177,7 +177,7 @@ def _vocabulary(side: Skeleton) -> int:
     return int(side.model.get_submodule(head).weight.shape[0]) if head else 0
 
 
-def _logits(side: Skeleton, store: HiddenStates, batches: Sequence[Tensor], span: TokenSpan) -> Tensor:
+def _logits(side: Skeleton, store: HiddenStates, batches: Sequence[Tensor], span: LogitSpan) -> Tensor:
     """Logits (tokens, V) of a span, float32: after the blocks, tokens are independent."""
     number, rows, columns = span
     logits = side.logits(batches[number][rows, columns], store[number][rows, columns].to(side.device))

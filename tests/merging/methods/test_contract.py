@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attar.errors import SettingsError
-from attar.merging.methods import METHODS, Method
+from attar.merging.methods import METHODS, MergeMethod
 from attar.merging.methods.common.chunked import SIZE
 from attar.merging.methods.common.random_masks import RandomMasks
 
@@ -38,7 +38,9 @@ OF_TASK_VECTORS = (
 )
 
 
-def inputs(method: Method, shape: Sequence[int], dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None]:
+def inputs(
+    method: MergeMethod, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor | None]:
     """As many models as the method takes (three where it takes any number), near a base."""
     generator = torch.Generator().manual_seed(1)
     base = torch.randn(*shape, generator=generator)
@@ -47,7 +49,7 @@ def inputs(method: Method, shape: Sequence[int], dtype: torch.dtype) -> tuple[li
     return tensors, base.to(dtype) if method.base == "required" else None
 
 
-def run(method: Method, tensors: list[Tensor], base: Tensor | None, **given: Any) -> Tensor:
+def run(method: MergeMethod, tensors: list[Tensor], base: Tensor | None, **given: Any) -> Tensor:
     """The method with its defaults, the values above, and those given."""
     values = GIVEN | given
     shared = {p.name: values.get(p.name, p.default) for p in method.shared}

@@ -6,7 +6,7 @@ import pytest
 
 from attar.errors import ModelError
 from attar.merging.planning.naming import (
-    LayerStack,
+    ModelStack,
     comes_first,
     find_stacks,
     has_token_rows,
@@ -33,7 +33,7 @@ PREFIXES = {
 def test_every_family_has_one_stack_of_three(family: str) -> None:
     model = view("m", family)
     stacks = find_stacks(model.tensors, model.config, "m")
-    assert stacks == (LayerStack(PREFIXES.get(family, "model.layers"), 3),)
+    assert stacks == (ModelStack(PREFIXES.get(family, "model.layers"), 3),)
     inside = [name for name in model.tensors if position_of(name, stacks)]
     assert len(inside) % 3 == 0
     for name in inside:
@@ -65,8 +65,8 @@ def names(prefix: str, count: int, *rest: str) -> list[str]:
 
 def test_experts_are_inside_a_layer() -> None:
     found = names("model.layers", 2, *names("mlp.experts", 4, "w1.weight"), "norm.weight")
-    assert find_stacks(found, {"num_hidden_layers": 2}, "m") == (LayerStack("model.layers", 2),)
-    position = position_of("model.layers.1.mlp.experts.3.w1.weight", [LayerStack("model.layers", 2)])
+    assert find_stacks(found, {"num_hidden_layers": 2}, "m") == (ModelStack("model.layers", 2),)
+    position = position_of("model.layers.1.mlp.experts.3.w1.weight", [ModelStack("model.layers", 2)])
     assert position is not None
     assert (position.layer, position.rest) == (1, "mlp.experts.3.w1.weight")
 
@@ -75,7 +75,7 @@ def test_an_encoder_and_a_decoder() -> None:
     found = [*names("encoder.block", 3, "layer.0.SelfAttention.q.weight"), "shared.weight"]
     found += names("decoder.block", 2, "layer.0.SelfAttention.q.weight", "layer.1.EncDecAttention.q.weight")
     config = {"num_layers": 3, "num_decoder_layers": 2}
-    assert find_stacks(found, config, "m") == (LayerStack("encoder.block", 3), LayerStack("decoder.block", 2))
+    assert find_stacks(found, config, "m") == (ModelStack("encoder.block", 3), ModelStack("decoder.block", 2))
 
 
 def test_the_language_model_comes_first() -> None:
@@ -87,19 +87,19 @@ def test_the_language_model_comes_first() -> None:
     found += ["visual.merger.mlp.2.weight"]
     config = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"depth": 4}}
     assert find_stacks(found, config, "m") == (
-        LayerStack("language_model.layers", 2),
-        LayerStack("visual.blocks", 4),
+        ModelStack("language_model.layers", 2),
+        ModelStack("visual.blocks", 4),
     )
 
 
 def test_a_number_at_the_beginning() -> None:
-    assert find_stacks(names("layers", 2, "w"), {}, "m") == (LayerStack("layers", 2),)
+    assert find_stacks(names("layers", 2, "w"), {}, "m") == (ModelStack("layers", 2),)
     assert layer_name("", 3, "w") == "3.w"
 
 
 def test_layers_of_prediction_beyond_the_count() -> None:
     config = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    assert find_stacks(names("model.layers", 3, "w"), config, "m") == (LayerStack("model.layers", 3),)
+    assert find_stacks(names("model.layers", 3, "w"), config, "m") == (ModelStack("model.layers", 3),)
 
 
 @pytest.mark.parametrize(

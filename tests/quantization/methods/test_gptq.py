@@ -6,7 +6,7 @@ import torch
 from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
 from attar.quantization.hessian import Hessian, inverse_factor, output_error
-from attar.quantization.layerwise import LayerStack
+from attar.quantization.layerwise import StackedLayers
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.rtn import rtn
 
@@ -150,7 +150,7 @@ def test_weights_with_one_input_rounded_together_are_those_rounded_alone():
     weights = {str(number): part for number, part in enumerate(W.split([4, 12, 8]))}
     grid = IntGrid(4, 16)
     parameters = {name: grid.choose(part) for name, part in weights.items()}
-    stack = LayerStack(grid, weights, parameters, dict.fromkeys(weights))
+    stack = StackedLayers(grid, weights, parameters, dict.fromkeys(weights))
     joined, _, rows, _ = stack.joined()
     together = dict(stack.split(gptq(joined, H, grid, parameters=rows)))
     for name, one in together.items():

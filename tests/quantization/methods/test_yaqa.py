@@ -6,9 +6,19 @@ import torch
 from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.gptq import gptq
-from attar.quantization.methods.yaqa import kronecker_error, yaqa
+from attar.quantization.methods.yaqa import yaqa
 
 DAMP = 0.01
+
+
+def kronecker_error(weight, rounded, H_O, H_I):
+    """tr(E^T H_O E H_I) / tr(W^T H_O W H_I) with E = W - W': what a change costs, relative to leaving the
+    layer out (0: exact)."""
+    W = weight.float()
+    lost, whole = (
+        float(((H_O @ part @ H_I).double() * part.double()).sum()) for part in (W - rounded.float(), W)
+    )
+    return max(lost, 0.0) / max(whole, 1e-30)
 
 
 def factor(size, seed, spread=True):
@@ -43,7 +53,7 @@ def by_the_paper(W, H_O, H_I, grid, parameters, rows, columns, target=None):
         for k in range(len(columns)):
             value = aim[i, k] + L_O[: i + 1, i] @ E[: i + 1, : k + 1] @ L_I[: k + 1, k]
             row, column = int(rows[i]), int(columns[k])
-            at = by_row.each(lambda x, r=row, c=column: x[r, c // (grid.group_size or len(columns))])
+            at = by_row.map(lambda x, r=row, c=column: x[r, c // (grid.group_size or len(columns))])
             codes[row, column] = grid.encode(value.float(), at)
             E[i, k] = aim[i, k] - grid.decode(codes[row, column], at).double()
     return codes

@@ -32,7 +32,7 @@ def test_every_pair_has_one_answer(pair):
         check_together(asked)
     else:
         assert len(reason(one, two).split()) >= 5
-        with pytest.raises(SettingsError, match="second is 2, but must be something else beside first=1: "):
+        with pytest.raises(SettingsError, match="second is 2, but must be something else with first=1: "):
             check_together(asked)
 
 
@@ -48,7 +48,7 @@ def asked(*features):
 def test_the_first_pair_is_named_by_its_settings():
     with pytest.raises(SettingsError) as found:
         check_together(asked("chunked_prefill", "kivi", "h2o", "speculation"))
-    told = f"set_h2o is 'H2O', but must be something else beside set_kivi='KIVI': {reason('kivi', 'h2o')}"
+    told = f"set_h2o is 'H2O', but must be something else with set_kivi='KIVI': {reason('kivi', 'h2o')}"
     assert str(found.value) == told
     scheduling = ("prefix_reuse", "fork", "chunked_prefill", "preemption", "speculation")
     check_together(asked("int8", "streaming", *scheduling))
@@ -59,5 +59,5 @@ def test_what_the_model_is_made_of_is_not_asked_to_change(turned):
     features = {"sliding_window": None, **asked("streaming")}
     with pytest.raises(SettingsError) as found:
         check_together(dict(reversed(features.items())) if turned else features)
-    told = "set_streaming is 'STREAMING', but must be something else beside the model's own sliding window: "
+    told = "set_streaming is 'STREAMING', but must be something else with the model's own sliding window: "
     assert str(found.value).startswith(told)

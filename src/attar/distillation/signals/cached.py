@@ -32,7 +32,7 @@ from attar.checkpoint import atomic
 from attar.checkpoint.hashing import identity
 from attar.data.packing import PADDING, numbered_generator
 from attar.distillation.objectives.forward_kl import forward_kl, sparse_forward_kl
-from attar.distillation.settings import RecoverSettings
+from attar.distillation.settings import LearnSettings
 from attar.distillation.signals.online import SignalSource
 from attar.models.device import resolve
 from attar.walks.objectives import Objective, SoftLoss
@@ -42,7 +42,7 @@ SMALLEST = 1e-30  # keeps a draw possible where the K tokens have all probabilit
 
 
 def cached_signal(
-    source: SignalSource, student: Any, settings: RecoverSettings, objective: Objective
+    source: SignalSource, student: Any, settings: LearnSettings, objective: Objective
 ) -> SoftLoss:
     """Forward KL to the cached predictions of ``settings.teacher_top`` tokens a position."""
     assert objective is forward_kl, "other objectives read all logits"

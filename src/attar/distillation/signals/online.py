@@ -1,4 +1,4 @@
-"""The online signal: the teacher runs beside the student in every step."""
+"""The online signal: the teacher runs in every step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attar.distillation.settings import RecoverSettings
+from attar.distillation.settings import LearnSettings
 from attar.walks.objectives import Objective, SoftLoss, soft_loss
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class SignalSource:
 
 
 def online_signal(
-    source: SignalSource, student: Any, settings: RecoverSettings, objective: Objective
+    source: SignalSource, student: Any, settings: LearnSettings, objective: Objective
 ) -> SoftLoss:
     """The objective on the logits of both models, at the temperature of the settings."""
     return soft_loss(source.teacher, settings.temperature, objective)

@@ -22,7 +22,7 @@ from attar.merging.config.schema import (
     TokenizerChoice,
 )
 from attar.merging.methods import METHODS
-from attar.merging.methods.method import Method
+from attar.merging.methods.method import MergeMethod
 from attar.merging.planning.parameters import check_kind, method_of
 from attar.yaml import Located
 
@@ -86,7 +86,7 @@ def parse_document(located: Located) -> MergeConfig:
     )
 
 
-def _method(fields: MappingReader) -> Method:
+def _method(fields: MappingReader) -> MergeMethod:
     name = fields.text("merge_method")
     if name is None:
         raise RecipeError(f"{fields.where}: a merge needs the key 'merge_method'")
@@ -109,7 +109,7 @@ def _dtype(fields: MappingReader, key: str) -> str | None:
     raise RecipeError(f"{fields.where_of(key)}: {key} is {name!r}, but must be {', '.join(DTYPES)}")
 
 
-def _modules(fields: MappingReader, method: Method) -> tuple[MergeModule, ...]:
+def _modules(fields: MappingReader, method: MergeMethod) -> tuple[MergeModule, ...]:
     """The modules; one without a name for ``models`` and ``slices``."""
     if _which_key(fields, _PARTS) != "modules":
         return (MergeModule(None, _slices(fields, method), {}, fields.where),)
@@ -140,7 +140,7 @@ def _which_key(fields: MappingReader, keys: tuple[str, ...]) -> str:
     return given[0]
 
 
-def _slices(fields: MappingReader, method: Method) -> tuple[LayerSlice, ...]:
+def _slices(fields: MappingReader, method: MergeMethod) -> tuple[LayerSlice, ...]:
     """``slices``, or ``models`` as one slice."""
     if "models" not in fields.entries:
         return tuple(_slice(item, method) for item in fields.items("slices"))
@@ -150,7 +150,7 @@ def _slices(fields: MappingReader, method: Method) -> tuple[LayerSlice, ...]:
     return (_checked(LayerSlice(sources, None, {}, fields.where_of("models"))),)
 
 
-def _slice(located: Located, method: Method) -> LayerSlice:
+def _slice(located: Located, method: MergeMethod) -> LayerSlice:
     fields = MappingReader(located, "a slice", ("sources", "base_model", "parameters"), _SLICE_HINTS)
     keys = ("model", "layer_range", "parameters")
     readers = [MappingReader(item, "a source", keys) for item in fields.items("sources")]
@@ -158,7 +158,7 @@ def _slice(located: Located, method: Method) -> LayerSlice:
     return _checked(LayerSlice(sources, _base_model(fields), _parameters(fields, method), located.where))
 
 
-def _source(fields: MappingReader, layers: tuple[int, int] | None, method: Method) -> MergeSource:
+def _source(fields: MappingReader, layers: tuple[int, int] | None, method: MergeMethod) -> MergeSource:
     model = parse_reference(fields.need("model"))
     return MergeSource(model, layers, _parameters(fields, method, of_model=True), fields.where)
 
@@ -197,7 +197,7 @@ def _checked(part: LayerSlice) -> LayerSlice:
     return part
 
 
-def _parameters(fields: MappingReader, method: Method, *, of_model: bool = False) -> ParameterSettings:
+def _parameters(fields: MappingReader, method: MergeMethod, *, of_model: bool = False) -> ParameterSettings:
     """``parameters`` of a level; a model's level takes only parameters of each model.
 
     A parameter that only other methods have is kept and never looked up; the merge's notes name it.

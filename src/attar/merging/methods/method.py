@@ -20,7 +20,7 @@ Parameters that several functions have:
     compat     ``"mergekit"``, the reference's arithmetic, or ``"paper"``, the paper's
     masks      random masks, one source for each of ``tensors``
 
-``Method.base`` says how the method uses ``base_model``:
+``MergeMethod.base`` says how the method uses ``base_model``:
 
     required   there must be one; it is not among the tensors
     optional   likewise, but it may be absent
@@ -102,7 +102,7 @@ class ModelScan(Protocol):
 
 
 @dataclass(frozen=True)
-class Method:
+class MergeMethod:
     """A merge method.
 
     Args:

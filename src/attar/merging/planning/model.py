@@ -13,7 +13,7 @@ from torch import Tensor
 from attar.errors import ModelError
 from attar.merging.config.schema import ModelReference
 from attar.merging.planning.naming import (
-    LayerStack,
+    ModelStack,
     find_stacks,
     has_token_rows,
     kind_of,
@@ -69,7 +69,7 @@ class MergeModel:
         return str(self.reference)
 
     @cached_property
-    def stacks(self) -> tuple[LayerStack, ...]:
+    def stacks(self) -> tuple[ModelStack, ...]:
         """Its stacks of layers.
 
         Raises:
@@ -96,7 +96,7 @@ class MergeModel:
         """Names of the tensors outside the stacks."""
         return (name for name in self.view.tensors if position_of(name, self.stacks) is None)
 
-    def names_in_layer(self, stack: LayerStack, layer: int) -> list[str]:
+    def names_in_layer(self, stack: ModelStack, layer: int) -> list[str]:
         """Names of a layer's tensors inside the layer, sorted."""
         return sorted(self._names_by_layer.get((stack.prefix, layer), ()))
 
@@ -109,7 +109,7 @@ class MergeModel:
                 names.setdefault((position.stack.prefix, position.layer), []).append(position.rest)
         return names
 
-    def stack_like(self, stack: LayerStack, lead: MergeModel) -> LayerStack:
+    def stack_like(self, stack: ModelStack, lead: MergeModel) -> ModelStack:
         """This model's stack that corresponds to one of ``lead``.
 
         Raises:

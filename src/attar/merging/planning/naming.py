@@ -29,7 +29,7 @@ _BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|position_ids
 
 
 @dataclass(frozen=True)
-class LayerStack:
+class ModelStack:
     """Consecutive layers.
 
     Attributes:
@@ -45,12 +45,12 @@ class LayerStack:
 class TensorPosition:
     """A tensor inside a stack: ``rest`` is its name inside the layer."""
 
-    stack: LayerStack
+    stack: ModelStack
     layer: int
     rest: str
 
 
-def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[LayerStack, ...]:
+def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> tuple[ModelStack, ...]:
     """The stacks of a model: those as large as the config's language model first, then by prefix.
 
     Args:
@@ -69,7 +69,7 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
     sizes = {prefix: len(layers) for prefix, layers in numbers.items() if max(layers) == len(layers) - 1}
     known_sizes = _layer_counts(config)
     stacks = [
-        LayerStack(prefix, size)
+        ModelStack(prefix, size)
         for prefix, size in sorted(sizes.items())
         if _STACK_WORD.search(prefix.rpartition(".")[2]) or (size in known_sizes and size > 1)
     ]
@@ -86,7 +86,7 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
     return tuple(sorted(stacks, key=lambda stack: (stack.count not in allowed, stack.prefix)))
 
 
-def position_of(name: str, stacks: Iterable[LayerStack]) -> TensorPosition | None:
+def position_of(name: str, stacks: Iterable[ModelStack]) -> TensorPosition | None:
     """A tensor's stack and layer; None outside the stacks."""
     prefix, number, rest = _split(name)
     for stack in stacks:

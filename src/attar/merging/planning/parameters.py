@@ -21,7 +21,7 @@ from typing import Any
 from attar.errors import RecipeError
 from attar.merging.config.schema import SEARCHED, MergeConfig, ParameterSetting, ParameterSettings, Scalar
 from attar.merging.methods import METHODS
-from attar.merging.methods.method import Method, Parameter
+from attar.merging.methods.method import MergeMethod, Parameter
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParameterValue:
     where: str = ""
 
 
-def method_of(name: str) -> Method:
+def method_of(name: str) -> MergeMethod:
     """A method of the table; a searched one is a linear merge whose weights are equal unless given."""
     if name not in SEARCHED:
         return METHODS[name]
@@ -120,7 +120,7 @@ def _in_kind(parameter: Parameter, value: Scalar) -> Scalar:
     return value
 
 
-def unused_parameters(config: MergeConfig, method: Method) -> Iterator[str]:
+def unused_parameters(config: MergeConfig, method: MergeMethod) -> Iterator[str]:
     """Notes on parameters that the method does not have."""
     known = {parameter.name for parameter in (*method.shared, *method.per_model)}
     for level in config.levels():

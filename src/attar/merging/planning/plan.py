@@ -10,7 +10,7 @@ from typing import Any
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError, RecipeError, SettingsError
 from attar.merging.config.schema import MergeConfig, ModelReference
-from attar.merging.methods.method import Method
+from attar.merging.methods.method import MergeMethod
 from attar.merging.planning.model import MergeModel, ModelView
 from attar.merging.planning.naming import has_token_rows
 from attar.merging.planning.output_config import check_donor, config_differences, output_config, shape_text
@@ -73,7 +73,7 @@ class MergePlan:
         notes: what a person should know and need not change.
     """
 
-    method: Method
+    method: MergeMethod
     models: tuple[ModelView, ...]
     labels: tuple[str, ...]
     outputs: tuple[OutputTensor, ...]
@@ -131,7 +131,7 @@ def make_plan(
 class _OutputPlanner:
     """Plans the outputs of a merge: shape, types, parameters."""
 
-    def __init__(self, config: MergeConfig, method: Method, rows: int | None, compat: str) -> None:
+    def __init__(self, config: MergeConfig, method: MergeMethod, rows: int | None, compat: str) -> None:
         self._config, self._method, self._rows, self._compat = config, method, rows, compat
         self._checked: set[str] = set()
 
@@ -240,7 +240,9 @@ def _main_dtype(outputs: tuple[OutputTensor, ...]) -> str | None:
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
 
 
-def _notes(config: MergeConfig, method: Method, donor: MergeModel, tensor_map: TensorMap) -> Iterator[str]:
+def _notes(
+    config: MergeConfig, method: MergeMethod, donor: MergeModel, tensor_map: TensorMap
+) -> Iterator[str]:
     """Settings without effect, configs that differ, slices that are copied; one line each."""
     yield from unused_parameters(config, method)
     for model in tensor_map.models():

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from attar.errors import ModelError, RecipeError
 from attar.merging.config.schema import LayerSlice, MergeConfig, MergeModule, MergeSource, ModelReference
-from attar.merging.methods.method import Method
+from attar.merging.methods.method import MergeMethod
 from attar.merging.planning.model import MergeModel
-from attar.merging.planning.naming import LayerStack
+from attar.merging.planning.naming import ModelStack
 
 _LANGUAGE_MODEL = ("text_decoder", "language_model")
 _DEFAULT = "default"
@@ -30,7 +30,7 @@ class SourceLayers:
 
     source: MergeSource
     model: MergeModel
-    stack: LayerStack
+    stack: ModelStack
     first: int
     count: int
 
@@ -59,7 +59,7 @@ class SliceLayers:
 
 def stacks_by_module(
     modules: Sequence[MergeModule], lead: MergeModel
-) -> tuple[tuple[MergeModule, LayerStack], ...]:
+) -> tuple[tuple[MergeModule, ModelStack], ...]:
     """Every stack of ``lead`` with its module, in the order of the modules.
 
     Raises:
@@ -80,7 +80,7 @@ def stacks_by_module(
     return tuple(pairs)
 
 
-def _stacks_of(module: MergeModule, modules: Sequence[MergeModule], lead: MergeModel) -> list[LayerStack]:
+def _stacks_of(module: MergeModule, modules: Sequence[MergeModule], lead: MergeModel) -> list[ModelStack]:
     matches = [stack for stack in lead.stacks if _matches(module, stack, modules, lead)]
     prefixes = ", ".join(stack.prefix for stack in lead.stacks)
     if not matches:
@@ -98,7 +98,7 @@ def _stacks_of(module: MergeModule, modules: Sequence[MergeModule], lead: MergeM
 
 
 def _matches(
-    module: MergeModule, stack: LayerStack, modules: Sequence[MergeModule], lead: MergeModel
+    module: MergeModule, stack: ModelStack, modules: Sequence[MergeModule], lead: MergeModel
 ) -> bool:
     if module.name is None:
         return True
@@ -127,14 +127,14 @@ class SliceResolver:
     def __init__(
         self,
         config: MergeConfig,
-        method: Method,
+        method: MergeMethod,
         models: Mapping[ModelReference, MergeModel],
         lead: MergeModel,
     ) -> None:
         self._config, self._method, self._models, self._lead = config, method, models, lead
         self.notes: list[str] = []
 
-    def resolve(self, part: LayerSlice, stack: LayerStack) -> SliceLayers:
+    def resolve(self, part: LayerSlice, stack: ModelStack) -> SliceLayers:
         """The layers of a slice.
 
         Raises:
@@ -160,7 +160,7 @@ class SliceResolver:
         self._check_count(part, len(others))
         return SliceLayers(part, sources[0].count, tuple(others), base, False)
 
-    def _layers(self, source: MergeSource, stack: LayerStack) -> SourceLayers:
+    def _layers(self, source: MergeSource, stack: ModelStack) -> SourceLayers:
         model = self._models[source.model]
         own = model.stack_like(stack, self._lead)
         first, end = source.layers or (0, own.count)
@@ -172,7 +172,7 @@ class SliceResolver:
         return SourceLayers(source, model, own, first, end - first)
 
     def _base(
-        self, part: LayerSlice, sources: Sequence[SourceLayers], stack: LayerStack
+        self, part: LayerSlice, sources: Sequence[SourceLayers], stack: ModelStack
     ) -> SourceLayers | None:
         """The base model's layers: its range as a source, else the range that all sources have."""
         base = part.base or self._config.base

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from attar.errors import ModelError
 from attar.merging.config.schema import MergeConfig, MergeModule, MergeSource, ModelReference
-from attar.merging.methods.method import Method
+from attar.merging.methods.method import MergeMethod
 from attar.merging.planning.model import MergeModel
-from attar.merging.planning.naming import LayerStack, comes_first, is_buffer, kind_of, layer_name
+from attar.merging.planning.naming import ModelStack, comes_first, is_buffer, kind_of, layer_name
 from attar.merging.planning.parameters import layer_depth
 from attar.merging.planning.slices import SliceLayers, SliceResolver, has_words, stacks_by_module
 
@@ -78,7 +78,7 @@ class TensorMap:
     """
 
     def __init__(
-        self, config: MergeConfig, method: Method, models: Mapping[ModelReference, MergeModel]
+        self, config: MergeConfig, method: MergeMethod, models: Mapping[ModelReference, MergeModel]
     ) -> None:
         self.lead = models[config.modules[0].slices[0].sources[0].model]
         resolver = SliceResolver(config, method, models, self.lead)
@@ -102,7 +102,7 @@ class TensorMap:
         }
         return [models[index] for index in sorted(models)]
 
-    def _layers(self, module: MergeModule, stack: LayerStack) -> Iterator[MappedTensor]:
+    def _layers(self, module: MergeModule, stack: ModelStack) -> Iterator[MappedTensor]:
         """The tensors of a stack."""
         offset = 0
         for part in self.slices[stack.prefix]:
@@ -111,7 +111,7 @@ class TensorMap:
             offset += part.count
 
     def _layer(
-        self, module: MergeModule, stack: LayerStack, part: SliceLayers, index: int, layer: int
+        self, module: MergeModule, stack: ModelStack, part: SliceLayers, index: int, layer: int
     ) -> Iterator[MappedTensor]:
         """The tensors of layer ``index`` of a slice, ``layer`` of the result."""
         sources, depth = part.all(), layer_depth(index, part.count)
@@ -171,7 +171,7 @@ class TensorMap:
             else:
                 yield MappedTensor(name, module, part, tuple(tensors))
 
-    def _module_of(self, name: str) -> tuple[MergeModule, LayerStack]:
+    def _module_of(self, name: str) -> tuple[MergeModule, ModelStack]:
         """The module of a tensor outside the stacks, and the stack whose slices it follows.
 
         A tensor without the word of a module follows the first stack if it is used before the layers, else

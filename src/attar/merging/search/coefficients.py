@@ -40,7 +40,7 @@ from attar.merging.config.schema import (
     ParameterSettings,
     Scalar,
 )
-from attar.merging.methods.method import Method, Parameter
+from attar.merging.methods.method import MergeMethod, Parameter
 from attar.merging.planning.parameters import method_of
 from attar.merging.search.loss_cache import LossCache, finite
 from attar.progress import SILENT, Progress
@@ -142,7 +142,7 @@ def replace_numbers(config: MergeConfig, number_for: Callable[[Coordinate], floa
 
 @dataclass(frozen=True)
 class _NumberReplacer:
-    method: Method
+    method: MergeMethod
     number_for: Callable[[Coordinate], float]
 
     def settings(self, parameters: ParameterSettings, label: str) -> ParameterSettings:

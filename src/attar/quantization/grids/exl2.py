@@ -117,15 +117,15 @@ class EXL2Grid(Grid):
         rows, columns = weight.shape
         if columns != self.columns:
             raise SettingsError("sections", self.columns, f"groups of {columns} inputs in all")
-        found, start = [], 0
+        fits, start = [], 0
         for bits, width in self.sections:
             x = weight[:, start : start + width].float()
             v = None if importance is None else importance[start : start + width]
             if not (isinstance(shrink, float) and shrink == 1.0):
                 x = _clipped(x, shrink, rows, columns, start)
-            found.append(fit(x, v, bits))
+            fits.append(fit(x, v, bits))
             start += width
-        return self.parameters([h for h, _ in found], [c for _, c in found])
+        return self.parameters([h for h, _ in fits], [c for _, c in fits])
 
     def parameters(self, steps: Sequence[Tensor], codes: Sequence[Tensor]) -> TileParameters:
         """Parameters as a reader of the file computes them.
@@ -198,12 +198,12 @@ def _error(x: Tensor, v: Tensor, scale: Tensor, top: Tensor) -> Tensor:
 def _at(scale: Tensor, unit: Tensor, errors: Tensor, factors: Tensor) -> Tensor:
     """e at scales (..., N), interpolated in the logarithm; beyond the ladder it grows with the square."""
     step = torch.log(factors[1] / factors[0])
-    place = torch.log((scale / unit).clamp(min=1e-30) / factors[0]) / step
-    left = place.floor().clamp(0, STEPS - 2)
-    part = (place - left).clamp(0.0, 1.0)
+    position = torch.log((scale / unit).clamp(min=1e-30) / factors[0]) / step
+    left = position.floor().clamp(0, STEPS - 2)
+    part = (position - left).clamp(0.0, 1.0)
     rows = torch.arange(errors.shape[1], device=errors.device).expand_as(left)
     low, high = errors[left.long(), rows], errors[left.long() + 1, rows]
-    beyond = (place - (STEPS - 1)).clamp(min=0.0) + (-place).clamp(min=0.0)
+    beyond = (position - (STEPS - 1)).clamp(min=0.0) + (-position).clamp(min=0.0)
     return (low + part * (high - low)) * torch.exp(2.0 * step * beyond)
 
 

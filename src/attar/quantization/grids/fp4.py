@@ -40,10 +40,10 @@ def nearest_fp4(values: Tensor) -> Tensor:
     F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the place is the least of three roundings.
     """
     magnitudes = values.abs()
-    place = (magnitudes * 2).round_()
-    place = place.minimum((magnitudes - 2).round_().add_(4))
-    place = place.minimum(magnitudes.sub_(4).mul_(0.5).round_().add_(6)).clamp_(max=7)
-    return place.add_(torch.signbit(values), alpha=8)
+    index = (magnitudes * 2).round_()
+    index = index.minimum((magnitudes - 2).round_().add_(4))
+    index = index.minimum(magnitudes.sub_(4).mul_(0.5).round_().add_(6)).clamp_(max=7)
+    return index.add_(torch.signbit(values), alpha=8)
 
 
 def level_fp4(codes: Tensor) -> Tensor:

@@ -122,11 +122,11 @@ class GGMLGrid(Grid):
     def search(self, weight: Tensor, importance: Tensor | None = None) -> QuantizedTensor:
         """The same scales and every weight's nearest code, in one pass where there is a compiled kernel. Does
         not modify its inputs."""
-        found = self._search(weight, 1.0, importance, codes=True)
-        parameters = self.parameters(found.stored)
-        if found.codes is None:
+        block_scales = self._search(weight, 1.0, importance, codes=True)
+        parameters = self.parameters(block_scales.stored)
+        if block_scales.codes is None:
             return self.quantize(weight, parameters)
-        return QuantizedTensor(self, found.codes, parameters)
+        return QuantizedTensor(self, block_scales.codes, parameters)
 
     def _search(
         self, weight: Tensor, shrink: float | Tensor, importance: Tensor | None, *, codes: bool
@@ -142,11 +142,11 @@ class GGMLGrid(Grid):
         clips = isinstance(shrink, Tensor) or shrink != 1.0
         shrink = torch.as_tensor(shrink, dtype=torch.float32, device=weight.device)
         shrink = shrink.expand(rows, columns // tile)
-        found = kernel.search(
+        block_scales = kernel.search(
             self.kind, self.layout, weight, v, shrink=shrink if clips else None, codes=codes
         )
-        if found is not None:
-            return found
+        if block_scales is not None:
+            return block_scales
         v = v.reshape(1, -1, block // tile, tile)
         step = max(1, CHUNK // columns)
         parts = []

@@ -45,7 +45,7 @@ class TileParameters:
     stored: Mapping[str, Tensor] = field(default_factory=dict)
     top: Tensor | None = None
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> TileParameters:
+    def map(self, change: Callable[[Tensor], Tensor]) -> TileParameters:
         """The same parameters indexed, broadcast or moved; what is stored stays behind."""
         zero = None if self.zero is None else change(self.zero)
         minimum = None if self.minimum is None else change(self.minimum)
@@ -54,7 +54,7 @@ class TileParameters:
 
     def column(self, group: int | Tensor) -> TileParameters:
         """The parameters of one column of tiles (P,), or of several: (P, columns) for a tensor of numbers."""
-        return self.each(lambda value: value[:, group])
+        return self.map(lambda value: value[:, group])
 
 
 class Grid(ABC):
@@ -160,14 +160,14 @@ class Grid(ABC):
     def by_row(self, parameters: TileParameters, rows: int) -> TileParameters:
         """Parameters (N, G), one row for each row of the weight."""
         if self.rows == 1:
-            return parameters.each(lambda value: value)
-        return parameters.each(lambda value: value.repeat_interleave(self.rows or rows, 0)[:rows])
+            return parameters.map(lambda value: value)
+        return parameters.map(lambda value: value.repeat_interleave(self.rows or rows, 0)[:rows])
 
     def quantize(self, weight: Tensor, parameters: TileParameters) -> QuantizedTensor:
         """Every weight (N, K) to its nearest code under given parameters."""
         if self.rows == 1 and weight.numel() > CHUNK and len(weight) > 1:
             return self._quantize_rows(weight, parameters)
-        spread = parameters.each(lambda value: value[:, None, :, None])
+        spread = parameters.map(lambda value: value[:, None, :, None])
         codes = self.untile(self.encode(self.tile(weight), spread), (weight.shape[0], weight.shape[1]))
         return QuantizedTensor(self, codes.to(self.code_dtype), parameters)
 
@@ -176,7 +176,7 @@ class Grid(ABC):
         codes = torch.empty(weight.shape, dtype=self.code_dtype, device=weight.device)
         step = max(CHUNK // weight.shape[1], 1)
         for start in range(0, len(weight), step):
-            part = parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
+            part = parameters.map(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
             codes[start : start + step] = self.quantize(weight[start : start + step], part).codes
         return QuantizedTensor(self, codes, parameters)
 
@@ -206,7 +206,7 @@ class QuantizedTensor:
             return self.grid.decode(self.codes, rows.column(self.g_idx)).to(self.grid.storage).float()
         if self.grid.rows == 1 and self.codes.numel() > CHUNK and len(self.codes) > 1:
             return self._dequantize_rows()
-        spread = self.parameters.each(lambda value: value[:, None, :, None])
+        spread = self.parameters.map(lambda value: value[:, None, :, None])
         tiled = self.grid.tile(self.codes)
         shape = (self.codes.shape[0], self.codes.shape[1])
         values = self.grid.decode(tiled, spread).to(self.grid.storage).float()
@@ -217,7 +217,7 @@ class QuantizedTensor:
         values = torch.empty(self.codes.shape, dtype=torch.float32, device=self.codes.device)
         step = max(CHUNK // self.codes.shape[1], 1)
         for start in range(0, len(values), step):
-            part = self.parameters.each(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
+            part = self.parameters.map(lambda value, at=slice(start, start + step): value[at])  # type: ignore[misc]
             values[start : start + step] = QuantizedTensor(
                 self.grid, self.codes[start : start + step], part
             ).dequantize()

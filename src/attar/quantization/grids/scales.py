@@ -74,16 +74,16 @@ def within(weight: Tensor, grid: Grid, percentile: float) -> Tensor:
     magnitudes = grid.tile(weight).abs().permute(0, 2, 1, 3).flatten(2)
     ones = torch.ones(weight.shape, dtype=torch.uint8, device=weight.device)
     counts = grid.tile(ones).sum((1, 3))
-    place = (1.0 - percentile) * (counts - 1)  # from the largest downwards
-    above = place.floor()
+    rank = (1.0 - percentile) * (counts - 1)  # from the largest downwards
+    above = rank.floor()
     largest = magnitudes.topk(min(int(above.max()) + 2, magnitudes.shape[2]), dim=2).values
     upper = largest.gather(2, above.long()[..., None])[..., 0]
     below = (above + 1).minimum(counts - 1).long()
     lower = largest.gather(2, below[..., None])[..., 0]
-    quantile = upper + (lower - upper) * (place - above)
+    quantile = upper + (lower - upper) * (rank - above)
     top = largest[..., 0]
-    found = quantile / torch.where(top > 0, top, torch.ones_like(top))
-    return torch.where(found > 0, found, torch.ones_like(found))
+    factor = quantile / torch.where(top > 0, top, torch.ones_like(top))
+    return torch.where(factor > 0, factor, torch.ones_like(factor))
 
 
 def squared_error(
@@ -100,7 +100,7 @@ def squared_error(
     for start in range(0, count, step):
         x = weight[start : start + step].float()
         x = torch.nn.functional.pad(x, (0, -columns % width)).reshape(len(x), -1, width)
-        at = rows.each(lambda value, start=start: value[start : start + step, :, None])  # type: ignore[misc]
+        at = rows.map(lambda value, start=start: value[start : start + step, :, None])  # type: ignore[misc]
         decoded = grid.decode(grid.encode(x, at), at).to(grid.storage).float()
         parts.append(decoded.sub_(x).square_().mul_(v).sum(-1))
     height = grid.rows or count
@@ -119,9 +119,11 @@ def _searched(weight: Tensor, grid: Grid, importance: Tensor | None, factors: li
     return grid.choose(weight, factor)
 
 
-def _better(weight: Tensor, grid: Grid, found: TileParameters, importance: Tensor | None) -> TileParameters:
+def _better(
+    weight: Tensor, grid: Grid, searched: TileParameters, importance: Tensor | None
+) -> TileParameters:
     """What was found, unless the grid's plain rule has less error: tiles can depend on each other (double
     quantization)."""
     plain = grid.choose(weight)
-    lost = squared_error(weight, grid, found, importance).double().sum()
-    return found if lost <= squared_error(weight, grid, plain, importance).double().sum() else plain
+    lost = squared_error(weight, grid, searched, importance).double().sum()
+    return searched if lost <= squared_error(weight, grid, plain, importance).double().sum() else plain

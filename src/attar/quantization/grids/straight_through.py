@@ -136,11 +136,11 @@ def into_cells(grid: Grid, values: Tensor, codes: Tensor, margin: float) -> Tens
         margin: how far from a cell's edge a moved point stays, as a fraction of the gap between the levels.
     """
     table = levels(grid, values.device)
-    place = torch.searchsorted(table, grid.level(codes).contiguous())
+    index = torch.searchsorted(table, grid.level(codes).contiguous())
     far = torch.full((1,), FAR, device=values.device)
     low = torch.cat([-far, table[:-1] + table.diff() * (0.5 + margin)])
     high = torch.cat([table[1:] - table.diff() * (0.5 + margin), far])
-    moved = torch.minimum(torch.maximum(values, low[place]), high[place])
+    moved = torch.minimum(torch.maximum(values, low[index]), high[index])
     return torch.where(grid.nearest(values) == codes, values, moved)
 
 
@@ -159,9 +159,9 @@ def storable(
     """
     with torch.no_grad():
         scale = scale.detach()
-        found = grid.rescaled(base, scale)
-        if found is not None or grid.searches or base.zero is not None or base.minimum is not None:
-            return found
+        rescaled = grid.rescaled(base, scale)
+        if rescaled is not None or grid.searches or base.zero is not None or base.minimum is not None:
+            return rescaled
         unit = grid.choose(torch.ones(grid.rows or 1, grid.group_size or 1, device=scale.device)).scale
         tall, wide = grid.rows or shape[0], grid.group_size or shape[1]
         even = (scale / unit.flatten()[0])[:, None, :, None].expand(-1, tall, -1, wide)

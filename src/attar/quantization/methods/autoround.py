@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -40,37 +40,15 @@ from attar.quantization.grids.straight_through import (
     through,
 )
 
+if TYPE_CHECKING:
+    from attar.walks.sweep import BlockView
+
 REACH = 0.5  # how far V moves a weight, in distances between levels
 MARGIN = 0.1  # how far inside its cell a weight stands that given codes have moved there
 SMALLEST = 0.01  # alpha and beta stay above
 UPDATES = ("sign", "adam")
 BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
 HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
-
-
-class TrainableBlock(Protocol):
-    """A block, as the sweep walk shows it."""
-
-    @property
-    def names(self) -> list[str]:
-        """The Linears to round."""
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """Linear and Conv1D modules by name."""
-
-    @property
-    def count(self) -> int:
-        """Batches."""
-
-    def inputs(self, number: int) -> Tensor:
-        """X (B, S, D)."""
-
-    def targets(self, number: int) -> Tensor:
-        """The original block's output (B, S, D)."""
-
-    def __call__(self, hidden: Tensor, number: int) -> Tensor:
-        """The block's output for hidden states of the shape of batch ``number``."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,7 @@ class LearnedBlock:
 
 
 def autoround(
-    view: TrainableBlock,
+    view: BlockView,
     grids: Mapping[str, Grid],
     *,
     iterations: int = 200,
@@ -146,17 +124,17 @@ def autoround(
         lowest = float("inf")
         best = candidates[0]
         for step in range(iterations):
-            placed = _place(view.modules, roundings)
+            placed = _put_weights(view.modules, roundings)
             loss = _descend(view, rows, fast)
             if not loss < float("inf"):
                 raise NumericsError(f"the loss of learned rounding became {loss} at step {step + 1}")
             if loss < lowest:
                 lowest, best = loss, _state(roundings)
-            for name, made in placed.items():
+            for name, rounded in placed.items():
                 slope = view.modules[name].weight.grad
                 if slope is not None and not isinstance(view.modules[name], nn.Linear):
                     slope = slope.T
-                roundings[name].step(made, slope, peak * (1.0 - step / iterations))
+                roundings[name].step(rounded, slope, peak * (1.0 - step / iterations))
         candidates += [best, _state(roundings)]
         losses = [_whole_loss(view, roundings, state) for state in candidates]
         kept = min(range(len(losses)), key=losses.__getitem__)
@@ -213,22 +191,22 @@ class LearnedRounding:
 
     def __call__(self) -> Tensor:
         """W' (N, K) as its reader will get it, with gradients to V, alpha and beta."""
-        made = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
-        return self.grid.untile(made, (self.weight.shape[0], self.weight.shape[1]))
+        rounded = quantize_through(self.tiled, self.grid, self._spread(self.parameters()), self.offset())
+        return self.grid.untile(rounded, (self.weight.shape[0], self.weight.shape[1]))
 
-    def step(self, made: Tensor, gradient: Tensor | None, rate: float) -> None:
+    def step(self, rounded: Tensor, gradient: Tensor | None, rate: float) -> None:
         """One step down.
 
         Args:
-            made: what the last call returned.
+            rounded: the result of the last call.
             gradient: (N, K) of the loss with respect to it; None: the Linear was not used.
         """
         if gradient is None:
             return
-        slopes = torch.autograd.grad(made, self.learned, gradient)
+        slopes = torch.autograd.grad(rounded, self.learned, gradient)
         with torch.no_grad():
-            for place, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
-                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if place else (-REACH, REACH)))
+            for number, (part, way) in enumerate(zip(self.learned, self.update(slopes), strict=True)):
+                part.sub_(way, alpha=rate).clamp_(*((SMALLEST, 1.0) if number else (-REACH, REACH)))
 
     def offset(self) -> Tensor:
         """What is added to each weight on the unit scale (P, r, G, c)."""
@@ -243,23 +221,23 @@ class LearnedRounding:
             return _clipped(self.grid, self.base, *self.learned[1:])
         alpha = self.learned[1]
         with torch.no_grad():
-            found = self.grid.rescaled(self.base, self.base.scale * alpha)
-            if found is None:
-                found = self.grid.choose(self.weight, shrink=alpha.detach())
+            current = self.grid.rescaled(self.base, self.base.scale * alpha)
+            if current is None:
+                current = self.grid.choose(self.weight, shrink=alpha.detach())
         one = alpha / alpha.detach()  # the scale is proportional to the range
-        return TileParameters(found.scale * one, found.zero, found.minimum, found.stored)
+        return TileParameters(current.scale * one, current.zero, current.minimum, current.stored)
 
     def quantized(self) -> QuantizedTensor:
         """The codes of what a call returns."""
         with torch.no_grad():
-            found = self.parameters()
-            codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(found)) + self.offset())
+            current = self.parameters()
+            codes = self.grid.nearest(on_unit_scale(self.tiled, self._spread(current)) + self.offset())
         whole = self.grid.untile(codes, (self.weight.shape[0], self.weight.shape[1]))
-        plain = found.each(lambda value: value.detach().clone())
+        plain = current.map(lambda value: value.detach().clone())
         return QuantizedTensor(
             self.grid,
             whole.to(self.grid.code_dtype).contiguous(),
-            TileParameters(plain.scale, plain.zero, plain.minimum, found.stored),
+            TileParameters(plain.scale, plain.zero, plain.minimum, current.stored),
         )
 
     def _can_clip(self, chosen: TileParameters) -> bool:
@@ -273,7 +251,7 @@ class LearnedRounding:
 
     def _spread(self, parameters: TileParameters) -> TileParameters:
         """Parameters that broadcast against (P, r, G, c)."""
-        return parameters.each(lambda value: value[:, None, :, None])
+        return parameters.map(lambda value: value[:, None, :, None])
 
 
 def _signs(slopes: Sequence[Tensor]) -> list[Tensor]:
@@ -316,7 +294,7 @@ def _same(a: TileParameters, b: TileParameters) -> bool:
 
 
 def _moved(parameters: TileParameters, device: torch.device) -> TileParameters:
-    plain = parameters.each(lambda value: value.detach().to(device))
+    plain = parameters.map(lambda value: value.detach().to(device))
     stored = {name: value.to(device) for name, value in parameters.stored.items()}
     return TileParameters(plain.scale, plain.zero, plain.minimum, stored)
 
@@ -325,7 +303,7 @@ class _Rows:
     """Draws sequences: ``batch`` of them at a time from the batches of one shape, in pieces that have the
     shape of a batch, because the masks of a call belong to a shape."""
 
-    def __init__(self, view: TrainableBlock, batch: int, seed: int, hold: int) -> None:
+    def __init__(self, view: BlockView, batch: int, seed: int, hold: int) -> None:
         self.view, self.batch = view, batch
         self.generator = torch.Generator().manual_seed(seed)
         first = view.inputs(0)
@@ -347,8 +325,8 @@ class _Rows:
         size = len(held[anchor][0])
         for _ in range(max(self.batch // size, 1)):
             drawn = self._random(len(alike) * size, size)
-            places = [(alike[row // size], row % size) for row in drawn]
-            x, y = (torch.stack([held[n][part][row] for n, row in places]) for part in (0, 1))
+            positions = [(alike[row // size], row % size) for row in drawn]
+            x, y = (torch.stack([held[n][part][row] for n, row in positions]) for part in (0, 1))
             yield x, y, anchor
 
     def _random(self, limit: int, count: int) -> list[int]:
@@ -356,7 +334,7 @@ class _Rows:
         return drawn
 
 
-def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
+def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
     """One forward and backward pass; gradients wait in the placed weights."""
     pieces = list(rows.draw())
     total = 0.0
@@ -369,22 +347,26 @@ def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
     return total
 
 
-def _place(modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]) -> dict[str, Tensor]:
+def _put_weights(
+    modules: Mapping[str, nn.Module], roundings: Mapping[str, LearnedRounding]
+) -> dict[str, Tensor]:
     """Put every W' into its module, as a leaf that collects the gradient; gives W' with its own graph."""
     placed = {}
     for name, rounding in roundings.items():
-        made, module = rounding(), modules[name]
-        module.weight = nn.Parameter(made.detach() if isinstance(module, nn.Linear) else made.detach().T)
-        placed[name] = made
+        rounded, module = rounding(), modules[name]
+        module.weight = nn.Parameter(
+            rounded.detach() if isinstance(module, nn.Linear) else rounded.detach().T
+        )
+        placed[name] = rounded
     return placed
 
 
-def _whole_loss(view: TrainableBlock, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
+def _whole_loss(view: BlockView, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
     """Mean squared error of the block's output over all batches."""
     total, numbers = 0.0, 0
     with torch.no_grad():
         _load(roundings, state)
-        _place(view.modules, roundings)
+        _put_weights(view.modules, roundings)
         for number in range(view.count):
             output, target = view(view.inputs(number), number), view.targets(number)
             total += float((output.float() - target).square().sum(dtype=torch.float64))

@@ -57,9 +57,9 @@ def quantize_weight(weight: Tensor, scale: Tensor, grid: Grid, zero: Tensor | No
         zero: (P, G), before it is rounded to a code.
     """
     parameters = stored(scale, grid, (weight.shape[0], weight.shape[1]), zero)
-    spread = parameters.each(lambda value: value[:, None, :, None])
-    made = quantize_through(grid.tile(weight), grid, spread)
-    return grid.untile(made, (weight.shape[0], weight.shape[1]))
+    spread = parameters.map(lambda value: value[:, None, :, None])
+    quantized = quantize_through(grid.tile(weight), grid, spread)
+    return grid.untile(quantized, (weight.shape[0], weight.shape[1]))
 
 
 def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def decode_weight(codes: Tensor, scale: Tensor, grid: Grid, zero: Tensor | None 
     """
     shape = (codes.shape[0], codes.shape[1])
     parameters = stored(scale, grid, shape, zero)
-    spread = parameters.each(lambda value: value[:, None, :, None])
+    spread = parameters.map(lambda value: value[:, None, :, None])
     values = grid.decode(grid.tile(codes), spread)
     return grid.untile(through(values, values.detach().to(grid.storage).float()), shape)
 
@@ -106,11 +106,6 @@ def stored(
 def gradient_factor(count: int, highest: float) -> float:
     """g = 1 / sqrt(n Q_P)."""
     return 1.0 / math.sqrt(count * highest)
-
-
-def first_scale(values: Tensor, highest: float) -> Tensor:
-    """2 mean|v| / sqrt(Q_P), a scalar."""
-    return 2.0 * values.detach().float().abs().mean() / math.sqrt(highest)
 
 
 def quantize_activation(

@@ -111,13 +111,13 @@ def learn(
     finally:
         for hook in hooks:
             hook.remove()
-    made = {name: quantizer.quantized(_original(linears[name])) for name, quantizer in quantizers.items()}
+    codes = {name: quantizer.quantized(_original(linears[name])) for name, quantizer in quantizers.items()}
     scales = {name: quantizer.stored() for name, quantizer in inputs.items() if quantizer.factor is not None}
     _detach(model, linears, list(inputs))
     dense = {name: p.detach() for name, p in model.named_parameters() if others and p.requires_grad}
     for name in grids:
         dense.pop(f"{name}.weight", None)
-    return QATResult(made, scales, dense, history)
+    return QATResult(codes, scales, dense, history)
 
 
 class WeightQuantizer(nn.Module):  # type: ignore[misc]
@@ -150,22 +150,22 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
         scale, zero = self._soft()
         if self.codes is None:
             rows = weight.T if self.transposed else weight
-            made = lsq.quantize_weight(rows, scale, self.grid, zero)
+            quantized = lsq.quantize_weight(rows, scale, self.grid, zero)
         else:
-            made = lsq.decode_weight(self.codes, scale, self.grid, zero)
-        return made.T if self.transposed else made
+            quantized = lsq.decode_weight(self.codes, scale, self.grid, zero)
+        return quantized.T if self.transposed else quantized
 
     def quantized(self, weight: Tensor) -> QuantizedTensor:
         """What forward computes with, as codes; weight (N, K)."""
         with torch.no_grad():
             scale, zero = self._soft()
-            found = lsq.stored(scale, self.grid, self.shape, zero)
+            parameters = lsq.stored(scale, self.grid, self.shape, zero)
             if self.codes is not None:
-                return QuantizedTensor(self.grid, self.codes, found)
-            spread = found.each(lambda value: value[:, None, :, None])
+                return QuantizedTensor(self.grid, self.codes, parameters)
+            spread = parameters.map(lambda value: value[:, None, :, None])
             codes = self.grid.nearest(on_unit_scale(self.grid.tile(weight), spread))
             whole = self.grid.untile(codes, self.shape).to(self.grid.code_dtype).contiguous()
-            return QuantizedTensor(self.grid, whole, found)
+            return QuantizedTensor(self.grid, whole, parameters)
 
     def _soft(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero (P, G) before they are rounded to their stored forms."""
@@ -210,10 +210,10 @@ class InputQuantizer(nn.Module):  # type: ignore[misc]
         """The learned numbers as a file holds them, one number each."""
         with torch.no_grad():
             scale, zero = self._soft()
-            found = {"scale": scale.to(self.grid.storage).float()}
+            values = {"scale": scale.to(self.grid.storage).float()}
             if zero is not None:
-                found["zero"] = zero.round().clamp(*limits(self.grid))
-        return found
+                values["zero"] = zero.round().clamp(*limits(self.grid))
+        return values
 
     def _soft(self) -> tuple[Tensor, Tensor | None]:
         assert self.factor is not None
@@ -242,7 +242,7 @@ def _inside(weight: Tensor, start: QuantizedTensor) -> Tensor:
     if start.g_idx is not None:
         raise SettingsError("act_order", "group", "off or static where training follows")
     grid, shape = start.grid, (weight.shape[0], weight.shape[1])
-    plain = start.parameters.each(lambda value: value.detach().to(weight.device)[:, None, :, None])
+    plain = start.parameters.map(lambda value: value.detach().to(weight.device)[:, None, :, None])
     u = on_unit_scale(grid.tile(weight), plain)
     u = into_cells(grid, u, grid.tile(start.codes.to(weight.device)), MARGIN)
     moved = (u if plain.zero is None else u - plain.zero) * plain.scale
@@ -269,8 +269,8 @@ def _calibrated(
     """A quantizer for each module with a rule; static ones start at the range of the first rows."""
     seen = {name: ActivationRange(rule) for name, rule in rules.items() if not rule.dynamic}
     hooks = [
-        _linear(model, name).register_forward_pre_hook(lambda _, args, to=found: to.add(args[0]))
-        for name, found in seen.items()
+        _linear(model, name).register_forward_pre_hook(lambda _, args, to=range_: to.add(args[0]))
+        for name, range_ in seen.items()
     ]
     device = next(model.parameters()).device
     try:
@@ -293,13 +293,13 @@ def _codes(rule: ActivationRule, storage: torch.dtype) -> IntGrid | Float8Grid:
 
 def _linear(model: nn.Module, name: str) -> nn.Module:
     try:
-        found: nn.Module = model.get_submodule(name)
+        module: nn.Module = model.get_submodule(name)
     except AttributeError:
-        found = nn.Identity()
-    weight = getattr(found, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(found, nn.Embedding):
+        module = nn.Identity()
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(module, nn.Embedding):
         raise ModelError(f"{name} is not a Linear of the model", hint="names are those of the module tree")
-    return found
+    return module
 
 
 def _original(module: nn.Module) -> Tensor:

@@ -126,7 +126,7 @@ def start(
     rows = quantized.grid.by_row(quantized.parameters, N)
     group = torch.arange(K, device=H.device) // (quantized.grid.group_size or K)
     codes = quantized.codes.float().T.contiguous()
-    current = quantized.grid.decode(codes, rows.each(lambda value: value.T[group]))
+    current = quantized.grid.decode(codes, rows.map(lambda value: value.T[group]))
     if target is not None:
         gradient = torch.addmm(target.float().T * alive[:, None], H, current, beta=-1.0)
     else:
@@ -169,12 +169,12 @@ def _descend_in_torch(
 ) -> None:
     """What :func:`attar.kernels.columns.descend_block` does, on any grid and device."""
     grid, group = descent.grid, descent.group[at]
-    spread = descent.rows().each(lambda value: value.T[group].contiguous())
+    spread = descent.rows().map(lambda value: value.T[group].contiguous())
     for i, step in enumerate(inner.diagonal().reciprocal().tolist()):
         slope = gradient[i]
         if i:
             slope = torch.addmv(slope, moved[:i].T, inner[:i, i])
-        tile = spread.each(lambda value, i=i: value[i])  # type: ignore[misc]
+        tile = spread.map(lambda value, i=i: value[i])  # type: ignore[misc]
         wanted = current[i] - slope * step
         if mask is not None:
             wanted = wanted * mask[i]

@@ -93,22 +93,12 @@ def yaqa(
     A, _ = _unit_factor(H_O, down, damp if damp_output is None else damp_output)
     B, used = _unit_factor(H_I, across, damp)
     group = across // (grid.group_size or W.shape[1])
-    spread = grid.by_row(parameters, W.shape[0]).each(lambda value: value[down][:, group])
+    spread = grid.by_row(parameters, W.shape[0]).map(lambda value: value[down][:, group])
     kept = None if mask is None else mask[down][:, across]
     codes = torch.empty_like(W, dtype=grid.code_dtype)
     rounded = _round_tiles(aim[down][:, across], A, B, grid, spread, kept)
     codes[down[:, None], across] = rounded.to(grid.code_dtype)
     return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
-
-
-def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
-    """tr(E^T H_O E H_I) / tr(W^T H_O W H_I) with E = W - W': what a change costs, relative to leaving the
-    layer out (0: exact)."""
-    W = weight.float()
-    lost, whole = (
-        float(((H_O @ part @ H_I).double() * part.double()).sum()) for part in (W - rounded.float(), W)
-    )
-    return max(lost, 0.0) / max(whole, 1e-30)
 
 
 def _order(H: Tensor, act_order: bool) -> Tensor:
@@ -149,8 +139,8 @@ def _round_tiles(
         s = torch.stack([R[i, : k.start] @ B[: k.start, k] for i, k in tiles])
         v = torch.stack([Z[: i.start, k].T @ A[: i.start, i] for i, k in tiles])
         inside = (torch.stack([A[i, i] for i, _ in tiles]), torch.stack([B[k, k] for _, k in tiles]))
-        made = _round_tile(cut(W), s, v, *inside, grid, spread.each(cut), _maybe(cut, kept))
-        for whole, parts in zip((codes, R, Z), made, strict=True):
+        results = _round_tile(cut(W), s, v, *inside, grid, spread.map(cut), _maybe(cut, kept))
+        for whole, parts in zip((codes, R, Z), results, strict=True):
             for (i, k), part in zip(tiles, parts, strict=True):
                 whole[i, k] = part
     return codes[:N, :K]
@@ -183,7 +173,7 @@ def _round_tile(
     R, codes = torch.zeros_like(W), torch.zeros_like(W)
     values, s_flat, v_flat, R_flat, codes_flat = (x.flatten(1) for x in (W, s, v, R, codes))
     kept = None if mask is None else mask.flatten(1)
-    spread = spread.each(lambda value: value.flatten(1))
+    spread = spread.map(lambda value: value.flatten(1))
     for number in range(2 * TILE - 1):
         low, high = max(0, number - TILE + 1), min(TILE - 1, number)  # first and last i, and first and last k
         line = slice(low * (TILE - 1) + number, high * (TILE - 1) + number + 1, TILE - 1)
@@ -212,7 +202,7 @@ def _tile(number: int) -> slice:
 
 
 def _at(spread: TileParameters, line: slice) -> TileParameters:
-    return spread.each(lambda value: value[:, line])
+    return spread.map(lambda value: value[:, line])
 
 
 def _maybe(change: Callable[[Tensor], Tensor], value: Tensor | None) -> Tensor | None:

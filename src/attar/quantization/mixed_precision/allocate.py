@@ -109,11 +109,11 @@ def allocate(groups: Mapping[str, Sequence[Option]], budget_bits: int, *, states
     lam, walked = _walk(kept, budget_bits)
     upper = _loss(kept, walked)
     bound = _dual(kept, lam, budget_bits)
-    found, missed = _search(kept, budget_bits, lam, upper - bound, states)
-    picked = walked if found is None or _worth(kept, walked) <= _worth(kept, found) else found
+    searched, missed = _search(kept, budget_bits, lam, upper - bound, states)
+    picked = walked if searched is None or _worth(kept, walked) <= _worth(kept, searched) else searched
     loss = _loss(kept, picked)
     proven = min(loss, bound + missed)
-    names = {group: kept[place][picked[place]].name for place, group in enumerate(groups)}
+    names = {group: kept[number][picked[number]].name for number, group in enumerate(groups)}
     return Allocation(names, loss, _bits(kept, picked), max(loss - proven, 0.0))
 
 

@@ -119,9 +119,9 @@ def search_scale(
         alpha = step / points
         for divisor in (None, w) if weighted else (None,):
             s = scale_at(m, alpha, divisor)
-            found = group_error(few, grids, H, s)
-            if found < least:
-                best, least = (s, alpha, divisor is not None), found
+            error = group_error(few, grids, H, s)
+            if error < least:
+                best, least = (s, alpha, divisor is not None), error
     plain = group_error(pieces, grids, H, ones)
     error = group_error(pieces, grids, H, best[0])
     return (

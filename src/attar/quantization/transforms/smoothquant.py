@@ -140,9 +140,9 @@ def search_migration(
     best = Migration(ones, None, plain, plain)
     for alpha in alphas:
         s = migration(seen.largest, pieces, alpha, share)
-        found = error(s)
-        if best.error is None or found < best.error:
-            best = Migration(s, alpha, found, plain)
+        trial = error(s)
+        if best.error is None or trial < best.error:
+            best = Migration(s, alpha, trial, plain)
     return best
 
 

@@ -1,8 +1,7 @@
-"""Which features of the KV cache work together: a table, and the sentence for each pair that does not.
+"""Which features of the KV cache work together: a table with the reason for each pair that does not.
 
-Everything that is not in :data:`REFUSED` works: ``tests/runtime/kv/test_matrix.py`` walks the table and runs
-every pair. What is refused is refused when the model is loaded, or when a text asks for it, under the name of
-the setting that asked for it.
+Every pair outside :data:`REFUSED` works: ``tests/runtime/kv/test_matrix.py`` runs them all. The others are
+refused when the model is loaded, or when a request asks for them, under the name of the setting.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ RUNNERS = ("modules", "compiled")
 FEATURES = (*STORES, *EVICTIONS, *SCHEDULING, *MODELS, *RUNNERS)
 
 _GROUPS = "KIVI's constants are shared by 32 tokens, so single tokens of a block cannot be taken out"
-_POSITIONS = "a sliding window counts positions, and packed places no longer stand in their positions' order"
+_POSITIONS = "a sliding window counts positions, and packed entries are no longer in the order of positions"
 _SCORES = "H2O's scores are sums over every query"
-_QUERIES = "every token's query is asked again, and tokens that are found in the prefix tree are not run"
-_DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be taken back"
+_QUERIES = "every token's query attends again, and tokens from the prefix cache are not run"
+_DRAFTS = f"{_SCORES}, and what rejected drafts added cannot be removed"
 _COMPILED = (
-    "the compiled step keeps keys and values in bfloat16, int8 or float32, each in its place; modules run it"
+    "the compiled step keeps keys and values in bfloat16, int8 or float32, without eviction; modules run it"
 )
 
 FeatureRequests = Mapping[str, tuple[str, object] | None]
-"""Features, each with the setting that asks for it and its value; None: the model is made so."""
+"""Features, each with the setting that asks for it and its value; None: a property of the model."""
 
 REFUSED: dict[tuple[str, str], str] = {
     ("kivi", "h2o"): _GROUPS,
@@ -40,8 +39,8 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "reread",
         "learned_positions",
-    ): "queries are asked again at later positions by turning them, which learned positions are not",
-    ("h2o", "prefix_reuse"): f"{_SCORES}, and tokens that are found in the prefix tree are not run",
+    ): "queries attend again at later positions by rotating them, which learned positions do not allow",
+    ("h2o", "prefix_reuse"): f"{_SCORES}, and tokens from the prefix cache are not run",
     ("h2o", "speculation"): _DRAFTS,
     ("h2o", "tree"): _DRAFTS,
     (
@@ -53,9 +52,9 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "streaming",
         "learned_positions",
-    ): "positions are reassigned by turning queries, which learned positions are not",
+    ): "positions are reassigned by rotating queries, which learned positions do not allow",
     **{(one, "compiled"): _COMPILED for one in ("fp8", "kivi", *EVICTIONS)},
-    ("learned_positions", "compiled"): "the compiled step turns queries and keys; modules run such models",
+    ("learned_positions", "compiled"): "the compiled step rotates queries and keys; modules run such models",
     ("modules", "compiled"): "one runner owns the pool",
     **dict.fromkeys(combinations(EVICTIONS, 2), "one method of eviction at a time"),
     **dict.fromkeys(combinations(STORES, 2), "a pool has one format"),
@@ -73,14 +72,14 @@ def check_together(features: FeatureRequests) -> None:
     """Refuse the first pair that does not work together.
 
     Args:
-        features: what was there first goes first: the later setting of a pair is the one to change.
+        features: in order of precedence: the later setting of a pair is the one to change.
 
     Raises:
-        SettingsError: names both settings with their values, and the sentence.
+        SettingsError: names both settings with their values, and the reason.
     """
     names = list(features)
-    for place, one in enumerate(names):
-        for two in names[place + 1 :]:
+    for index, one in enumerate(names):
+        for two in names[index + 1 :]:
             why = reason(one, two)
             if why is not None:
                 first, second = (one, two) if features[two] else (two, one)
@@ -95,14 +94,14 @@ def store_feature(kv_dtype: str) -> str:
 
 
 def evicting(eviction: object) -> dict[str, tuple[str, object]]:
-    """The row of an eviction, with its setting; nothing for None."""
+    """The row of an eviction, with its setting; empty for None."""
     name = type(eviction).__name__.lower()
     return {} if eviction is None else {name: ("eviction", name)}
 
 
 def _refusal(features: FeatureRequests, first: str, second: str, why: str) -> SettingsError:
     """The second's setting must change."""
-    beside, wrong = features[first], features[second]
-    assert wrong is not None, f"a model is made with {first} and {second}, which do not go together: {why}"
-    there = f"{beside[0]}={beside[1]!r}" if beside else f"the model's own {first.replace('_', ' ')}"
-    return SettingsError(*wrong, f"something else beside {there}: {why}")
+    kept, wrong = features[first], features[second]
+    assert wrong is not None, f"a model has {first} and {second}, which do not work together: {why}"
+    other = f"{kept[0]}={kept[1]!r}" if kept else f"the model's own {first.replace('_', ' ')}"
+    return SettingsError(*wrong, f"something else with {other}: {why}")

@@ -1,8 +1,8 @@
-"""Which runner a checkpoint gets: the compiled step where it may run it, else transformers' modules.
+"""How a model runs, and which runner a checkpoint gets: the compiled step, else transformers' modules.
 
-The compiled step is taken by itself where it holds the weights as the file has them, bfloat16 or codes, and
-does all that was asked for. Every reason against it is one sentence, which ``Loaded.why`` keeps,
-``runner="compiled"`` raises, and a warning says where the slower modules were not asked for.
+The compiled step is the default where it keeps the weights as they are stored, bfloat16 or codes, and
+supports all settings. The reason against it is one sentence: ``Loaded.why`` has it, ``runner="compiled"``
+raises it, and it is logged as a warning where the slower modules were not asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,20 @@ ACTIVATIONS = ("auto", 16, 8)
 
 @dataclass(frozen=True)
 class RunnerSettings:
-    """What a runner shall do; see :class:`attar.runtime.llm.LLM`.
+    """How a model is loaded and run.
+
+    Args:
+        runner: compiled, modules, or auto: compiled where it keeps the weights as they are stored and
+            supports all other settings (docs/runtime.md), else modules.
+        dtype: float32, bfloat16, float16, or auto: float32 on a CPU, the checkpoint's own elsewhere.
+        device: cpu, cuda or cuda:0.
+        kv_dtype: format of keys and values, a name of ``kv.store.STORES``; auto: the model's dtype.
+        kv_tokens: tokens that the KV cache holds; None: what 1 GiB holds, at most 16 contexts.
+        block_size: tokens of a block, the unit of sharing.
+        eviction: bounds the cache entries of each sequence, an object of ``kv.evict``; None: no bound.
+        weights: int8 or int4: dense weights are rounded while they are loaded, by the compiled runner.
+        activations: bits of the inputs of products with packed weights: 16, 8, or auto: 16 where the
+            processor has instructions for it, else 8 (docs/runtime.md).
 
     Raises:
         SettingsError: a setting out of range.
@@ -40,6 +53,7 @@ class RunnerSettings:
     dtype: str = "auto"
     device: str = "cpu"
     kv_dtype: str = "auto"
+    kv_tokens: int | None = None
     block_size: int = 16
     eviction: Eviction | None = None
     weights: str | None = None
@@ -54,8 +68,10 @@ class RunnerSettings:
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                words = [str(each) for each in allowed if each]
-                raise SettingsError(name, getattr(self, name), ", ".join(words[:-1]) + f" or {words[-1]}")
+                names = [str(value) for value in allowed if value]
+                raise SettingsError(name, getattr(self, name), ", ".join(names[:-1]) + f" or {names[-1]}")
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise SettingsError("kv_tokens", self.kv_tokens, "at least 1")
         if self.block_size < 1:
             raise SettingsError("block_size", self.block_size, "at least 1")
         if self.weights and self.runner == "modules":
@@ -63,42 +79,42 @@ class RunnerSettings:
 
     @property
     def bits(self) -> int:
-        """Of activations."""
+        """Bits of the activations."""
         return default_activation_bits() if self.activations == "auto" else int(self.activations)
 
 
-def obstacle(checkpoint: Any, asked: RunnerSettings) -> str:
+def obstacle(checkpoint: Any, settings: RunnerSettings) -> str:
     """Why the compiled step does not run a checkpoint; empty where it does. Reads no weights, and builds the
-    kernels if they are not built yet."""
-    if asked.runner == "modules":
+    kernels where they are not built."""
+    if settings.runner == "modules":
         return "modules were asked for"
-    return _setting(asked) or _model(checkpoint, asked) or _machine()
+    return _setting(settings) or _model(checkpoint, settings) or _machine()
 
 
-def _setting(asked: RunnerSettings) -> str:
-    if pick_device(asked.device).type != "cpu":
-        return f"the device is {asked.device}, and it runs on the CPU"
-    if asked.dtype not in ("auto", "bfloat16"):
-        return f"dtype is {asked.dtype}, and it computes with bfloat16 or packed weights"
-    if asked.kv_dtype not in ("auto", *KV_DTYPES):
-        return f"kv_dtype is {asked.kv_dtype}, and it keeps {' or '.join(KV_DTYPES)}"
-    if asked.eviction is not None:
-        return f"{type(asked.eviction).__name__} evicts keys and values, which only modules do"
-    if asked.block_size % TILE:
-        return f"block_size is {asked.block_size}, and it takes multiples of {TILE}"
+def _setting(settings: RunnerSettings) -> str:
+    if pick_device(settings.device).type != "cpu":
+        return f"the device is {settings.device}, and it runs on the CPU"
+    if settings.dtype not in ("auto", "bfloat16"):
+        return f"dtype is {settings.dtype}, and it computes with bfloat16 or packed weights"
+    if settings.kv_dtype not in ("auto", *KV_DTYPES):
+        return f"kv_dtype is {settings.kv_dtype}, and it keeps {' or '.join(KV_DTYPES)}"
+    if settings.eviction is not None:
+        return f"{type(settings.eviction).__name__} evicts keys and values, which only modules do"
+    if settings.block_size % TILE:
+        return f"block_size is {settings.block_size}, and it takes multiples of {TILE}"
     return ""
 
 
-def _model(checkpoint: Any, asked: RunnerSettings) -> str:
+def _model(checkpoint: Any, settings: RunnerSettings) -> str:
     try:
         check_config(step_config(checkpoint))
     except ModelError as problem:
         return problem.message
     view = Decoded(checkpoint)
     packed = any(view.is_coded(name) for name in view.tensors)
-    if packed and asked.weights:
-        return f"weights is {asked.weights}, but the checkpoint is quantized already"
-    if packed or asked.weights or asked.dtype == "bfloat16":
+    if packed and settings.weights:
+        return f"weights is {settings.weights}, but the checkpoint is quantized already"
+    if packed or settings.weights or settings.dtype == "bfloat16":
         return ""
     for info in view.tensors.values():
         if len(info.shape) == 2 and info.dtype != "BF16":

@@ -1,9 +1,9 @@
-"""How the tokens of one request are chosen.
+"""How the tokens of one request are sampled.
 
-    logits → penalties → bias → masks → temperature → top-k → top-p → min-p → draw
+    logits → penalties → bias → masks → temperature → top-k → top-p → min-p → sample
 
-The names are those of OpenAI's interface where it has one, else vLLM's. Everything is checked when the object
-is made; what needs a model (is a token id inside the vocabulary?) is checked by :meth:`SamplingParams.fit`.
+The names are those of OpenAI's API where it has one, else vLLM's. Values are checked at construction; what
+depends on the model (is a token id inside the vocabulary?) is checked by :meth:`SamplingParams.fit`.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ class SamplingParams:
     """The parameters of one request; the defaults sample from the model's own distribution.
 
     Args:
-        temperature: the logits are divided by it; 0 takes the likeliest token.
-        top_p: the likeliest tokens are kept until their mass is at least this; 1 keeps all.
-        top_k: this many likeliest tokens are kept; 0 keeps all.
-        min_p: tokens with less than this share of the likeliest one's probability are dropped.
-        max_tokens: tokens generated at most; None goes on until the context is full.
-        min_tokens: before so many are generated nothing ends the text: end tokens cannot be drawn and stop
-            strings are not looked for.
-        n: texts for the prompt, drawn independently.
-        stop: strings that end a text; they are not part of it. One string may be given as it is.
-        stop_ids: tokens that end a text, beside the model's own; their text is not part of it.
-        ignore_eos: the model's own end tokens do not end a text.
-        seed: equal seeds give equal texts, whatever else runs in the batch; None is a new one each time.
-        logprobs: for each token its natural log-probability and those of this many likeliest tokens; 0 gives
-            the token's own alone. They are the model's own, before penalties and temperature.
+        temperature: the logits are divided by it; 0 takes the most likely token.
+        top_p: the most likely tokens are kept until their mass is at least this; 1 keeps all.
+        top_k: number of most likely tokens to keep; 0 keeps all.
+        min_p: tokens below this share of the largest probability are dropped.
+        max_tokens: most generated tokens; None: until the context is full.
+        min_tokens: before this number nothing ends a completion: end tokens cannot be sampled, and stop
+            strings are ignored.
+        n: independent completions of the prompt.
+        stop: strings that end a completion and are cut off; a single string is allowed.
+        stop_ids: tokens that end a completion, in addition to the model's end tokens; without their text.
+        ignore_eos: the model's end tokens do not end a completion.
+        seed: equal seeds give equal completions, whatever else is in the batch; None: a random one each time.
+        logprobs: for each token its natural log-probability and those of this number of most likely tokens;
+            they are the model's own, before penalties and temperature.
         prompt_logprobs: the same for each token of the prompt; such a request reads no prefix cache.
-        repetition_penalty: logits of tokens in prompt or text are divided by it where positive, multiplied
-            where negative; 1 is none.
-        presence_penalty: taken from the logit of each token that is in the text so far.
-        frequency_penalty: taken from it as often as the token is in the text so far.
-        logit_bias: token id to what is added to its logit; -100 or less all but bans it.
-        regex: the whole text matches this pattern.
-        json_schema: the text is JSON that the schema allows; as text or as a mapping.
-        grammar: the text is of this grammar, in Lark's notation. One of the three may be given.
+        repetition_penalty: logits of tokens in prompt or completion are divided by it where positive,
+            multiplied where negative; 1 is none.
+        presence_penalty: subtracted from the logit of each token that is in the completion so far.
+        frequency_penalty: subtracted once for each time the token is in the completion so far.
+        logit_bias: token id to a number added to its logit; -100 or less practically bans it.
+        regex: the completion matches this pattern.
+        json_schema: the completion is JSON that the schema allows; as text or as a mapping.
+        grammar: the completion satisfies this grammar, in Lark's notation; at most one of these three.
         skip_special_tokens: special tokens are left out of the text.
 
     Raises:
@@ -79,7 +79,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._settle()
+        self._normalise()
         for name, low, high in _NUMBERS:
             _check_number(name, getattr(self, name), low, high)
         for name, least, most in _COUNTS:
@@ -94,7 +94,7 @@ class SamplingParams:
             raise SettingsError("min_tokens", self.min_tokens, f"at most max_tokens, {self.max_tokens}")
         _check_guides([(name, getattr(self, name)) for name in GUIDES])
 
-    def _settle(self) -> None:
+    def _normalise(self) -> None:
         """Lists become tuples, so that equal parameters are equal and can be hashed."""
         bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -106,17 +106,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is taken."""
         return self.temperature == 0.0
 
     @property
     def penalises(self) -> bool:
-        """Whether the choice depends on the tokens before, beyond the logits."""
+        """Whether there are penalties, which depend on the tokens before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def guide(self) -> tuple[str, str] | None:
-        """The name of the grammar's field, and the grammar; None: the text is free."""
+        """The name of the grammar's field, and the grammar; None: no grammar."""
         return next(((name, text) for name in GUIDES if (text := getattr(self, name)) is not None), None)
 
     @property

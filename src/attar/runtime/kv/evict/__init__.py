@@ -1,11 +1,12 @@
-"""Eviction: which places of a sequence's cache stay when it may not grow any further.
+"""Eviction: which cache entries of a sequence are kept when it may not grow any further.
 
 | name | what a token sees | how |
 |---|---|---|
-| ``Streaming`` | the first places and a window | blocks between become holes, nothing is moved |
-| ``H2O`` | for each layer and head the heaviest places so far, and a window | packed as it grows |
-| ``SnapKV`` | for each layer and head what the prompt's end looks at, and all that follows | packed once |
-| ``Reread`` | what a second reading of the prompt looks at, and all that follows | once, heads together |
+| ``Streaming`` | the first entries and a window | blocks between are freed, nothing is moved |
+| ``H2O`` | for each layer and head the entries with most attention so far, and a window | packed as it grows
+|
+| ``SnapKV`` | for each layer and head what the prompt's end attends to, and all that follows | packed once |
+| ``Reread`` | what a second reading of the prompt attends to, and all that follows | once, heads together |
 
 The choice is pure NumPy. After each step the engine calls ``due``; the block manager provides the blocks and
 the runner moves the rows. ``kv/compose.py`` lists which features each method works with.

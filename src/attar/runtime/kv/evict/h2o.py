@@ -1,12 +1,12 @@
-"""H2O: the heavy hitters, places that got the most attention so far, and the newest.
+"""H2O: the heavy hitters, entries that got the most attention so far, and the newest.
 
-    s_j = sum over all queries so far of their softmax weight on place j        for each layer and head
+    s_j = sum over all queries so far of their softmax weight on entry j        for each layer and head
     keep  the r newest, and of the others the k with the largest s, in their order; they keep their s
 
-Letters: k ``heavy``, r ``recent``, n places. Source: H2O (Zhang et al. 2023, arXiv 2306.14048), Algorithm 1,
+Letters: k ``heavy``, r ``recent``, n entries. Source: H2O (Zhang et al. 2023, arXiv 2306.14048), Algorithm 1,
 and ``h2o_hf/utils_real_drop/modify_llama.py``. With grouped queries the group's weights are summed, so that
 each head of keys has one choice. Positions stay the true ones. The simulation in the authors'
-``utils_lm_eval`` sums over queries that come later; a choice here knows the past only.
+``utils_lm_eval`` also sums over later queries; here only past queries count.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class H2O:
 
     Args:
         heavy: k, heavy hitters.
-        recent: r, newest places, at least 1.
-        slack: places beyond k + r that may gather before they are packed; 0 is the paper.
+        recent: r, newest entries, at least 1.
+        slack: entries beyond k + r before packing; 0 is the paper.
     """
 
     heavy: int = 512
@@ -43,25 +43,25 @@ class H2O:
 
     @property
     def budget(self) -> int:
-        """Places that are kept."""
+        """Entries that are kept."""
         return self.heavy + self.recent
 
-    def due(self, places: int, prompt_done: bool) -> int | None:
-        """Places to keep now, or None while there is room."""
-        return self.budget if places > self.budget + self.slack else None
+    def due(self, entries: int, prompt_done: bool) -> int | None:
+        """Entries to keep now; None: nothing is packed yet."""
+        return self.budget if entries > self.budget + self.slack else None
 
     def most(self, chunk: int, block_size: int) -> int | None:
-        """Places that a sequence uses at once, when a step runs at most ``chunk`` of its tokens."""
+        """Most entries of a sequence, when a step runs at most ``chunk`` of its tokens."""
         return self.budget + self.slack + chunk
 
     def choose(self, scores: Scores) -> EntryIndices:
-        """The places that stay, ascending; int64 (kv_heads, k + r) of scores (kv_heads, n), n > k + r."""
+        """The entries that stay, ascending; int64 (kv_heads, k + r) of scores (kv_heads, n), n > k + r."""
         n = scores.shape[1]
         heaviest = np.argsort(-scores[:, : n - self.recent], axis=1, kind="stable")[:, : self.heavy]
         return with_newest(heaviest, n - self.recent, n)
 
 
 def with_newest(chosen: EntryIndices, start: int, stop: int) -> EntryIndices:
-    """Chosen places (kv_heads, m) in ascending order, and behind them [start, stop)."""
+    """Chosen entries (kv_heads, m) in ascending order, followed by [start, stop)."""
     newest = np.broadcast_to(np.arange(start, stop), (len(chosen), stop - start))
     return np.concatenate([np.sort(chosen, axis=1), newest], axis=1)

@@ -1,20 +1,20 @@
-"""Reread: keep what reading the prompt a second time would look at; one budget for all layers and heads.
+"""Reread: keep what a second reading of the prompt would attend to; one budget for all layers and heads.
 
-    q'_t = q_t turned to the position  n + t mod R        t every stride-th place of the prompt
+    q'_t = q_t rotated to the position  n + t mod R        t every stride-th position of the prompt
     s_j  = max over t, and over the group's heads, of softmax_j(scaling q'_t . k_j)        j in [0, n)
-    keep the first ``sinks`` and last ``recent`` places of each head, and of all others, over all layers and
-    heads together, those with the largest s: capacity x layers x heads places in all
+    keep the first ``sinks`` and last ``recent`` entries of each head, and of all others, over all layers and
+    heads together, those with the largest s: capacity x layers x heads entries in all
 
-A text that goes on quotes what was there: heads that copy look for the token behind an earlier occurrence of
-the present one. While the prompt is read, nothing has looked at most of its places yet, so sums of attention
+Continuations quote the prompt: copying heads attend to the token after an earlier occurrence of the current
+one. After one pass over the prompt, most of its entries have received no attention yet, so sums of attention
 (H2O) and the last queries (SnapKV) cannot tell which will be needed. A second reading can: each token then
-finds its own first occurrence. Heads that see only what is near need few places, those that copy need most.
+attends to its own first occurrence. Local heads need few entries, copying heads need most.
 
-Letters: n places of the prompt, q, k queries and keys (turned by their positions), R places of a piece.
+Letters: n entries of the prompt, q, k queries and keys (rotated by their positions), R positions of a piece.
 Source: KVzip (Kim et al. 2025, arXiv 2505.23416), section 3: the score, and one threshold for all heads
 ("non-uniform"). Differs: there the model runs the prompt once more to get q'; here the queries of the first
-pass are turned to positions behind the prompt, which costs attention only, and every second one is enough.
-That R positions are used again in each piece keeps them near those that the model was trained on.
+pass are rotated to positions after the prompt, which costs attention only, and every second one is enough.
+Each piece uses the same R positions, which keeps them near those that the model was trained on.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Reread:
     """Reread.
 
     Args:
-        capacity: places kept of a prompt, mean over layers and heads.
-        recent: newest places that every head keeps.
-        sinks: first places that every head keeps.
-        stride: every so many of the prompt's queries is asked again.
+        capacity: entries kept of a prompt, mean over layers and heads.
+        recent: newest entries that every head keeps.
+        sinks: first entries that every head keeps.
+        stride: every ``stride``-th query of the prompt attends again.
     """
 
     capacity: int = 1024
@@ -56,19 +56,19 @@ class Reread:
 
     @property
     def budget(self) -> int:
-        """Places kept of a prompt."""
+        """Entries kept of a prompt."""
         return self.capacity
 
-    def due(self, places: int, prompt_done: bool) -> int | None:
-        """Places to keep now, when a prompt that is longer than the capacity is done; asked once."""
-        return self.capacity if prompt_done and places > self.capacity else None
+    def due(self, entries: int, prompt_done: bool) -> int | None:
+        """Entries to keep now, when a prompt longer than the capacity is computed; called once."""
+        return self.capacity if prompt_done and entries > self.capacity else None
 
     def most(self, chunk: int, block_size: int) -> int | None:
-        """No bound: the whole prompt is there before it is packed, and what follows all stays."""
+        """No bound: the whole prompt is cached before it is packed, and all that follows stays."""
         return None
 
     def choose(self, scores: Scores) -> NDArray[np.bool_]:
-        """The places that stay: bool (layers, kv_heads, n), capacity x layers x kv_heads of them True.
+        """The entries that stay: bool (layers, kv_heads, n), capacity x layers x kv_heads of them True.
 
         Args:
             scores: s, (layers, kv_heads, n) with n > capacity; of equal ones the first stay.

@@ -1,10 +1,10 @@
-"""SnapKV: after the prompt, each head keeps the places that the prompt's last queries look at.
+"""SnapKV: after the prompt, each head keeps the entries that the prompt's last queries attend to.
 
-    a_j = sum over the last w queries of their softmax weight on place j < n - w, mean over the group's heads
+    a_j = sum over the last w queries of their softmax weight on entry j < n - w, mean over the group's heads
     s = a smoothed: mean of 5 neighbours (zeros beyond the ends);  keep the C - w largest s, and the last w
 
-Letters: n places of the prompt, w the window of queries, C the capacity. Nothing is dropped where n <= C, and
-what is generated later all stays. Source: SnapKV (Li et al. 2024, arXiv 2404.14469), section 4, and
+Letters: n entries of the prompt, w window of queries, C capacity. Nothing is dropped where n <= C, and
+all generated tokens stay. Source: SnapKV (Li et al. 2024, arXiv 2404.14469), section 4, and
 ``snapkv_utils.py`` (average pooling, the class's default). Differs: the authors repeat the heads of keys
 first and choose for each query head, which saves no memory with grouped queries; here the group chooses
 together.
@@ -25,8 +25,8 @@ class SnapKV:
     """SnapKV.
 
     Args:
-        capacity: C, places kept of a prompt.
-        window: w, last queries of the prompt that vote; their places stay.
+        capacity: C, entries kept of a prompt.
+        window: w, last queries of the prompt that vote; their entries stay.
         kernel: neighbours that are averaged, odd.
     """
 
@@ -44,21 +44,21 @@ class SnapKV:
 
     @property
     def budget(self) -> int:
-        """Places kept of a prompt."""
+        """Entries kept of a prompt."""
         return self.capacity
 
-    def due(self, places: int, prompt_done: bool) -> int | None:
-        """Places to keep now, when a prompt that is longer than C is done; nobody asks for a shorter one, nor
-        for a packed sequence again.
+    def due(self, entries: int, prompt_done: bool) -> int | None:
+        """Entries to keep now, when a prompt longer than C is computed; not called for a shorter one, nor for
+        a packed sequence.
         """
-        return self.capacity if prompt_done and places > self.capacity else None
+        return self.capacity if prompt_done and entries > self.capacity else None
 
     def most(self, chunk: int, block_size: int) -> int | None:
-        """No bound: the whole prompt is there before it is packed, and what follows all stays."""
+        """No bound: the whole prompt is cached before it is packed, and all that follows stays."""
         return None
 
     def choose(self, scores: Scores, window: int | None = None) -> EntryIndices:
-        """The places that stay, ascending; int64 (kv_heads, C).
+        """The entries that stay, ascending; int64 (kv_heads, C).
 
         Args:
             scores: a, (kv_heads, n - w).

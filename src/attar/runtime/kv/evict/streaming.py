@@ -1,15 +1,15 @@
-"""StreamingLLM: the first places (attention sinks) and a window of the newest are seen, nothing between.
+"""StreamingLLM: a token sees the first entries (attention sinks) and a window of the newest.
 
-    token p sees places j < S and p - w < j <= p;  the sinks stand directly before the window: the distance of
+    token p sees entries j < S and p - w < j <= p; the sinks stand directly before the window: the distance of
     p to sink j is min(p, S + w - 1) - j
 
 Letters: S sinks, w the window. Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), section 3.2.
 
-Differs from the paper's code, not from its mathematics: there keys are kept unrotated and rotated by their
-place in the cache at each step. Rotary attention sees differences of positions only, so here window and
-queries keep their true positions, and queries are turned back by max(0, p + 1 - S - w) where they meet the
-sinks. Stored keys never change, so blocks can be shared, found by prefix, quantized and copied as always, and
-blocks between sinks and window are simply given back. It is no long memory: what left the window is gone.
+Differs from the paper's code, not from its mathematics: there keys are stored unrotated and rotated by their
+index in the cache at each step. Rotary attention depends on differences of positions only, so here window and
+queries keep their true positions, and queries are rotated back by max(0, p + 1 - S - w) for the sinks. Stored
+keys never change, so blocks can be shared, reused by prefix, quantized and copied as usual, and blocks
+between sinks and window are released. It is no long memory: entries outside the window are lost.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Streaming:
     """StreamingLLM.
 
     Args:
-        sinks: S, first places that stay.
-        window: w, newest places that stay, the token itself among them.
+        sinks: S, first entries that stay.
+        window: w, newest entries that stay, the token itself included.
     """
 
     sinks: int = 4
@@ -39,14 +39,14 @@ class Streaming:
 
     @property
     def budget(self) -> int:
-        """Places that a token sees at most."""
+        """Most entries that a token sees."""
         return self.sinks + self.window
 
-    def due(self, places: int, prompt_done: bool) -> int | None:
-        """Never: nothing is packed, ``kv/block_manager.py`` gives blocks back behind the window."""
+    def due(self, entries: int, prompt_done: bool) -> int | None:
+        """None: nothing is packed, the block manager releases blocks before the window."""
         return None
 
     def most(self, chunk: int, block_size: int) -> int | None:
-        """Places of the blocks that a sequence holds at once, when a step runs at most ``chunk`` tokens."""
+        """Most slots of a sequence's blocks, when a step runs at most ``chunk`` tokens."""
         blocks = -(-self.sinks // block_size) + -(-(self.window + chunk) // block_size) + 1
         return blocks * block_size

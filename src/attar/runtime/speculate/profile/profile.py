@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attar.progress import SILENT, Progress
+from attar.runtime.bench import decoded, run_timed
 from attar.runtime.engine import Engine
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.draft import Draft, kind_of
@@ -28,7 +29,6 @@ from attar.runtime.speculate.policy import DraftPolicy, LossBudget
 from attar.runtime.speculate.profile.metrics import AcceptanceCounts, Profile, ProfileRow, speedup
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest, Proposer
 from attar.runtime.speculate.speculator import Speculator
-from attar.runtime.timing import decoded, run_timed
 
 
 class FixedPolicy(DraftPolicy):

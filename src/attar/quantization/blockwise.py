@@ -68,8 +68,8 @@ class AutoRoundSolver:
         )
         report = {"loss_first": learned.first, "loss_best": learned.best}
         return {
-            name: Solution(made.dequantize(), made.tensors(), dict(report))
-            for name, made in learned.quantized.items()
+            name: Solution(quantized.dequantize(), quantized.tensors(), dict(report))
+            for name, quantized in learned.quantized.items()
         }
 
     def restore(self, name: str, tensors: dict[str, Tensor]) -> Tensor:
