@@ -17,7 +17,7 @@ from attar.runtime.loading import load
 from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.speculate.build import make_speculator
 from attar.runtime.speculate.profile.metrics import speedup
-from attar.runtime.speculate.profile.profile import beside
+from attar.runtime.speculate.profile.profile import second_engine
 from attar.runtime.speculate.profile.prompts import prompt_sets
 from attar.runtime.speculate.settings import SpeculationSettings
 
@@ -49,7 +49,7 @@ def _ours(tokens: int, draft: str | None) -> dict[str, Way]:
     plain, calls = LLM.of(loaded).engine, itertools.count()
 
     def way(**wanted: Any) -> Way:
-        engine = beside(plain, make_speculator(SpeculationSettings(**wanted), loaded, "attar:tiny"))
+        engine = second_engine(plain, make_speculator(SpeculationSettings(**wanted), loaded, "attar:tiny"))
         return lambda ids: generated(engine, ids, tokens, f"{next(calls)}")
 
     ways = {"attar": way(), "attar, ngram": way(speculate="ngram")}

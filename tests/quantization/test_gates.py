@@ -10,7 +10,6 @@ import torch
 from attar.errors import NumericsError
 from attar.quantization.gates import (
     Finding,
-    blame,
     check_layers,
     code_numbers,
     judge_output,
@@ -245,30 +244,6 @@ class Model:
         for name in restored:
             self.weight(model, name).copy_(self.weight(self.original, name))
         return model_kl(self.original, model, self.rows).kl
-
-
-@pytest.mark.parametrize("place", [0, 4, 10, 13, 20])
-@pytest.mark.parametrize("how", ["noise", "nan"])
-def test_blame_finds_the_layer_that_was_destroyed(place, how):
-    broken = Model()
-    name = broken.layers[place]
-    W = broken.weight(broken.quantized, name)
-    W.copy_(torch.full_like(W, math.nan) if how == "nan" else weight(*W.shape) * 3)
-    whole = broken.kl_with([])
-    found = blame(broken.layers, broken.kl_with, whole)
-    assert found.layer == name and found.alone
-    assert broken.calls <= 1 + 2 * math.ceil(math.log2(len(broken.layers)))
-
-
-def test_blame_says_when_no_layer_did_it_alone():
-    coarse = Model(bits=2)
-    whole = coarse.kl_with([])
-    found = blame(coarse.layers, coarse.kl_with, whole)
-    each = {
-        name: coarse.kl_with([other for other in coarse.layers if other != name]) for name in coarse.layers
-    }
-    assert not found.alone
-    assert found.kl == each[found.layer] < 0.5 * whole
 
 
 def test_a_destroyed_model_is_garbage_and_a_rounded_one_is_not():

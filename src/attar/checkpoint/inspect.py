@@ -18,7 +18,7 @@ from attar.checkpoint.paths import resolve
 from attar.checkpoint.tensors import TORCH
 from attar.errors import ModelError
 
-DESCRIBERS = {".gguf": "attar.formats.gguf.inspect"}
+DESCRIBERS = {".gguf": "attar.formats.gguf.open"}
 """Modules that describe single-file models, by suffix: ``describe``, and ``open_unknown`` for an unknown
 family; by name, because formats/ is above this package."""
 

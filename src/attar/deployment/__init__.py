@@ -1,6 +1,6 @@
-"""Deployment: a checkpoint as files that other engines load, each read back before it is handed over.
+"""Deployment: a checkpoint as files that other engines load, each read back and compared.
 
 The verb ``export`` (stage.py) on top of the formats, which know bytes, and of quantization, which knows how
-weights are rounded; what a file needs beside the weights (importance.py, imatrix.py) and which type each
+weights are rounded; what a file needs besides the weights (importance.py, imatrix.py) and which type each
 tensor gets under a budget (mixture.py) is found here.
 """

@@ -1,4 +1,4 @@
-"""What every exported folder has beside its weights."""
+"""The JSON files of exported folders."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def refuse(source: Checkpoint, settings: ExportSettings) -> None:
 
 
 def dense_view(source: Checkpoint) -> Any:
-    """The checkpoint with its weights decoded as they are asked for."""
+    """The checkpoint with its weights decoded on access."""
     return Decoded(source) if quant_method(source) else source
 
 

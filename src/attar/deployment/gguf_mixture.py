@@ -107,7 +107,7 @@ def gguf_mixture(
         share: q, k and v get one type, and so do gate and up; False: each its own.
 
     Raises:
-        SettingsError: not even the smallest types fit; says what would.
+        SettingsError: not even the smallest types fit; the message has the least budget.
         ModelError: no tensor is left to choose a type for.
     """
     on = load_inputs(checkpoint, settings)

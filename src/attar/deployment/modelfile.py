@@ -17,7 +17,7 @@ from typing import Any
 
 from attar.models.chat_template import render_chat
 
-CONTEXT = 8192  # tokens at most that Ollama is told to hold; its own default is smaller
+CONTEXT = 8192  # largest num_ctx; Ollama's own default is smaller
 _ROLES = ("system", "user", "assistant")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEXTS = {"system": "Sierra", "user": "Uniform", "assistant": "Alpha"}
@@ -66,7 +66,7 @@ def modelfile(name: str, metadata: Mapping[str, Any], licence: str, context: int
     """The text.
 
     Args:
-        name: of the GGUF file, which stands in the same folder.
+        name: of the GGUF file, in the same folder.
         metadata: of that file, values without types.
         licence: what to say of it; empty: nothing.
         context: of the model, in tokens; None: not known.
@@ -154,7 +154,7 @@ def _turns(rendered: Any) -> Turns | None:
 def _with_system(
     rendered: Any, first: str, before_answer: str, after_answer: str, after_user: str, opening: str
 ) -> Turns | None:
-    """The texts around a system message, and what stands there without one."""
+    """The texts around a system message, and the text there without one."""
     whole = rendered(("system", "user"), False)
     plain_user = _common_end(first, after_answer)
     if whole is None or whole.count(_TEXTS["system"]) != 1 or whole.count(_TEXTS["user"]) != 1:

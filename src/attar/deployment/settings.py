@@ -23,8 +23,8 @@ FORMATS = (
     "exl2",
 )
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-AUTO_ROWS = 8  # sequences of an importance matrix that nobody asked for: more bring nothing (docs/export.md)
-WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types that no importance matrix is made for unasked
+AUTO_ROWS = 8  # sequences of an automatic importance matrix: more gain nothing (docs/export.md)
+WIDE = ("AUTO", "F32", "F16", "BF16", "Q8_0")  # types without an automatic importance matrix
 ROUNDINGS = ("nearest", "gptq", "gptaq", "qronos", "yaqa", "autoround")
 
 

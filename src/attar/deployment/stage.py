@@ -75,7 +75,7 @@ def export(
         key: identity of this work, when a recipe knows it.
 
     Raises:
-        ModelError: the checkpoint cannot be what is asked for.
+        ModelError: the checkpoint cannot be written in this format.
         NumericsError: a tensor would not survive the format, or reads back differently.
         OutputError: ``out`` exists or cannot be written.
     """
@@ -184,5 +184,5 @@ def _rename(folder: Path, written: Path, final: Path) -> None:
 
 
 def card_beside(file: Path) -> Path:
-    """Where the card of a single file stands: ``NAME.attar.json``."""
+    """Path of the card of a single file: ``NAME.attar.json``."""
     return file.with_suffix(".attar.json")

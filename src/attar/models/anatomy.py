@@ -319,7 +319,7 @@ MLP_ROLES = {
     "down": ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "output.dense", "lin2", "w2", "fc_out", "Wo"),
 }
 
-# Fused weights in which q, k and v of one KV group stand together, group after group (GPT-NeoX, BLOOM,
+# Fused weights in which q, k and v of one KV group are adjacent, group after group (GPT-NeoX, BLOOM,
 # Falcon). Any other fused weight holds all of q, then all of k, then all of v (Phi-3, GPT-2).
 ALTERNATING = ("query_key_value",)
 
@@ -336,7 +336,7 @@ def in_cross_attention(path: str) -> bool:
 
 
 def role_of(path: str) -> str | None:
-    """Role of the module at ``path`` inside its block, or None when the name says nothing."""
+    """Role of the module at ``path`` inside its block, or None for an unknown name."""
     if in_cross_attention(path):
         return None
     table = ATTENTION_ROLES if in_attention(path) else MLP_ROLES

@@ -1,7 +1,7 @@
 """Chat templates as transformers renders them, without transformers.
 
 A template is a program that comes with a model, so it runs in Jinja's immutable sandbox and sees plain JSON
-values alone. What it may call beside Jinja's own is what transformers gives it (5.23,
+values alone. Besides Jinja's own functions it has those of transformers (5.23,
 ``utils/chat_template_utils.py``): ``raise_exception``, ``strftime_now``, ``tojson`` that escapes no HTML,
 ``break`` and ``continue`` in loops, ``dict`` and ``namespace`` without a way to attributes of Python, and
 ``{% generation %}`` blocks, which are rendered as what they hold.

@@ -37,7 +37,7 @@ KVTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def quantize_activation(
     x: Tensor, rule: ActivationRule, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Round an activation to what its codes stand for. Does not modify its inputs.
+    """Round an activation to the values of its codes. Does not modify its inputs.
 
     Args:
         x: (..., K); for a rule with groups, the group size divides K.

@@ -8,7 +8,7 @@ Nothing here knows a family: a fold exists where a probe (:mod:`attar.models.pro
 the producer's output by 1/s multiplies the consumers' inputs by 1/s and changes nothing else. So a norm whose
 output is also the residual stream (BERT), or an activation between up and down that is not homogeneous
 (GELU), is found by its effect. Where a KV head serves several query heads, several columns of o come from one
-row of v and share its scale: ``source`` says which.
+row of v and share its scale: ``source`` is the map.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _v_source(attention: Attention) -> tuple[int, ...]:
 
 
 def _up_fold(probe: BlockProbe, block: Block, base: BlockResponse) -> Fold | None:
-    """The fold of up into down, where what stands between is homogeneous."""
+    """The fold of up into down, where the activation between them is homogeneous."""
     rows = block.mlp.up.stored_rows()
     fold = Fold("up", block.mlp.up.name, (block.mlp.down.name,), tuple(rows))
     return fold if _confirmed(probe, block, base, fold, rows) else None

@@ -1,8 +1,8 @@
-"""The words for a transformer's parts: linear layers, attention, MLP, block, and the whole anatomy.
+"""Descriptions of a transformer's parts: linear layers, attention, MLP, block, and the whole anatomy.
 
 Plain data: names of modules and numbers. All names are full paths below the model that was looked at, so
 ``model.get_submodule(part.name)`` gives the module. Rows and columns are those of a Linear, whose weight is
-(out, in); a Conv1D stores (in, out), and whoever touches its weight turns the two around.
+(out, in); a Conv1D stores (in, out), see :func:`weight_of`.
 """
 
 from __future__ import annotations

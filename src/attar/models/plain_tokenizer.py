@@ -53,7 +53,7 @@ class PlainTokenizer:
     """Text to token ids and back, under the names that transformers' tokenizers have.
 
     Args:
-        backend: as tokenizer.json says; truncation and padding are turned off.
+        backend: of tokenizer.json; truncation and padding are turned off.
         special: special tokens by role, such as ``eos_token``.
         chat_template: Jinja, several by name, or None.
 
@@ -150,7 +150,7 @@ class PlainTokenizer:
 
     @property
     def cls_token_id(self) -> int | None:
-        """Of the token that stands for a text."""
+        """Of the token that represents a text."""
         return self._id("cls_token")
 
     def _id(self, role: str) -> int | None:

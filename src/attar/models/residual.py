@@ -156,7 +156,7 @@ def _final(probe: BlockProbe) -> float:
 
 
 def _check_outside(probe: BlockProbe) -> None:
-    """Nothing with weights may stand outside the blocks but embeddings, final norm and head."""
+    """Refuse modules with weights outside the blocks, except embeddings, final norm and head."""
     anatomy = probe.anatomy
     known = (anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head, anatomy.blocks_name)
     for name, _ in probe.model.named_parameters():

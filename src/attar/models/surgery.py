@@ -141,7 +141,7 @@ def head_counts(model: Any) -> list[int]:
     """Numbers of KV groups that :func:`keep_heads` can leave, ascending (all of them: heads must stay)."""
     thin = _keep_layers(
         empty_model(named_config(model)), [0]
-    )  # one block without weights tells as much, and is quick
+    )  # one block without weights is enough, and fast
     anatomy = discover(thin)
     counts = []
     for count in range(1, anatomy.blocks[0].attention.kv_heads + 1):

@@ -31,7 +31,7 @@ class PruneSettings:
     multiple_of: int = field(
         default=0,
         metadata={
-            "help": "keep a multiple of so many neurons; 0: a power of two up to 64 that hits the ratio "
+            "help": "keep a multiple of this many neurons; 0: a power of two up to 64 that hits the ratio "
             "(within a quarter of what is removed)"
         },
     )

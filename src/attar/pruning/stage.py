@@ -1,6 +1,6 @@
 """The verb ``prune``: the least important units of every layer, really removed.
 
-What a unit is says the structure (``structures/``), how important it is the criterion (``criteria/``).
+The structure defines the units (``structures/``), the criterion their importance (``criteria/``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def prune(
 
     Args:
         model: a dense or packed checkpoint.
-        out: the folder to make; its config says the new sizes.
+        out: the folder to make; its config has the new sizes.
 
     Raises:
         AttarError: see errors.py; nothing is left behind.

@@ -13,23 +13,23 @@ An **error** means that the result is no model, and decides the exit code. A **w
                At least half of that: warning.  A greedy sample that is one token repeated: error, where the
                KL is at least a twentieth of the blind one's; else a warning (weak models do it too)
 
-Why u, and not the plain share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights
+Why u, and not the share of zeros: at 2 bits most codes of a healthy layer are zero. For normal weights
 with the scale at the largest of a tile, u is 0.66 at 2 bits (65 % zeros) and 0.87 at 4 bits in groups of 128,
 and 0.47 and 0.76 with one scale for 4096 inputs. u < 1/4 takes 92 % zeros at 4 levels, 86 % at 8, 79 % at 16,
 42 % at 256, which is a largest weight of 5, 11, 19 and 143 standard deviations in every tile: outliers own
 the scale. u < 1/8 takes 96 %, 95 %, 92 % and 79 %. Weights that are zero already (a pruned layer) do not
 count.
 
-Why blind: the reference's own average distribution, given at every place, has KL H(mean p) - mean H(p). What
-is that far away has kept nothing of the model; see ``Distance.blind`` in attar.walks.objectives.
+Why blind: the reference's own average distribution, given at every position, has KL H(mean p) - mean H(p). A
+result that far away has kept nothing of the model; see ``Distance.blind`` in attar.walks.objectives.
 
-Nothing here runs a model: numbers are given, findings come back.
+No model is run here: numbers in, findings out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -51,14 +51,14 @@ CHUNK = 1 << 22  # codes counted at once
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong.
+    """A failed check.
 
     Attributes:
         layer: name of the module, or "" for the model as a whole.
         check: "scales", "codes", "layer", "tokens" or "model".
         severity: "error" or "warning".
         message: one line that says what, without the name.
-        mend: how to mend it.
+        mend: how to fix it.
     """
 
     layer: str
@@ -72,12 +72,12 @@ class Finding:
 
 
 def code_numbers(quantized: QuantizedTensor, weight: Tensor, decoded: Tensor | None = None) -> dict[str, Any]:
-    """What the gates want to know of a quantized weight; part of its report. Does not modify its inputs.
+    """The numbers of a quantized weight that the gates check; part of its report. Modifies nothing.
 
     Args:
         quantized: codes (N, K) and what decodes them.
         weight: (N, K), what was quantized.
-        decoded: (N, K), what the codes stand for, where that is known.
+        decoded: (N, K), the decoded codes, where they are known.
 
     Returns:
         ``bad_scales``: scales, zeros and minima that are not finite; ``zero_scales``: tiles of scale zero
@@ -253,7 +253,7 @@ def judge_output(
         top1: agreement of the preferred tokens, for the message.
         sample: tokens of a greedy continuation by the result.
         original_sample: the same by the original.
-        culprit: the layer that did it, where known (:func:`blame`, :func:`suspect`).
+        culprit: the layer that caused it, where known (:func:`suspect`).
     """
     agree = "" if top1 is None else f", same first choice at {top1:.0%} of the tokens"
     mend = "more bits (for this layer: an override), another method, or more calibration text"
@@ -282,51 +282,10 @@ def stuck(sample: Sequence[int]) -> bool:
     return len(sample) >= 8 and max(counts) >= 0.9 * len(sample)
 
 
-@dataclass(frozen=True)
-class Culprit:
-    """The layer that does the most harm by itself.
-
-    Attributes:
-        layer: its name.
-        kl: the model's KL with this layer alone quantized.
-        alone: whether that is at least half of the whole model's KL; if not, the harm adds up over layers.
-    """
-
-    layer: str
-    kl: float
-    alone: bool
-
-
-def blame(layers: Sequence[str], kl_with: Callable[[Sequence[str]], float], whole: float) -> Culprit:
-    """Find the layer that did it, by halving: of two halves, the one that does more harm while everything
-    else is restored to the original is halved again.
-
-    Args:
-        layers: all quantized layers (or blocks), in order; at least one.
-        kl_with: ``kl_with(restored)``, the KL with these layers restored and all others quantized; called
-            about 2 log2(n) times. Not a number counts as worst.
-        whole: the KL with nothing restored.
-    """
-    assert layers, "nothing was quantized"
-
-    def harm(quantized: Sequence[str]) -> float:
-        kl = kl_with([name for name in layers if name not in quantized])
-        return math.inf if math.isnan(kl) else kl
-
-    left, worst = list(layers), whole
-    while len(left) > 1:
-        halves = left[: len(left) // 2], left[len(left) // 2 :]
-        harms = [harm(half) for half in halves]
-        side = int(harms[1] > harms[0])
-        left, worst = halves[side], harms[side]
-    alone = not math.isfinite(worst) or worst >= 0.5 * whole
-    return Culprit(left[0], worst, alone)
-
-
 def suspect(reports: Sequence[Mapping[str, Any]]) -> str:
-    """The layer that most likely did it, from the reports alone: one whose error is no number, else the one
-    with the largest output error relative to RTN's where that is above 1, else the largest error. "" when no
-    report has an error."""
+    """The layer that most likely caused it, from the reports alone: one whose error is not finite, else the
+    one with the largest output error relative to RTN's where that is above 1, else the largest error. "" when
+    no report has an error."""
     known = [report for report in reports if report.get("error") is not None]
     if not known:
         return ""

@@ -24,6 +24,7 @@ from attar.models.anatomy import discover
 from attar.models.device import pick_device, resolve
 from attar.models.load import empty_model, load_model, load_tokenizer
 from attar.progress import Progress
+from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.calibration import batches_of
 from attar.quantization.columns import RoundingResult
 from attar.quantization.gates import code_numbers
@@ -31,7 +32,6 @@ from attar.quantization.grids import NVFP4Grid, QuantizedTensor, choose_scales
 from attar.quantization.hessian import all_finite
 from attar.quantization.layerwise import LayerSolver, fused, mask_of, masked, scale_choice, solve_yaqa
 from attar.quantization.methods import qat
-from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.methods.gptaq import gptaq
 from attar.quantization.methods.gptq import gptq
 from attar.quantization.methods.output_hessian import OutputHessian

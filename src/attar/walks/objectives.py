@@ -156,7 +156,7 @@ def distillation_loss(soft: SoftLoss, alpha: float = 1.0) -> Loss:
 
 
 def soft_loss(teacher: nn.Module, temperature: float = 1.0, objective: Objective | None = None) -> SoftLoss:
-    """The soft loss of a teacher that runs beside the student; padding is left out.
+    """The soft loss of a teacher that runs in every step; padding is left out.
 
     Args:
         teacher: run without gradients; it must not share the parameters that are trained.

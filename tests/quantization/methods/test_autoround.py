@@ -8,13 +8,13 @@ from torch import nn
 from attar.checkpoint import open_checkpoint
 from attar.errors import SettingsError
 from attar.models.anatomy import discover
+from attar.quantization.blockwise import AutoRoundSolver, gptq_start
 from attar.quantization.grids import IntGrid, TileParameters
 from attar.quantization.grids.float8 import Float8Grid
 from attar.quantization.grids.fp4 import MXFP4Grid, NVFP4Grid
 from attar.quantization.grids.ggml import GGMLGrid
 from attar.quantization.grids.nf4 import NF4Grid
 from attar.quantization.methods.autoround import LearnedRounding, autoround
-from attar.quantization.methods.autoround_solver import AutoRoundSolver, gptq_start
 from attar.quantization.methods.rtn import rtn
 from attar.walks.sweep import sweep
 from tests import tiny_models

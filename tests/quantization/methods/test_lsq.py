@@ -135,10 +135,6 @@ def test_activations_with_a_learned_scale():
     assert half.dtype == torch.bfloat16
 
 
-def test_the_paper_s_first_scale():
-    assert float(lsq.first_scale(torch.tensor([1.0, -3.0]), 4.0)) == pytest.approx(2.0)
-
-
 def test_levels_and_gaps_of_known_grids():
     assert levels(IntGrid(3)).tolist() == list(range(-4, 4)) and spacing(IntGrid(3), torch.zeros(2)) is None
     assert len(levels(NF4Grid())) == 16 and len(levels(NVFP4Grid())) == 15

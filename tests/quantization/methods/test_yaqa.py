@@ -6,9 +6,19 @@ import torch
 from attar.errors import NumericsError
 from attar.quantization.grids import IntGrid
 from attar.quantization.methods.gptq import gptq
-from attar.quantization.methods.yaqa import kronecker_error, yaqa
+from attar.quantization.methods.yaqa import yaqa
 
 DAMP = 0.01
+
+
+def kronecker_error(weight, rounded, H_O, H_I):
+    """tr(E^T H_O E H_I) / tr(W^T H_O W H_I) with E = W - W': what a change costs, relative to leaving the
+    layer out (0: exact)."""
+    W = weight.float()
+    lost, whole = (
+        float(((H_O @ part @ H_I).double() * part.double()).sum()) for part in (W - rounded.float(), W)
+    )
+    return max(lost, 0.0) / max(whole, 1e-30)
 
 
 def factor(size, seed, spread=True):

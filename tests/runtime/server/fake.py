@@ -9,7 +9,7 @@ from attar.errors import DataError
 from attar.runtime.admission import BusyError
 from attar.runtime.results import Event, TokenLogprob, Usage
 from attar.runtime.server.backend import Stats
-from attar.runtime.speculate.counts import SpeculationCounts
+from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 ANSWER = "Hello, wörld."
 FAIL, BUSY, SLOW = 1, 2, 3  # first tokens of prompts that mean trouble

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from attar.runtime.sampling.sampled_tokens import SampledTokens
 from attar.runtime.speculate.draft import Draft, Verdict
 from attar.runtime.step import depths
 
@@ -120,13 +121,18 @@ def test_check_names_what_is_wrong(change: dict[str, object], message: str) -> N
         dataclasses.replace(GOOD, **change).check()  # type: ignore[arg-type]
 
 
+def moves(path: tuple[int, ...], position: int, drafted: int) -> tuple[tuple[int, int], ...]:
+    """Of a path, where the last decided token is in a slot."""
+    return SampledTokens((), (), path, drafted).moves(position + drafted + 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_bring_the_path_behind_the_last_token(seed: int) -> None:
     """Keys and values moved one after the other, as the runner does; what they stand for is compared."""
     draft, place = random_tree(seed), 11
     for path in draft.paths():
         cache = [None] * place + [(), *(draft.path(node) for node in range(1, len(draft) + 1))]
-        for source, target in Verdict(path, 0).moves(place):
+        for source, target in moves(path, place, len(draft)):
             assert target < source
             cache[target] = cache[source]
         assert cache[place : place + len(path) + 1] == [
@@ -137,6 +143,6 @@ def test_moves_bring_the_path_behind_the_last_token(seed: int) -> None:
 
 def test_a_chain_moves_nothing_and_rows_name_what_decided() -> None:
     verdict = Verdict((1, 2), 9)
-    assert verdict.moves(4) == () and verdict.rows == (0, 1, 2)
+    assert moves((1, 2), 4, 3) == () and verdict.rows == (0, 1, 2)
     assert verdict.tokens(Draft.chain([5, 6, 7])) == (5, 6, 9)
     assert Verdict((), 9).rows == (0,)

@@ -9,9 +9,9 @@ import pytest
 
 from attar.runtime.speculate.draft import LEVELS, Draft, kind_of
 from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.model_policy import count_siblings, cut_siblings
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
-from attar.runtime.speculate.siblings import cut, learn
 from attar.runtime.speculate.speculator import WIDE_EVERY, Speculator
 
 FLAT, STEEP = {1: 1.0, 32: 1.03}, {1: 1.0, 32: 16.0}
@@ -105,20 +105,20 @@ def tree(*tokens: int, rule: str = "fixed") -> Draft:
 
 
 def test_a_draft_is_cut_to_its_chain_and_what_is_wanted() -> None:
-    draft = cut(tree(1, 2, 3, 4, 5, 6), {THIRD[0], SECOND[1]})
+    draft = cut_siblings(tree(1, 2, 3, 4, 5, 6), {THIRD[0], SECOND[1]})
     assert (draft.tokens, draft.parents) == ((1, 2, 4, 5), (0, 1, 0, 1))
     assert draft.kinds == (*FIRST, THIRD[0], SECOND[1])
     chain = Draft.chain([1, 2])
-    assert cut(chain, {SECOND[0]}) is chain
+    assert cut_siblings(chain, {SECOND[0]}) is chain
 
 
 def test_the_rule_is_chosen_by_what_is_wanted_and_not_by_what_came() -> None:
     drawn = tree(1, 2, 3, 4, 5, 6, rule="distinct")
-    chain = cut(drawn, set())
+    chain = cut_siblings(drawn, set())
     assert chain.is_chain and chain.rule == "iid" and chain.q is not None and len(chain.q) == 2
-    deep = cut(drawn, {kind_of(1, 3)})
+    deep = cut_siblings(drawn, {kind_of(1, 3)})
     assert deep.is_chain and deep.rule == "distinct"
-    for each in (chain, deep, cut(drawn, {SECOND[0]})):
+    for each in (chain, deep, cut_siblings(drawn, {SECOND[0]})):
         each.check()
 
 
@@ -133,7 +133,7 @@ def test_the_rule_is_chosen_by_what_is_wanted_and_not_by_what_came() -> None:
 )
 def test_what_was_not_run_teaches(path: tuple[int, ...], tokens: tuple[int, ...], taught: Any) -> None:
     acceptance, whole = AcceptanceRates(), {3: tree(1, 2, 3, 4, 5, 6)}
-    learn(acceptance, [DraftFeedback(3, cut(whole[3], set()), path, tokens)], whole)
+    count_siblings(acceptance, [DraftFeedback(3, cut_siblings(whole[3], set()), path, tokens)], whole)
     assert acceptance._all == {kind: (good, 1.0) for kind, good in taught.items()}
 
 
@@ -141,11 +141,11 @@ def test_what_was_run_is_the_policy_s_to_learn() -> None:
     """Together every kind is seen once; below an accepted sibling no row of the chain says anything."""
     for path, tokens in (((3,), (3, 9)), ((1,), (1, 5)), ((1, 4), (1, 6, 9))):
         policy, whole = DraftPolicy(Latency()), {3: tree(1, 2, 3, 4, 5, 6)}
-        kept = cut(whole[3], {SECOND[0], THIRD[1]})
+        kept = cut_siblings(whole[3], {SECOND[0], THIRD[1]})
         assert kept.tokens == (1, 2, 3, 6)
         news = [DraftFeedback(3, kept, path, tokens)]
         policy.note(news, 1.0)
-        learn(policy.acceptance, news, whole)
+        count_siblings(policy.acceptance, news, whole)
         counts = {kind: count for kind, (_, count) in policy.acceptance._all.items()}
         row = {FIRST[0], SECOND[0], THIRD[0]}
         deeper = set() if path == (3,) else {FIRST[1], SECOND[1], THIRD[1]}
@@ -155,8 +155,8 @@ def test_what_was_run_is_the_policy_s_to_learn() -> None:
 def test_plain_passes_and_other_proposers_teach_nothing() -> None:
     acceptance = AcceptanceRates()
     plain = [DraftFeedback(number, None, (), (5,)) for number in (3, 4, 5)]
-    learn(acceptance, plain, {3: tree(1, 2, 3, 4, 5, 6), 4: Draft.chain([1])})
-    learn(acceptance, [DraftFeedback(4, Draft.chain([1]), (), (5,))], {4: Draft.chain([1])})
+    count_siblings(acceptance, plain, {3: tree(1, 2, 3, 4, 5, 6), 4: Draft.chain([1])})
+    count_siblings(acceptance, [DraftFeedback(4, Draft.chain([1]), (), (5,))], {4: Draft.chain([1])})
     assert acceptance._all == {}
 
 

@@ -21,9 +21,9 @@ from attar.runtime.speculate import draft_model
 from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Verdict, kind_of
 from attar.runtime.speculate.draft_model import GrowingDraft
+from attar.runtime.speculate.model_policy import cut_siblings
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.proposer import DraftRequest
-from attar.runtime.speculate.siblings import cut
 from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
@@ -65,7 +65,7 @@ def drafts(q: Any, K: int, kinds: set[int], ranks: int = 2) -> Iterator[tuple[Dr
             "distinct",
             tuple(every[node] for node in nodes),
         )
-        yield cut(whole, kinds), odds
+        yield cut_siblings(whole, kinds), odds
 
 
 EVERY = [set(), {SECOND[0]}, {SECOND[1]}, {*SECOND}, {kind_of(1, 3)}]
@@ -159,7 +159,7 @@ def spoken(seed: int) -> tuple[int, ...]:
             growing.extend(after(2, [*PROMPT, *said, *growing.tokens])[None])
         whole = growing.draft()
         assert whole is not None
-        draft = cut(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
+        draft = cut_siblings(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
         paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
         logits = torch.stack([after(1, [*PROMPT, *said, *path]) for path in paths])
         said += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)

@@ -10,12 +10,12 @@ import pytest
 
 from attar.runtime.admission import Limits
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.counts import SpeculationCounts
 from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import BUDGET, LOSS, PAUSE, PLAIN_EVERY, REOPENS, DraftPolicy
 from attar.runtime.speculate.profile.profile import FixedPolicy
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
+from attar.runtime.speculate.speculative_pass import SpeculationCounts
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
 from tests.runtime.speculate.proposing import Drawer, Eager, Oracle, speculator

@@ -12,7 +12,7 @@ Where p is known by K of its tokens (teacher.py), p' in its place, and its entro
     L = T^2 * mean over tokens of (- sum p' log q - H(p)),   E[L] = the L above where E[p'] = p
 
 Letters: z (..., V) logits over a vocabulary of V; T temperature. The gradient is written down in the forward
-pass, chunk by chunk, so that beside the two logit tensors only one more of their size ever exists.
+pass, chunk by chunk, so that only one more tensor of the logits' size ever exists.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sparse_forward_kl(
 
     Args:
         student: (n, V) logits, any float type; receives the gradient.
-        tokens: int64 (n, K); a token may stand twice.
+        tokens: int64 (n, K); a token may occur twice.
         weights: (n, K), what p' has on each; a row sums to 1.
         entropy: (n,) of the whole p, in nats.
         temperature: T, at which the weights were made.

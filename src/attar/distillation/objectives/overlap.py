@@ -6,7 +6,7 @@ Inference from Transformers via Speculative Decoding", arXiv 2211.17192, theorem
     a = sum_v min(p_v, q_v) = 1 - TV(p, q),    TV(p, q) = 1/2 sum_v |p_v - q_v|
 
 and K drafts at one acceptance a bring (1 - a^(K+1)) / (1 - a) tokens a pass of the target (equation 1). So
-two losses beside forward KL (DistillSpec, Zhou et al. 2023, arXiv 2310.08461, compares divergences and finds
+two losses besides forward KL (DistillSpec, Zhou et al. 2023, arXiv 2310.08461, compares divergences and finds
 that the best one depends on the task):
 
     tv    1 - a                                    what is wanted; flat where p and q hardly overlap

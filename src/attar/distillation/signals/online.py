@@ -1,4 +1,4 @@
-"""The online signal: the teacher runs beside the student in every step."""
+"""The online signal: the teacher runs in every step."""
 
 from __future__ import annotations
 

@@ -362,22 +362,8 @@ SMOLLM3 = Architecture(
 ARCHITECTURES = {
     known.family: known
     for known in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        GEMMA,
-        GEMMA2,
-        GEMMA3,
-        PHI3,
-        GPT2,
-        GPT_NEOX,
-        PHI,
-        STARCODER2,
-        STABLELM,
-        OLMO2,
-        GRANITE,
-        SMOLLM3,
+        LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3,
+        GPT2, GPT_NEOX, PHI, STARCODER2, STABLELM, OLMO2, GRANITE, SMOLLM3,
     )
-}
+}  # fmt: skip
 """Every family that can be written, by its ``model_type``."""

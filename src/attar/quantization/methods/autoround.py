@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -40,37 +40,15 @@ from attar.quantization.grids.straight_through import (
     through,
 )
 
+if TYPE_CHECKING:
+    from attar.walks.sweep import BlockView
+
 REACH = 0.5  # how far V moves a weight, in distances between levels
 MARGIN = 0.1  # how far inside its cell a weight stands that given codes have moved there
 SMALLEST = 0.01  # alpha and beta stay above
 UPDATES = ("sign", "adam")
 BETAS, TINY = (0.9, 0.99), 1e-12  # of Adam
 HOLD = 8 * 2**30  # bytes of inputs and targets that are kept at hand; beyond it, whole batches are drawn
-
-
-class TrainableBlock(Protocol):
-    """A block, as the sweep walk shows it."""
-
-    @property
-    def names(self) -> list[str]:
-        """The Linears to round."""
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """Linear and Conv1D modules by name."""
-
-    @property
-    def count(self) -> int:
-        """Batches."""
-
-    def inputs(self, number: int) -> Tensor:
-        """X (B, S, D)."""
-
-    def targets(self, number: int) -> Tensor:
-        """The original block's output (B, S, D)."""
-
-    def __call__(self, hidden: Tensor, number: int) -> Tensor:
-        """The block's output for hidden states of the shape of batch ``number``."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,7 @@ class LearnedBlock:
 
 
 def autoround(
-    view: TrainableBlock,
+    view: BlockView,
     grids: Mapping[str, Grid],
     *,
     iterations: int = 200,
@@ -325,7 +303,7 @@ class _Rows:
     """Draws sequences: ``batch`` of them at a time from the batches of one shape, in pieces that have the
     shape of a batch, because the masks of a call belong to a shape."""
 
-    def __init__(self, view: TrainableBlock, batch: int, seed: int, hold: int) -> None:
+    def __init__(self, view: BlockView, batch: int, seed: int, hold: int) -> None:
         self.view, self.batch = view, batch
         self.generator = torch.Generator().manual_seed(seed)
         first = view.inputs(0)
@@ -356,7 +334,7 @@ class _Rows:
         return drawn
 
 
-def _descend(view: TrainableBlock, rows: _Rows, fast: bool) -> float:
+def _descend(view: BlockView, rows: _Rows, fast: bool) -> float:
     """One forward and backward pass; gradients wait in the placed weights."""
     pieces = list(rows.draw())
     total = 0.0
@@ -383,7 +361,7 @@ def _put_weights(
     return placed
 
 
-def _whole_loss(view: TrainableBlock, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
+def _whole_loss(view: BlockView, roundings: Mapping[str, LearnedRounding], state: LearnedState) -> float:
     """Mean squared error of the block's output over all batches."""
     total, numbers = 0.0, 0
     with torch.no_grad():

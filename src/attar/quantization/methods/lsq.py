@@ -108,11 +108,6 @@ def gradient_factor(count: int, highest: float) -> float:
     return 1.0 / math.sqrt(count * highest)
 
 
-def first_scale(values: Tensor, highest: float) -> Tensor:
-    """2 mean|v| / sqrt(Q_P), a scalar."""
-    return 2.0 * values.detach().float().abs().mean() / math.sqrt(highest)
-
-
 def quantize_activation(
     x: Tensor, scale: Tensor, grid: IntGrid | Float8Grid, zero: Tensor | None = None
 ) -> Tensor:

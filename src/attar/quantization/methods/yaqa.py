@@ -101,16 +101,6 @@ def yaqa(
     return RoundingResult(QuantizedTensor(grid, codes, parameters), used, int(dead.sum()))
 
 
-def kronecker_error(weight: Tensor, rounded: Tensor, H_O: Tensor, H_I: Tensor) -> float:
-    """tr(E^T H_O E H_I) / tr(W^T H_O W H_I) with E = W - W': what a change costs, relative to leaving the
-    layer out (0: exact)."""
-    W = weight.float()
-    lost, whole = (
-        float(((H_O @ part @ H_I).double() * part.double()).sum()) for part in (W - rounded.float(), W)
-    )
-    return max(lost, 0.0) / max(whole, 1e-30)
-
-
 def _order(H: Tensor, act_order: bool) -> Tensor:
     """The order in which the rows (or columns) are rounded."""
     if act_order:

@@ -9,7 +9,7 @@ from typing import Protocol
 from attar.runtime.async_engine import AsyncEngine
 from attar.runtime.results import Event
 from attar.runtime.sampling.params import SamplingParams
-from attar.runtime.speculate.counts import SpeculationCounts
+from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 
 @dataclass(frozen=True)

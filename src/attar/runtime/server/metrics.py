@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from attar.runtime.results import Event
 from attar.runtime.server.backend import Backend, Stats
-from attar.runtime.speculate.counts import SpeculationCounts
+from attar.runtime.speculate.speculative_pass import SpeculationCounts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds

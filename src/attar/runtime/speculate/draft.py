@@ -1,6 +1,6 @@
 """Drafts: proposed tokens as a tree, and what they were drawn from.
 
-    index      0 is the last certain token, drafts are 1..n        the row of logits, and of p, behind each
+    index      0 is the last decided token, drafts are 1..n; the row of logits, and of p, after each
     parent     of a draft the index it follows, smaller than its own; a chain is 0, 1, 2, ...
     path       indices from the first draft down to a node, in order
 
@@ -9,7 +9,7 @@ Three rules say how the drafts that follow one node came about, and so how they 
     fixed      chosen with no chance: n-grams, argmax, the likeliest k, trained heads. There is no q, even
                where the proposer has probabilities: what argmax picks was not drawn from the softmax
     iid        each drawn from q by itself; equal siblings are drawn again, and both count
-    distinct   drawn from q one after the other without putting back (Gumbel top-k), in the order drawn
+    distinct   drawn from q one after the other without replacement (Gumbel top-k), in the order drawn
 
 q_i is the distribution, after the warps, that the token of draft i was drawn from; siblings share it. Whether
 a draft of the last two rules is in the tree may depend on what was drawn before it and above it, and never on
@@ -39,13 +39,13 @@ Floats = NDArray[np.floating]
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Tokens proposed behind the last certain one.
+    """Tokens proposed after the last decided one.
 
     Args:
         tokens: x_1..x_n, at least one.
         parents: of each the index it follows, in [0, its own).
         q: float32 (n, V), or n rows (V,) that siblings may share; None where the rule is fixed.
-        rule: how the drafts behind one node were chosen.
+        rule: how the drafts after one node were chosen.
         kinds: of each draft, what its acceptance is counted under; None: its depth.
     """
 
@@ -57,7 +57,7 @@ class Draft:
 
     @classmethod
     def chain(cls, tokens: Iterable[int], q: Floats | Sequence[Floats] | None = None) -> Draft:
-        """Tokens one behind the other: drawn from q, or fixed where there is none."""
+        """Tokens one after the other: drawn from q, or fixed where there is none."""
         tokens = tuple(tokens)
         return cls(tokens, tuple(range(len(tokens))), q, "fixed" if q is None else "iid")
 
@@ -82,11 +82,11 @@ class Draft:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of indices 0..n: 0 for the last certain token, 1 for what follows it."""
-        found = [0]
+        """Of indices 0..n: 0 for the last decided token, 1 for what follows it."""
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return tuple(found)
+            depths.append(depths[parent] + 1)
+        return tuple(depths)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -99,11 +99,11 @@ class Draft:
 
     def path(self, node: int) -> tuple[int, ...]:
         """Indices from depth 1 down to the node; empty for 0."""
-        found = []
+        nodes = []
         while node:
-            found.append(node)
+            nodes.append(node)
             node = self.parents[node - 1]
-        return tuple(reversed(found))
+        return tuple(reversed(nodes))
 
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """The path of every draft that nothing follows, in their order."""
@@ -143,11 +143,11 @@ class Draft:
     def merged(self) -> Draft:
         """Equal siblings made one, of the first's kind, with what follows them; the rule must be fixed."""
         assert self.rule == "fixed", f"equal siblings that were drawn ({self.rule}) both count"
-        places = [0]
+        indices = [0]
         firsts: list[int] = []
         known: dict[tuple[int, int], int] = {}
         for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
-            places.append(known.setdefault((places[parent], token), len(known) + 1))
+            indices.append(known.setdefault((indices[parent], token), len(known) + 1))
             if len(known) > len(firsts):
                 firsts.append(node)
         kinds = None if self.kinds is None else tuple(self.kinds[node] for node in firsts)
@@ -178,17 +178,17 @@ class Draft:
             assert token < len(row) and row[token] > 0, f"draft {child}: q of its token {token} is 0"
             assert abs(float(row.sum()) - 1) < 1e-3, f"draft {child}: q sums to {row.sum()}"
             first = q[siblings[0] - 1]
-            assert row is first or np.array_equal(row, first), f"drafts behind {node} have several q"
-        found = self.text(siblings)
-        equal = self.rule == "distinct" and len(set(found)) < len(found)
-        assert not equal, f"drafts behind {node} are drawn without putting back, and equal: {found}"
+            assert row is first or np.array_equal(row, first), f"drafts after {node} have several q"
+        tokens = self.text(siblings)
+        equal = self.rule == "distinct" and len(set(tokens)) < len(tokens)
+        assert not equal, f"drafts after {node} are drawn without replacement, and equal: {tokens}"
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents, 1):
-            found[parent].append(node)
-        return tuple(map(tuple, found))
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,6 @@ class Verdict:
     def tokens(self, draft: Draft) -> tuple[int, ...]:
         """The new tokens: accepted drafts and the one behind."""
         return (*draft.text(self.path), self.token)
-
-    def moves(self, place: int) -> tuple[tuple[int, int], ...]:
-        """(from, to) places of keys and values that bring the path behind the last certain token.
-
-        Draft i was written to place + i and belongs to place + its depth. Done in this order, none is read
-        after it was overwritten. Behind the path everything is truncated.
-
-        Args:
-            place: of the last certain token.
-        """
-        steps = enumerate(self.path, 1)
-        return tuple((place + node, place + depth) for depth, node in steps if node != depth)
 
 
 def kind_of(group: int, level: int) -> int:
@@ -258,7 +246,7 @@ class DraftBuilder:
 
     def add(self, tokens: Sequence[int], kinds: Sequence[int], parent: int = 0) -> list[int]:
         """Adds a continuation of a node; the nodes of its tokens, as many as there was room for."""
-        found: list[int] = []
+        nodes: list[int] = []
         for token, kind in zip(tokens, kinds, strict=True):
             node = self._nodes.get((parent, token))
             if node is None:
@@ -267,11 +255,11 @@ class DraftBuilder:
                 node = self._nodes[parent, token] = len(self) + 1
                 self.roots += not parent
                 self.kinds.append(kind)
-            found.append(node)
+            nodes.append(node)
             parent = node
             if token in self.ends:
                 break
-        return found
+        return nodes
 
     def draft(self) -> Draft | None:
         """What there is as a draft; None where that is nothing."""

@@ -1,7 +1,7 @@
-"""Lookahead decoding: the target guesses its own n-grams in a Jacobi window that rides along with every pass.
+"""Lookahead decoding: the target guesses its own n-grams in a Jacobi window that is part of every pass.
 
     window    R rows of W columns, R = 1 while it begins and N - 1 when it is warm. Cell (r, c) guesses the
-              token c + r + 1 places behind the last certain one. (0, c) follows (0, c - 1), (r, c) follows
+              token c + r + 1 positions after the last decided one. (0, c) follows (0, c - 1), (r, c) follows
               (r - 1, c), (0, 0) the last token: so the target's choice behind (R - 1, c) is a new row
     pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 behind it a guess;
               G guesses a key, the latest first; KEYS keys, those not used for long go
@@ -16,11 +16,11 @@ After a pass that brought n + 1 tokens: with a new row and a warm window row 0 g
 place; the other n (n + 1 where no row went) leading columns go, and as many come on the right, from the pool
 where it knows a token that follows, else a token of the text drawn at random (only speed depends on it).
 
-A pass runs W (N - 1) + G (N - 1) drafts at most, whatever is accepted; the chooser sees their number
-(``Chooser.whole``). Sampling needs nothing else: the window moves by the target's likeliest tokens.
+A pass runs W (N - 1) + G (N - 1) drafts at most, whatever is accepted; the policy runs all or none
+(``DraftPolicy.select``). Sampling needs nothing else: the window moves by the target's likeliest tokens.
 
 Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: the tree merges what is equal;
-columns stay at their places when several tokens come at once; a whole match gives N tokens, there N - 1;
+columns keep their positions when several tokens come at once; a whole match gives N tokens, there N - 1;
 keys are the column's own first token.
 """
 
@@ -41,12 +41,12 @@ class NgramPool:
     """Continuations by the token before them.
 
     Args:
-        each: guesses of a key at most.
+        per_key: guesses of a key at most.
         most: keys at most.
     """
 
-    def __init__(self, each: int, most: int = KEYS) -> None:
-        self.each, self.most = each, most
+    def __init__(self, per_key: int, most: int = KEYS) -> None:
+        self.per_key, self.most = per_key, most
         self._guesses: OrderedDict[int, tuple[tuple[int, ...], ...]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class NgramPool:
         """A guess was seen: it becomes the latest of its key."""
         guess = tuple(guess)
         known = self._guesses.pop(key, ())
-        self._guesses[key] = (guess, *(other for other in known if other != guess))[: self.each]
+        self._guesses[key] = (guess, *(other for other in known if other != guess))[: self.per_key]
         if len(self._guesses) > self.most:
             self._guesses.popitem(last=False)
 
@@ -93,8 +93,8 @@ class LookaheadWindow:
         """The text's tokens so far; those that are new feed the pool. The first ones begin the window."""
         start = max(len(self.text) - self.size + 1, 0)
         self.text += tokens[len(self.text) :]
-        for place in range(start, len(self.text) - self.size + 1):
-            self.pool.add(self.text[place], self.text[place + 1 : place + self.size])
+        for index in range(start, len(self.text) - self.size + 1):
+            self.pool.add(self.text[index], self.text[index + 1 : index + self.size])
         if not self.rows:
             self.rows = [[]]
             self._fill()
@@ -168,32 +168,32 @@ class LookaheadProposer:
         """Most drafts of a pass."""
         return (self.columns + self.guesses) * (self.size - 1)
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        """The tree of each wish; the window only where ``most`` has room for all of it beside the guesses."""
-        return [self._proposed(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
+        """The tree of each request; the window only where ``most`` has room for all of it and the guesses."""
+        return [self._proposed(request) for request in requests]
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         """Moves the windows on."""
-        for each in news:
-            if each.sequence in self._windows:
-                window = self._windows[each.sequence]
-                if each.draft is None:
+        for one in feedback:
+            if one.sequence in self._windows:
+                window = self._windows[one.sequence]
+                if one.draft is None:
                     window.cells = []  # proposed, but not run
-                window.advance(len(each.tokens) - 1, each.choices)
+                window.advance(len(one.tokens) - 1, one.choices)
 
     def forget(self, sequence: int) -> None:
         """A sequence ended."""
         self._windows.pop(sequence, None)
 
-    def _proposed(self, wish: DraftRequest) -> Draft | None:
-        window = self._windows.get(wish.sequence)
+    def _proposed(self, request: DraftRequest) -> Draft | None:
+        window = self._windows.get(request.sequence)
         if window is None:
             window = LookaheadWindow(self.columns, self.size, NgramPool(self.guesses), self.seed)
-            self._windows[wish.sequence] = window
-        window.follow(wish.tokens)
-        tree = DraftBuilder(self.ends, wish.most)
+            self._windows[request.sequence] = window
+        window.follow(request.tokens)
+        tree = DraftBuilder(self.ends, request.most)
         kinds = [kind_of(GUESS, depth) for depth in range(1, self.size)]
-        for guess in window.pool.after(wish.tokens[-1]):
+        for guess in window.pool.after(request.tokens[-1]):
             tree.add(guess, kinds)
         window.plant(tree)
         return tree.draft()

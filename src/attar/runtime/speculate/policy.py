@@ -178,24 +178,24 @@ class DraftPolicy:
         return [draft and (draft if whole and nodes else draft.pruned(nodes)) for draft, nodes in pairs]
 
     def note(
-        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self, feedback: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
         """Learn from a pass, of every sequence that decoded in it: it took ``seconds`` with verification,
         after ``drafting`` seconds of the proposer."""
-        if not news:
+        if not feedback:
             return
-        batch, drafts = len(news), [one.draft for one in news if one.draft is not None]
+        batch, drafts = len(feedback), [one.draft for one in feedback if one.draft is not None]
         tokens, plain = batch + sum(map(len, drafts)), self.latency.target(batch, batch)
         if plain > 0:
             extra = self.latency.extra(batch, tokens, seconds, prompt_tokens) / plain if drafts else 0.0
             proposing = min(drafting / plain, self.budget.size / 2)  # the machine may have stood still
-            self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in news) / batch)
+            self.budget.note(1.0 + extra + proposing, sum(len(one.path) + 1 for one in feedback) / batch)
         if not prompt_tokens:
             self.latency.note_target(batch, tokens, seconds)
         if drafts and drafting > 0:
             self.latency.note_draft(len(drafts), drafting / max(len(draft.counts) for draft in drafts))
         self._since_plain = self._since_plain + 1 if drafts else 0
-        for one in news:
+        for one in feedback:
             self._learn(one)
 
     def rest(self, batch: int, proposing: float) -> int:
@@ -251,16 +251,16 @@ class DraftPolicy:
             return kept
         candidates.sort(key=lambda one: (-one.survival, one.depth, one.sibling, one.row, one.node))
         run, front = _Pass(self.latency, len(sequences), prompt_tokens), list[Candidate]()
-        best, count, taken, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
+        best, count, counts, chain = run.speed * GAIN, 0, Counter[int](), Counter[int]()
         for one in candidates:
             if one.survival < LEAST or len(front) == room:
                 break
-            if taken[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
+            if counts[one.row] >= limits[one.row] or (one.sibling and chain[one.row] < one.depth):
                 continue
             if run.add(one).loss > self.budget.left:
                 break
             front.append(one)
-            taken[one.row] += 1
+            counts[one.row] += 1
             chain[one.row] += one.steps
             if run.speed > best:
                 best, count = run.speed, len(front)
@@ -289,17 +289,19 @@ class DraftPolicy:
         trial.longest, trial.pays = max(math.ceil(cost / TRIALS), 1), cost < max(first.survival, 1.0)
         return [first.node]
 
-    def _learn(self, news: DraftFeedback) -> None:
+    def _learn(self, feedback: DraftFeedback) -> None:
         """Count every draft whose parent was accepted; the trial's result."""
-        if news.draft is None:
+        if feedback.draft is None:
             return
-        accepted = {0, *news.path}
-        for node, (parent, kind) in enumerate(zip(news.draft.parents, kinds_of(news.draft), strict=True), 1):
+        accepted = {0, *feedback.path}
+        for node, (parent, kind) in enumerate(
+            zip(feedback.draft.parents, kinds_of(feedback.draft), strict=True), 1
+        ):
             if parent in accepted:
-                self.acceptance.note(news.sequence, kind, node in accepted)
-        trial = self._trials.get(news.sequence)
+                self.acceptance.note(feedback.sequence, kind, node in accepted)
+        trial = self._trials.get(feedback.sequence)
         if trial is not None and trial.running:
-            trial.gap = 1 if news.path and trial.pays else min(2 * trial.gap, trial.longest)
+            trial.gap = 1 if feedback.path and trial.pays else min(2 * trial.gap, trial.longest)
             trial.running = False
 
 

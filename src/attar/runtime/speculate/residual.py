@@ -47,6 +47,6 @@ def normal(weights: Floats, p: Floats, refused: Iterable[int]) -> Floats:
     for some in (weights, without(p, refused)):
         total = some.sum()
         if total > 0:
-            found: Floats = some / total
-            return found
+            weights_of_one: Floats = some / total
+            return weights_of_one
     return p

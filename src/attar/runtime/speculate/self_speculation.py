@@ -107,7 +107,7 @@ def spread(layers: int, share: float) -> tuple[int, ...]:
     count = min(max(ceil(share * layers), 1), layers - 1)
     if count == 1:
         return (0,)
-    return tuple(round(place * (layers - 1) / (count - 1)) for place in range(count))
+    return tuple(round(position * (layers - 1) / (count - 1)) for position in range(count))
 
 
 def without_layers(model: Any, keep: tuple[int, ...]) -> Any:
@@ -117,22 +117,24 @@ def without_layers(model: Any, keep: tuple[int, ...]) -> Any:
     """
     leaves = [module for module in model.modules() if not any(module.children())]
     tensors = [*model.parameters(), *model.buffers()]
-    made = copy.deepcopy(model, {id(each): each for each in (*leaves, *tensors)})
-    config = text_config(made)
+    copied = copy.deepcopy(model, {id(module): module for module in (*leaves, *tensors)})
+    config = text_config(copied)
     layers = config.num_hidden_layers
-    stack = next(each for each in made.modules() if isinstance(each, ModuleList) and len(each) == layers)
+    stack = next(
+        module for module in copied.modules() if isinstance(module, ModuleList) and len(module) == layers
+    )
     kept = [stack[layer] for layer in keep]
     del stack[len(keep) :]
-    for place, block in enumerate(kept):
-        stack[place] = block
+    for position, block in enumerate(kept):
+        stack[position] = block
         for module in block.modules():
             if getattr(module, "layer_idx", None) is not None:
-                module.layer_idx = place
+                module.layer_idx = position
     for name, value in list(vars(config).items()):
         if isinstance(value, list | tuple) and len(value) == layers and "layer" in name:
             setattr(config, name, [value[layer] for layer in keep])
     config.num_hidden_layers = len(keep)
-    return made
+    return copied
 
 
 def _low_bit(
@@ -143,11 +145,13 @@ def _low_bit(
     if readers.quant_method(checkpoint) or (isinstance(runner, Compiled) and _packed(runner)):
         raise ModelError(f"{target.name}: its weights are packed already, int4 would not be much less")
     loaded = load(checkpoint, runner="compiled", weights="int4", kv_tokens=kv_tokens)
-    made = loaded.runner
-    assert isinstance(made, Compiled)
-    weights = made.weights
-    nbytes = weights.nbytes + weights.embedding.nbytes + pool_bytes(weights, made.capacity, made.block_size)
-    return _drafter(made, target, nbytes, "int4", settings)
+    copied = loaded.runner
+    assert isinstance(copied, Compiled)
+    weights = copied.weights
+    nbytes = (
+        weights.nbytes + weights.embedding.nbytes + pool_bytes(weights, copied.capacity, copied.block_size)
+    )
+    return _drafter(copied, target, nbytes, "int4", settings)
 
 
 def _skipping(target: Loaded, share: float, kv_tokens: int, settings: dict[str, Any]) -> DraftModel:
@@ -178,7 +182,9 @@ def _kept(target: Loaded, layers: int, share: float) -> tuple[int, ...]:
 def _packed(runner: Compiled) -> bool:
     """Whether the products are of less than 8 bits a weight."""
     products = [layer.down for layer in runner.weights.layers]
-    return sum(each.nbytes for each in products) < sum(each.rows * each.columns for each in products)
+    return sum(module.nbytes for module in products) < sum(
+        module.rows * module.columns for module in products
+    )
 
 
 def _drafter(

@@ -92,9 +92,9 @@ class ProfileSettings:
     def __post_init__(self) -> None:
         for name in ("prompts", *(("drafts",) if self.drafts else ())):
             value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if each < 1:
-                    raise SettingsError(name, each, "at least 1")
+            for number in value if isinstance(value, tuple) else (value,):
+                if number < 1:
+                    raise SettingsError(name, number, "at least 1")
         if not 0 <= self.temperature <= 100:
             raise SettingsError("temperature", self.temperature, "between 0 and 100")
         if self.fixed and not self.drafts:

@@ -53,8 +53,8 @@ class TargetLogits:
 
     def p(self, node: int) -> Floats:
         """float32 (V,)."""
-        found: Floats = warp(self.logits[node : node + 1], [self._row(node)])[0].cpu().numpy()
-        return found
+        p: Floats = warp(self.logits[node : node + 1], [self._row(node)])[0].cpu().numpy()
+        return p
 
     @cached_property
     def _first(self) -> SamplingRow:

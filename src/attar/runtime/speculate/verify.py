@@ -30,10 +30,10 @@ def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
     node = 0
     path: list[int] = []
     while True:
-        found = token(node)
-        node = next((child for child in draft.children(node) if draft.tokens[child - 1] == found), 0)
+        sampled = token(node)
+        node = next((child for child in draft.children(node) if draft.tokens[child - 1] == sampled), 0)
         if not node:
-            return Verdict(tuple(path), found)
+            return Verdict(tuple(path), sampled)
         path.append(node)
 
 

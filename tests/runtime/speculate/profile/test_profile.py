@@ -15,7 +15,7 @@ from attar.runtime.speculate.draft import Draft
 from attar.runtime.speculate.latency import Latency
 from attar.runtime.speculate.policy import DraftPolicy
 from attar.runtime.speculate.profile.metrics import Profile, ProfileRow, expected_tokens
-from attar.runtime.speculate.profile.profile import PLAIN, FixedPolicy, beside, profile
+from attar.runtime.speculate.profile.profile import PLAIN, FixedPolicy, profile, second_engine
 from attar.runtime.speculate.proposer import DraftFeedback, DraftRequest
 from attar.runtime.speculate.speculator import Speculator
 from tests.runtime.fake_runner import FakeRunner
@@ -106,7 +106,7 @@ def test_passes_are_those_that_were_made(found: Profile) -> None:
 def test_everything_is_put_back(engine: Engine, found: Profile) -> None:
     assert engine.speculator is None and engine.idle
     engine.check()
-    beside(engine, None).check()
+    second_engine(engine, None).check()
 
 
 def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> None:

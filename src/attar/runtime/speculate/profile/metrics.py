@@ -85,11 +85,11 @@ class AcceptanceCounts:
     @property
     def histogram(self) -> tuple[int, ...]:
         """Passes with 0, 1, 2, ... accepted drafts, of those that had any draft."""
-        found: Counter[int] = Counter()
+        passes: Counter[int] = Counter()
         for (_, depth, accepted), count in self.counts.items():
             if depth:
-                found[accepted] += count
-        return tuple(found[accepted] for accepted in range(max(found, default=-1) + 1))
+                passes[accepted] += count
+        return tuple(passes[accepted] for accepted in range(max(passes, default=-1) + 1))
 
 
 def expected_tokens(chance: float, drafts: int) -> float:

@@ -69,11 +69,11 @@ class FixedPolicy(DraftPolicy):
         return [draft if whole else draft and draft.cut(self.most) for draft in drafts]
 
     def note(
-        self, news: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
+        self, feedback: Sequence[DraftFeedback], seconds: float, drafting: float = 0.0, prompt_tokens: int = 0
     ) -> None:
-        if news and not prompt_tokens:
-            drafts = sum(len(each.draft) for each in news if each.draft is not None)
-            self.latency.note_target(len(news), len(news) + drafts, seconds)
+        if feedback and not prompt_tokens:
+            drafts = sum(len(one.draft) for one in feedback if one.draft is not None)
+            self.latency.note_target(len(feedback), len(feedback) + drafts, seconds)
 
     def forget(self, sequence: int) -> None:
         pass
@@ -111,22 +111,22 @@ class MeteredProposer:
     def learns_tree(self) -> bool:
         return self.proposer.learns_tree
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft | None]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
         began = time.perf_counter()
-        found = self.proposer.propose(wishes)
+        drafts = self.proposer.propose(requests)
         self._spent(began)
-        return found
+        return drafts
 
-    def observe(self, news: Sequence[DraftFeedback]) -> None:
+    def observe(self, feedback: Sequence[DraftFeedback]) -> None:
         began = time.perf_counter()
-        self.proposer.observe(news)
+        self.proposer.observe(feedback)
         self._spent(began)
-        for each in news:
-            if each.sequence in self._begun:
-                draft = each.draft
+        for one in feedback:
+            if one.sequence in self._begun:
+                draft = one.draft
                 depth = 0 if draft is None else len(draft.counts)
-                self.passes.note(0 if draft is None else len(draft), depth, len(each.path))
-            self._begun[each.sequence] = None
+                self.passes.note(0 if draft is None else len(draft), depth, len(one.path))
+            self._begun[one.sequence] = None
 
     def forget(self, sequence: int) -> None:
         self._begun.pop(sequence, None)
@@ -151,11 +151,11 @@ class _MethodRuns:
     passes: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     drafting: float = 0.0
 
-    def pace(self, places: Sequence[int]) -> list[float]:
-        """Seconds a token of the batches at these places: medians of the rounds."""
+    def pace(self, indices: Sequence[int]) -> list[float]:
+        """Seconds a token of the batches at these indices: medians of the rounds."""
         return [
-            statistics.median(s / t for s, t in zip(self.seconds[place], self.tokens[place], strict=True))
-            for place in places
+            statistics.median(s / t for s, t in zip(self.seconds[index], self.tokens[index], strict=True))
+            for index in indices
         ]
 
 
@@ -186,18 +186,20 @@ def profile(
         Exception: what broke a proposer.
     """
     params = SamplingParams(temperature=temperature, max_tokens=tokens, min_tokens=min(LEAST, tokens), seed=0)
-    engines = {PLAIN: beside(engine)} | {method: beside(engine, each) for method, each in methods.items()}
+    engines = {PLAIN: second_engine(engine)} | {
+        method: second_engine(engine, one) for method, one in methods.items()
+    }
     rows = []
     for batch in batches:
         work = {kind: _batches(prompts, batch) for kind, prompts in sets.items()}
         seen = _runs(engines, work, params, rounds, progress)
-        for (kind, method), each in seen.items():
-            rows.append(_row(kind, method, batch, seen[kind, PLAIN], each, rounds))
+        for (kind, method), one in seen.items():
+            rows.append(_row(kind, method, batch, seen[kind, PLAIN], one, rounds))
     runner = type(engine.runner).__name__.lower()
     return Profile(name, runner, tokens, rounds, temperature, tuple(rows))
 
 
-def beside(engine: Engine, speculator: Speculator | None = None) -> Engine:
+def second_engine(engine: Engine, speculator: Speculator | None = None) -> Engine:
     """Another engine on the same model and memory; one of them runs at a time."""
     return Engine(
         engine.runner,
@@ -225,11 +227,11 @@ def _runs(
     with progress.task("bench", total=rounds * len(order) * sum(map(len, work.values()))) as task:
         for turn in range(rounds):
             for kind, batches in work.items():
-                for place, batch in enumerate(batches):
-                    start = (turn + place) % len(order)
+                for index, batch in enumerate(batches):
+                    start = (turn + index) % len(order)
                     for method in order[start:] + order[:start]:
                         salt = f"{method} {turn}"
-                        _answer(engines[method], batch, params, salt, seen[kind, method], place)
+                        _answer(engines[method], batch, params, salt, seen[kind, method], index)
                         task.advance()
     return seen
 
@@ -240,7 +242,7 @@ def _answer(
     params: SamplingParams,
     salt: str,
     seen: _MethodRuns,
-    place: int = 0,
+    index: int = 0,
 ) -> None:
     """One batch of prompts once; what it took and wrote is noted."""
     speculator, meter = engine.speculator, None
@@ -252,25 +254,25 @@ def _answer(
         if speculator.failure is not None:
             raise speculator.failure
     later, seconds = decoded(requests)
-    while len(seen.seconds) <= place:
+    while len(seen.seconds) <= index:
         seen.seconds.append([])
         seen.tokens.append([])
-    seen.seconds[place].append(seconds)
-    seen.tokens[place].append(later)
-    seen.texts += [each.tokens for each in requests]
+    seen.seconds[index].append(seconds)
+    seen.tokens[index].append(later)
+    seen.texts += [one.tokens for one in requests]
     if meter is not None:
         seen.passes.counts += meter.passes.counts
         seen.drafting += meter.seconds
     counted = 0 if meter is None else meter.passes.total + meter.passes.accepted
-    written = sum(len(each.tokens) - 1 for each in requests)
-    seen.passes.counts[0, 0, 0] += max(written - counted, 0)  # in passes that nobody watched: a token each
+    written = sum(len(one.tokens) - 1 for one in requests)
+    seen.passes.counts[0, 0, 0] += max(written - counted, 0)  # passes that were not metered: a token each
 
 
 def _row(
     kind: str, method: str, batch: int, plain: _MethodRuns, seen: _MethodRuns, rounds: int
 ) -> ProfileRow:
-    places = range(len(seen.seconds))
-    gain = None if seen is plain else speedup(plain.pace(places), seen.pace(places))
+    indices = range(len(seen.seconds))
+    gain = None if seen is plain else speedup(plain.pace(indices), seen.pace(indices))
     seconds = sum(map(sum, seen.seconds))
     return ProfileRow(
         kind,
@@ -299,4 +301,4 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[PromptBatch]:
 def _by_round(seen: _MethodRuns, rounds: int) -> list[list[list[int]]]:
     """Of every prompt its texts, round by round."""
     count = len(seen.texts) // rounds
-    return [seen.texts[place::count] for place in range(count)]
+    return [seen.texts[index::count] for index in range(count)]

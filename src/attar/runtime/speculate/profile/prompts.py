@@ -66,39 +66,39 @@ def read_questions(path: str | Path) -> list[SpecBenchQuestion]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
         raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    found = [_question(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    prompts = [_question(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
         raise DataError(
             f"{path} has no questions", hint="one JSON object a line: question_id, category, turns"
         )
-    return found
+    return prompts
 
 
 def question_sets(questions: list[SpecBenchQuestion], count: int) -> dict[str, list[str]]:
     """First turns by category, in the file's order, ``count`` of each at most."""
-    found: dict[str, list[str]] = {}
+    prompts: dict[str, list[str]] = {}
     for question in questions:
-        turns = found.setdefault(question.category, [])
+        turns = prompts.setdefault(question.category, [])
         if len(turns) < count:
             turns.append(question.turns[0])
-    return found
+    return prompts
 
 
-def _question(place: str, line: str) -> SpecBenchQuestion:
+def _question(location: str, line: str) -> SpecBenchQuestion:
     try:
         fields: Any = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}") from error
+        raise DataError(f"{location}: not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{place}: not a JSON object")
+        raise DataError(f"{location}: not a JSON object")
     turns, category = fields.get("turns"), fields.get("category")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise DataError(f"{place}: turns must be a list of texts, at least one")
+        raise DataError(f"{location}: turns must be a list of texts, at least one")
     if not isinstance(category, str):
-        raise DataError(f"{place}: category must be a text")
+        raise DataError(f"{location}: category must be a text")
     name = fields.get("question_id")
     if isinstance(name, bool) or not isinstance(name, int | str):
-        raise DataError(f"{place}: question_id must be a number or a name")
+        raise DataError(f"{location}: question_id must be a number or a name")
     return SpecBenchQuestion(name, category, tuple(turns))
 
 
@@ -107,14 +107,14 @@ def _code(count: int, draws: random.Random) -> list[str]:
 
 
 def _prose(count: int, draws: random.Random) -> list[str]:
-    found: list[str] = []
+    prompts: list[str] = []
     for source in draws.sample(sources := _sources(), len(sources)):
         longest = max(_docstrings(source), key=len, default="")
-        if len(found) == count:
+        if len(prompts) == count:
             break
         if len(longest) > LENGTH:
-            found.append(_cut(longest, " "))
-    return found
+            prompts.append(_cut(longest, " "))
+    return prompts
 
 
 def _json(count: int, draws: random.Random) -> list[str]:
@@ -122,11 +122,11 @@ def _json(count: int, draws: random.Random) -> list[str]:
 
 
 def _repetition(count: int, draws: random.Random) -> list[str]:
-    found = []
+    prompts = []
     for text in _chosen(_sources(), count, draws):
         passage = _cut(text[-2 * LENGTH :], "\n", LENGTH // 2)
-        found.append(2 * passage + passage[: len(passage) // 3])
-    return found
+        prompts.append(2 * passage + passage[: len(passage) // 3])
+    return prompts
 
 
 def _random(count: int, draws: random.Random) -> list[str]:

@@ -23,7 +23,7 @@ from attar.runtime.speculate.settings import ProfileSettings, SpeculationSetting
 from attar.runtime.speculate.speculator import Speculator
 
 ALIKE = ("device", "block_size")  # of target and draft; what is drafted is checked, in whatever dtype
-DRAFTING = tuple(each.name for each in fields(SpeculationSettings))
+DRAFTING = tuple(option.name for option in fields(SpeculationSettings))
 
 
 def run_profile(
@@ -54,7 +54,7 @@ def run_profile(
         methods = make_methods(model, loaded, chosen, {name: options[name] for name in ALIKE})
         llm = LLM.of(loaded, limits=limits, prefix_cache=reuse)
         task.advance()
-    sets = {name: [_encoded(llm, text, chosen) for text in each] for name, each in texts.items()}
+    sets = {name: [_encoded(llm, text, chosen) for text in option] for name, option in texts.items()}
     note = held_out_note(llm.tokenizer, sets, [model, *chosen.draft])
     if note:
         progress.log(f"warning: not measured on held-out text: {note}")
@@ -94,18 +94,18 @@ def make_methods(
     model: str, loaded: Loaded, chosen: ProfileSettings, alike: Mapping[str, Any]
 ) -> dict[str, Speculator]:
     """A speculator for each method and number of drafts, by what people call them."""
-    found = {}
+    methods = {}
     asked = [{"speculate": name} for name in chosen.speculate] + [{"draft": name} for name in chosen.draft]
-    for each in asked:
+    for option in asked:
         for most in chosen.drafts or (None,):
-            wanted = SpeculationSettings(**each, drafts=most, verification=chosen.verification)
-            made = make_speculator(wanted, loaded, model, **alike)
-            assert made is not None, f"{each} gives no speculator"
+            wanted = SpeculationSettings(**option, drafts=most, verification=chosen.verification)
+            speculator = make_speculator(wanted, loaded, model, **alike)
+            assert speculator is not None, f"{option} gives no speculator"
             if chosen.fixed and most is not None:
-                made.policy = FixedPolicy(most)
-            name = next(iter(each.values()))
-            found[name if most is None else f"{name}, {most}"] = made
-    return found
+                speculator.policy = FixedPolicy(most)
+            name = next(iter(option.values()))
+            methods[name if most is None else f"{name}, {most}"] = speculator
+    return methods
 
 
 def _texts(chosen: ProfileSettings, seed: int) -> dict[str, list[str]]:

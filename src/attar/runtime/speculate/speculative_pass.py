@@ -1,9 +1,9 @@
-"""One pass of speculation: what is in it, and what is asked for its sequences."""
+"""One pass of speculation: its drafts, the requests to the proposer, and the counts for metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attar.runtime.completion import Completion
 from attar.runtime.sampling.warp import SamplingRow
@@ -21,27 +21,27 @@ class SpeculativePass:
 
     Args:
         drafts: in it, by sequence.
-        decoding: the sequences that write.
-        beside: tokens of prompts.
-        drafting: seconds that asking took; 0 where nobody was asked.
-        reading: whether a draft model met a text for the first time, and so read all of it.
+        decoding: the sequences that decode.
+        prompt_tokens: of the pass.
+        drafting: seconds of the proposer; 0 where it was not asked.
+        prefills: whether a draft model prefilled a sequence.
         began: when it began, on the speculator's clock.
     """
 
     drafts: dict[int, Draft] = field(default_factory=dict)
     decoding: tuple[int, ...] = ()
-    beside: int = 0
+    prompt_tokens: int = 0
     drafting: float = 0.0
-    reading: bool = False
+    prefills: bool = False
     began: float = 0.0
 
 
 RESTING = SpeculativePass()
-"""A pass as without speculation."""
+"""A pass without speculation."""
 
 
 def decodes_one(sequence: Running) -> bool:
-    """Whether its next token alone is to come: not a prompt, nor a text that will fork."""
+    """Whether it decodes its next token: not a prompt, nor a sequence that will fork."""
     return sequence.decodes and sequence.width == 1 and len(sequence.tokens) > sequence.prompt
 
 
@@ -56,18 +56,18 @@ def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool
 
 
 def mode_of(text: Completion, verification: VerificationMode | None) -> VerificationMode:
-    """As asked for; else coupled where the request has a seed, and exact where it has none."""
+    """As configured; else coupled where the request has a seed, and exact where it has none."""
     return verification or ("exact" if text.params.seed is None else "coupled")
 
 
 def noise_of(sequence: Running, text: Completion) -> Noise:
-    """The sequence's in this round."""
+    """Of the sequence in this round."""
     return Noise(text.seed, text.sample, len(sequence.tokens))
 
 
 @dataclass(eq=False)
 class GuardedRules:
-    """A text's rules as a proposer gets them: where they fail, that is the text's fault.
+    """A completion's rules as a proposer gets them; an error in them is the completion's, not the proposer's.
 
     Args:
         text: whose; what is wrong with it comes out when its token is drawn.
@@ -86,16 +86,46 @@ class GuardedRules:
             raise
 
     def key(self, ahead: int = 0) -> int:
-        """Its noise, ``ahead`` places behind the next."""
+        """The noise key ``ahead`` positions after the next."""
         return self.text.key(ahead)
 
 
 def draft_request(
     sequence: Running, most: int, proposer: Proposer, rules: GuardedRules, mode: VerificationMode, wide: bool
 ) -> DraftRequest:
-    """What a proposer is asked for a sequence; rules only where it draws."""
+    """The request for a sequence; with rules only where the proposer draws."""
     shown: SamplingRules | None = None
     if proposer.draws:
         exact = mode == "exact" and not rules.text.params.greedy
         shown = DraftRules(rules, noise_of(sequence, rules.text)) if exact else rules
     return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)
+
+
+@dataclass
+class SpeculationCounts:
+    """What happened since the start.
+
+    Attributes:
+        drafts: times a draft was verified.
+        drafted: tokens in them.
+        accepted: of these.
+        accepted_at: accepted tokens at each position of a draft, from the first.
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def copy(self) -> SpeculationCounts:
+        """The counts as they are now, for another thread."""
+        return replace(self, accepted_at=list(self.accepted_at))
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """A draft was verified."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1

@@ -4,8 +4,8 @@ import pytest
 
 from attar.runtime.speculate.draft import kind_of
 from attar.runtime.speculate.latency import Latency
+from attar.runtime.speculate.model_policy import BEHIND, DraftPrefill
 from attar.runtime.speculate.policy import BUDGET, DraftPolicy
-from attar.runtime.speculate.reading import BEHIND, DraftPrefill
 
 
 def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
@@ -32,32 +32,32 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
     ],
 )
 def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, to_come, worth):
-    assert DraftPrefill().worth(drafting(a=a), 0, 4, tokens, to_come) is worth
+    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, to_come) is worth
 
 
 def test_what_was_read_is_not_read_again():
     reading, policy = DraftPrefill(), drafting(a=0.0)
-    assert not reading.worth(policy, 0, 4, 600, 1000)
-    assert reading.meet([0, 1], [4, 0], [600, 600]), "the second was not asked"
-    assert reading.worth(policy, 0, 4, 600 + BEHIND, 1000) and not reading.worth(policy, 1, 4, 600, 1000)
-    assert not reading.meet([0], [4], [600 + BEHIND])
-    assert reading.meet([0], [4], [601 + 2 * BEHIND]), "it grew while nobody asked"
+    assert not reading.pays(policy, 0, 4, 600, 1000)
+    assert reading.begin([0, 1], [4, 0], [600, 600]), "the second was not asked"
+    assert reading.pays(policy, 0, 4, 600 + BEHIND, 1000) and not reading.pays(policy, 1, 4, 600, 1000)
+    assert not reading.begin([0], [4], [600 + BEHIND])
+    assert reading.begin([0], [4], [601 + 2 * BEHIND]), "it grew while nobody asked"
     reading.forget(0)
     reading.forget(7)
-    assert not reading.worth(policy, 0, 4, 601 + 2 * BEHIND, 1000)
+    assert not reading.pays(policy, 0, 4, 601 + 2 * BEHIND, 1000)
 
 
 def test_who_may_have_no_drafts_and_who_knows_no_times_is_let_through():
-    assert DraftPrefill().worth(drafting(a=0.0), 0, 0, 10_000, 10)
-    assert DraftPrefill().worth(DraftPolicy(Latency()), 0, 4, 10_000, 10)
+    assert DraftPrefill().pays(drafting(a=0.0), 0, 0, 10_000, 10)
+    assert DraftPrefill().pays(DraftPolicy(Latency()), 0, 4, 10_000, 10)
 
 
 def test_where_nothing_would_be_left_to_draft_with_nothing_is_read():
     policy = drafting(a=1.0)
     policy.budget.left = BUDGET / 2 + 0.9
-    assert not DraftPrefill().worth(policy, 0, 4, 600, 1000)
+    assert not DraftPrefill().pays(policy, 0, 4, 600, 1000)
     policy.budget.left = BUDGET / 2 + 1.0
-    assert DraftPrefill().worth(policy, 0, 4, 600, 1000)
+    assert DraftPrefill().pays(policy, 0, 4, 600, 1000)
 
 
 def test_half_a_budget_at_most_is_charged():

@@ -1,0 +1,98 @@
+"""Two decisions that only concern draft models: which sequences to prefill, and which siblings to run.
+
+    prefill = tokens r / t(1)                              plain passes; r seconds a token of the draft model
+    gain    = remaining tokens (1 - plain speed / speed)   plain passes that drafts are expected to save
+
+A draft model prefills a sequence before it drafts for it, where prefill <= gain, or where the budget has all
+of it: not long prompts with short answers, nor anything whose drafts have never been accepted. Half a budget
+at most is charged, so that some is left for drafts, and nothing is learnt from it about the time of a step. A
+sequence that grew by more than BEHIND tokens without drafts is prefilled again as far as it grew.
+
+Siblings: the policy chooses ranks and depths before the first token is drawn, so that drawn drafts keep their
+distribution (``draft.py``); the rule of verification depends on it too: "distinct" where a sibling is chosen,
+even if the chain then ends above it, else the chain is "iid" and is verified as a block. After the accepted
+part of a chain comes the target's token: a sibling that was not run, and is that token, would have been
+accepted. So nothing is run to learn the rates of siblings. For coupled and greedy verification the count is
+exact; for exact verification it is a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
+from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
+from attar.runtime.speculate.proposer import DraftFeedback
+
+BEHIND = 16
+LEFT = 1.0  # plain passes, in the budget after the charge, for drafts
+
+
+class DraftPrefill:
+    """How many tokens of each sequence the draft model has run."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}
+
+    def pays(self, policy: DraftPolicy, sequence: int, most: int, tokens: int, remaining: int) -> bool:
+        """Whether a model may draft: the sequence is prefilled, or prefilling it pays.
+
+        Args:
+            most: drafts that the sequence may have.
+            tokens: of the sequence so far; remaining: at most.
+        """
+        plain, new = policy.latency.target(1, 1), tokens - self._lengths.get(sequence, 0)
+        if new <= BEHIND or not most or plain <= 0:
+            return True
+        prefill = new * policy.latency.reading / plain
+        gain = remaining * (1 - 1 / policy.speedup(sequence, most))
+        charged = min(prefill, policy.budget.size / 2) if prefill <= gain else prefill
+        return policy.budget.open and charged + LEFT <= policy.budget.left
+
+    def begin(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether drafting K = ``counts`` tokens prefills any of the sequences; those with K > 0 are
+        prefilled then, to their length in ``tokens``."""
+        prefills = False
+        for sequence, count, length in zip(sequences, counts, tokens, strict=True):
+            if count:
+                prefills |= length - self._lengths.get(sequence, 0) > BEHIND
+                self._lengths[sequence] = length
+        return prefills
+
+    def charge(self, policy: DraftPolicy, batch: int, seconds: float) -> None:
+        """A proposal with prefill took so long."""
+        plain = policy.latency.target(batch, batch)
+        if plain > 0:
+            policy.budget.note(min(seconds / plain, policy.budget.size / 2), 0.0)
+
+    def forget(self, sequence: int) -> None:
+        """A sequence ended; unknown ids are ignored."""
+        self._lengths.pop(sequence, None)
+
+
+def cut_siblings(draft: Draft, kinds: set[int]) -> Draft:
+    """The chain of a draft, and its siblings of some kinds."""
+    if draft.kinds is None:
+        return draft
+    nodes = [node for node, kind in enumerate(draft.kinds) if kind < LEVELS or kind in kinds]
+    tokens = tuple(draft.tokens[node] for node in nodes)
+    q = None if draft.q is None else [draft.q[node] for node in nodes]
+    if not any(kind >= LEVELS for kind in kinds):
+        return Draft.chain(tokens, q)
+    parents, kept = zip(*((draft.parents[node], draft.kinds[node]) for node in nodes), strict=True)
+    return Draft(tokens, parents, q, draft.rule, kept)
+
+
+def count_siblings(
+    acceptance: AcceptanceRates, feedback: Sequence[DraftFeedback], uncut: dict[int, Draft]
+) -> None:
+    """Count the siblings that were not run; ``uncut``: by sequence, the drafts before they were cut."""
+    for one in feedback:
+        draft = uncut.get(one.sequence)
+        if draft is None or draft.kinds is None or one.draft is None:
+            continue
+        ran = set(kinds_of(one.draft))
+        reached = next((depth for depth, node in enumerate(one.path) if node != depth + 1), len(one.path))
+        for token, parent, kind in zip(draft.tokens, draft.parents, draft.kinds, strict=True):
+            if kind >= LEVELS and kind not in ran and parent <= reached:
+                acceptance.note(one.sequence, kind, token == one.tokens[parent])
