@@ -38,4 +38,4 @@ def make_store(name: str, geometry: PoolGeometry, device: torch.device) -> Store
     return STORES[name](geometry, device)
 
 
-__all__ = ["STORES", "Geometry", "Store", "make_store"]
+__all__ = ["STORES", "PoolGeometry", "Store", "make_store"]
