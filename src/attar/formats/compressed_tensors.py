@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError
 from attar.formats.coded import Coded
-from attar.formats.layouts import GLOBAL, G_IDX, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
+from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 from attar.formats.quantization_config import matches_start
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
