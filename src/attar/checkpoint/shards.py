@@ -187,7 +187,6 @@ def write_checkpoint_tensors(
     """Write named tensors as ``model.safetensors``, or as shards with an index.
 
     Args:
-        folder: an existing folder.
         tensors: a mapping, or an iterator of (name, tensor), which is read one tensor at a time through a
             spool file in ``folder``: memory of one tensor, temporarily twice the disk space.
         max_shard_bytes: most tensor bytes of a shard.

@@ -109,7 +109,6 @@ def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, record
 
     Args:
         shared: of :class:`attar.data.packing.PackedRows`.
-        records: of the model's lineage.
     """
     reasons = seen(tokenizer, batches, records)
     if shared:

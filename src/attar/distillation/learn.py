@@ -44,7 +44,6 @@ def learn(
         student: its parameters with ``requires_grad`` are trained, in float32.
         source: of the signal; none of the teacher's parameters gets a gradient afterwards.
         text: a checkpoint with the tokenizer and the context of both models.
-        what: the name of the progress bar.
         rollouts: makes the student a draft model: its rows, and the objective ``draft_loss``.
     """
     count = training_rows(settings)

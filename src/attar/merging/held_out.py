@@ -45,7 +45,6 @@ class HeldOutText:
     Attributes:
         rows: int64 (N, S), S tokens a row; no padding.
         mask_token: id of the tokenizer's mask token; None where it has none.
-        device: where models run.
     """
 
     rows: Tensor
@@ -134,9 +133,6 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
     """Give an empty model (:func:`attar.models.load.empty_model`) its weights, in float32.
 
     The model is changed and returned; the tensors are not changed.
-
-    Args:
-        state: tensors by their stored names.
 
     Raises:
         CheckpointError: a parameter has no tensor.

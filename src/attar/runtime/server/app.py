@@ -64,7 +64,6 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
-        page: further routes.
 
     Raises:
         DataError: the file of keys is wrong.
