@@ -189,7 +189,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--speculate", "ngram", "--sets", "verse"], 2, "--sets is 'verse', but must be code, prose, json"),
         (["--speculate", "ngram", "--temperature", "-1"], 2, "--temperature is -1.0, but must be between 0"),
         (["--speculate", "ngram", "--verification", "no"], 2, "--verification is 'no', but must be coupled"),
-        (["--speculate", "ngram", "--eviction", "h2o"], 2, "beside eviction='h2o': H2O's scores"),
+        (["--speculate", "ngram", "--eviction", "h2o"], 2, "with eviction='h2o': H2O's scores"),
         (
             ["--speculate", "ngram", "--picture", "no/p.svg"],
             1,

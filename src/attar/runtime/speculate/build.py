@@ -1,4 +1,4 @@
-"""From what is asked for to what drafts: proposer, measured times, policy."""
+"""Makes a speculator from its settings: proposer, measured times, policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode
 
-FREE, MODEL = 40, 8  # drafts of one text in a pass at most, where nobody says
+FREE, MODEL = 40, 8  # drafts of one text in a pass at most, by default
 READ = 64  # tokens of a prompt, to measure how fast a draft model reads
 SETTLE = 12  # plain passes before the first drafts
 
@@ -22,7 +22,7 @@ SETTLE = 12  # plain passes before the first drafts
 def make_speculator(
     wanted: SpeculationSettings, target: Loaded, model: Any = None, **settings: Any
 ) -> Speculator | None:
-    """What drafts for a loaded model, whose pool is still empty; None where nothing is asked for.
+    """The speculator of a loaded model with an empty pool; None where none is configured.
 
     Args:
         model: what the target was loaded from; "self" reads it once more.

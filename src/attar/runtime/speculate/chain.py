@@ -9,7 +9,7 @@ A draft that the target likes more than q does makes up for one before it that i
 token by token: in the mean never fewer are accepted. The law is the target's: by induction from the end
 P(n >= i | x_1..x_i) = w_i, also where the drafter stopped early for what it had drawn so far.
 
-Letters: K drafts, p_i = p(i - 1) the row behind node i - 1, n accepted.
+Letters: K drafts, p_i = p(i - 1) the row after node i - 1, n accepted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def block(draft: Draft, p: Callable[[int], Floats], noise: Noise) -> Verdict:
 
     Args:
         draft: a chain with q, each token of q > 0.
-        p: the target's distribution (V,) behind a node 0..K; asked for at most once for each, never behind a
-            draft that the target cannot draw, and behind the last one only where all are accepted.
+        p: the target's distribution (V,) after a node 0..K; asked for at most once for each, never after a
+            draft that the target cannot draw, and after the last one only where all are accepted.
         noise: coins and the last draw.
     """
     assert draft.is_chain and draft.q is not None, "block verification is for chains drawn from q"

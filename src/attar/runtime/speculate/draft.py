@@ -197,7 +197,7 @@ class Verdict:
 
     Args:
         path: indices of the accepted drafts, in order; may be empty.
-        token: the one behind them, the target's own.
+        token: the one after them, the target's own.
     """
 
     path: tuple[int, ...]
@@ -209,7 +209,7 @@ class Verdict:
         return (0, *self.path)
 
     def tokens(self, draft: Draft) -> tuple[int, ...]:
-        """The new tokens: accepted drafts and the one behind."""
+        """The new tokens: accepted drafts and the one after."""
         return (*draft.text(self.path), self.token)
 
 

@@ -2,15 +2,15 @@
 
     window    R rows of W columns, R = 1 while it begins and N - 1 when it is warm. Cell (r, c) guesses the
               token c + r + 1 positions after the last decided one. (0, c) follows (0, c - 1), (r, c) follows
-              (r - 1, c), (0, 0) the last token: so the target's choice behind (R - 1, c) is a new row
-    pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 behind it a guess;
+              (r - 1, c), (0, 0) the last token: so the target's choice after (R - 1, c) is a new row
+    pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 after it a guess;
               G guesses a key, the latest first; KEYS keys, those not used for long go
     guesses   what the pool holds under the last token, each a chain that follows it
 
 All are one tree of fixed tokens. Equal siblings are one node: what follows is read in the same context, so a
 guess that begins like the window shares its cells, and a cell of row 1 that equals the next of row 0 is it.
 Every node may be accepted, the window's too. A guess that matches wholly yields N tokens: its N - 1 and the
-target's own behind them.
+target's own after them.
 
 After a pass that brought n + 1 tokens: with a new row and a warm window row 0 goes, which moves it by one
 place; the other n (n + 1 where no row went) leading columns go, and as many come on the right, from the pool
@@ -114,10 +114,10 @@ class LookaheadWindow:
         self.cells = above if whole else []
 
     def advance(self, accepted: int, choices: Sequence[int]) -> None:
-        """A pass brought ``accepted`` drafts and the token behind them.
+        """A pass brought ``accepted`` drafts and the token after them.
 
         Args:
-            choices: the target's likeliest token behind 0 and every draft; used where the window was in it.
+            choices: the target's likeliest token after 0 and every draft; used where the window was in it.
         """
         gone = accepted + 1
         if self.cells and choices:
@@ -149,7 +149,7 @@ class LookaheadProposer:
         columns: W.
         size: N, tokens of an n-gram, 2 or more.
         guesses: G.
-        ends: tokens that end a text: nothing is proposed behind one.
+        ends: tokens that end a text: nothing is proposed after one.
         seed: of what the window begins with.
     """
 

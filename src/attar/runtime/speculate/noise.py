@@ -3,13 +3,13 @@
     what                              position       purpose            counter
     plain decoding's own draw         its own        TOKEN              the token
     whether draft i is accepted       the round's    ACCEPT             i
-    the token behind what was         its own        RESAMPLE           the token
+    the token after what was         its own        RESAMPLE           the token
     drafts of a q, if not coupled     the round's    DRAFT + depth      the token
 
 The round's position is that of the first token it decides: no two rounds of a text have the same. So every
 draw is made from noise that nothing has looked at, which is what exactness rests on, and depends neither on
 the batch nor on the order in which it is asked for. Coins by the token's own position would not do: block
-verification looks at the coins, and at the drafts, of places behind the last token that it takes, and a later
+verification looks at the coins, and at the drafts, of positions after the last accepted token, and a later
 round would meet them again. For the same reason drafts that are verified as "exact" are drawn from streams of
 their round (:class:`DraftRules`), while coupled ones are drawn from the very noise of the target's tokens.
 """
@@ -56,7 +56,7 @@ class Noise:
         return bool(uniforms(self._coins, np.array([node]))[0] <= chance)
 
     def token(self, depth: int, p: Floats) -> int:
-        """What plain decoding draws from p (V,) so many tokens behind the round's first."""
+        """What plain decoding draws from p (V,) so many tokens after the round's first."""
         return _draw(p, noise_key(self.seed, self.sample, self.position + depth, TOKEN))
 
     def rest(self, depth: int, weights: Floats) -> int:
@@ -64,7 +64,7 @@ class Noise:
         return _draw(weights, noise_key(self.seed, self.sample, self.position + depth, RESAMPLE))
 
     def drafting(self, depth: int) -> int:
-        """The stream for drafts at ``depth`` tokens behind the round's first, where they are not coupled."""
+        """The stream for drafts at ``depth`` tokens after the round's first, where they are not coupled."""
         return noise_key(self.seed, self.sample, self.position, DRAFT + depth)
 
     @cached_property
@@ -89,7 +89,7 @@ class DraftRules:
         return self.rules.row(drafted)
 
     def key(self, ahead: int = 0) -> int:
-        """The noise of the draft so many places behind the round's first."""
+        """The noise of the draft so many places after the round's first."""
         return self.noise.drafting(ahead)
 
 

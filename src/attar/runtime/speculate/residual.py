@@ -1,6 +1,6 @@
 """What remains of p when a draft was refused: arithmetic on single rows, in float64.
 
-A row of the draft may be shorter or longer than the target's (vocabularies padded to different sizes): behind
+A row of the draft may be shorter or longer than the target's (vocabularies padded to different sizes): after
 its end there are zeros, and what the target does not have cannot be drawn.
 """
 
@@ -14,7 +14,7 @@ from attar.runtime.speculate.draft import Floats
 
 
 def mass(p: Floats, token: int) -> float:
-    """p of a token; 0 behind the row's end."""
+    """p of a token; 0 after the row's end."""
     return float(p[token]) if token < len(p) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What kind of speculation is asked for, before any model is read; free of torch."""
+"""Settings of speculation and of its profiler, checked before any model is loaded; free of torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SpeculationSettings:
         """Refuse what does not go together with it.
 
         Args:
-            features: what else is asked for, rows of ``kv/compose.py``.
+            features: other requested features, rows of ``kv/compose.py``.
 
         Raises:
             SettingsError: names both settings, with the sentence.

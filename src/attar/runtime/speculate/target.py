@@ -1,4 +1,4 @@
-"""The target behind the nodes of a draft: logits warped when they are asked for, or rows known already."""
+"""The target after the nodes of a draft: logits warped when they are asked for, or rows known already."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TargetLogits:
     path cost nothing; where a greedy request changes no logits, the likeliest of all rows is found at once.
 
     Args:
-        logits: (n + 1, V), row i behind node i; not modified.
+        logits: (n + 1, V), row i after node i; not modified.
         rules: the text's warps and noise.
         draft: what was run.
 
@@ -43,7 +43,7 @@ class TargetLogits:
         return self._first.params.greedy
 
     def token(self, node: int) -> int:
-        """Plain decoding's token behind the node."""
+        """Plain decoding's token after the node."""
         if self._likeliest is not None:
             tokens, largest = self._likeliest
             check_finite(math.isfinite(largest[node]))
@@ -58,7 +58,7 @@ class TargetLogits:
 
     @cached_property
     def _first(self) -> SamplingRow:
-        """What decides the row behind node 0; where it changes no logits, no later one does."""
+        """What decides the row after node 0; where it changes no logits, no later one does."""
         return self.rules.row()
 
     @cached_property
@@ -75,7 +75,7 @@ class Rows:
     """Distributions that are known: tests, and acceptance reckoned without a model.
 
     Args:
-        rows: p (n + 1, V), row i behind node i.
+        rows: p (n + 1, V), row i after node i.
         draft: of n tokens.
         noise: of the round.
     """
@@ -90,7 +90,7 @@ class Rows:
         return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
 
     def token(self, node: int) -> int:
-        """Plain decoding's token behind the node."""
+        """Plain decoding's token after the node."""
         return self.noise.token(self.draft.depths[node], self.rows[node])
 
     def p(self, node: int) -> Floats:
@@ -99,7 +99,7 @@ class Rows:
         return row
 
 
-BEHIND = -1  # stands for a token behind the end; no draft is it
+BEHIND = -1  # stands for a token after the end; no draft is it
 
 
 @dataclass(frozen=True, eq=False)

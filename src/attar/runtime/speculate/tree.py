@@ -9,7 +9,7 @@
 
 With one child this is speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318), of which a
 chain is verified token by token; with several SpecInfer's rule (2305.09781), and that of recursive rejection
-sampling (RSD, 2402.14160). Exact: the token behind a node has the law p, whatever q is. Children that were
+sampling (RSD, 2402.14160). Exact: the token after a node has the law p, whatever q is. Children that were
 chosen, and not drawn, must not come here (``coupled.py``).
 
 A child whose token has q = 0 was not drawn (padding): it is passed over.
@@ -25,11 +25,11 @@ from attar.runtime.speculate.residual import excess, mass, normal, ratio, withou
 
 
 def walk(draft: Draft, p: Callable[[int], Floats], noise: Noise) -> Verdict:
-    """Accept drafts from the last certain token downwards.
+    """Accept drafts from the last decided token downwards.
 
     Args:
         draft: with q.
-        p: the target's distribution (V,) behind a node 0..n; asked for once for each node walked.
+        p: the target's distribution (V,) after a node 0..n; asked for once for each node walked.
         noise: coins and the last draw.
     """
     node = 0

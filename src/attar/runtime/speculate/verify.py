@@ -1,12 +1,12 @@
-"""One front door: which drafts become text.
+"""Verification: which drafts are accepted, by mode and rule.
 
     greedy request, coupled mode, or a fixed draft    coupled.py     the target's own token is followed
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
 
-All of them give tokens of the target's law. Coupled gives moreover the very text of plain decoding; exact
+All give tokens with the target's distribution. Coupled gives even the text of plain decoding itself; exact
 accepts more where the draft has a q, at the price that the text depends on what was drafted. p is always the
-distribution after all warps, with penalties and grammar as they are behind the drafted path.
+distribution after all warps, with penalties and grammar as they are after the drafted path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
 
     Args:
         draft: of any rule; q is not looked at.
-        token: what plain decoding takes behind a node 0..n; asked for once for each node walked.
+        token: what plain decoding takes after a node 0..n; asked for once for each node walked.
     """
     node = 0
     path: list[int] = []
@@ -41,7 +41,7 @@ VerificationMode = Literal["coupled", "exact"]
 
 
 class Target(Protocol):
-    """What the target says behind the nodes of a draft; asked only where the verifier goes."""
+    """The target model after the nodes of a draft; evaluated only where the verifier goes."""
 
     @property
     def greedy(self) -> bool:
@@ -49,16 +49,16 @@ class Target(Protocol):
         ...
 
     def token(self, node: int) -> int:
-        """What plain decoding would take behind the node: the likeliest, or the draw with TOKEN noise."""
+        """What plain decoding would take after the node: the likeliest, or the draw with TOKEN noise."""
         ...
 
     def p(self, node: int) -> Floats:
-        """The distribution behind the node; float32 or float64 (V,)."""
+        """The distribution after the node; float32 or float64 (V,)."""
         ...
 
 
 def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = "coupled") -> Verdict:
-    """Decide which drafts are taken, and the token behind them.
+    """Decide which drafts are accepted, and the token after them.
 
     Args:
         draft: what was proposed and run.
