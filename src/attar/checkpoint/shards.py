@@ -107,7 +107,7 @@ class ShardWriter:
         spec = tensor_spec(name, tensor)
         assert spec == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {spec}"
         assert name in self._waiting[shard.name], f"{name} is written already"
-        partial = self._partial(shard)
+        partial = atomic.hidden(self.work / shard.name, "partial")
         with atomic.explain_os_errors(self.folder, shard.size):
             with self._lock:
                 if not partial.exists():
@@ -173,9 +173,6 @@ class ShardWriter:
     def _note(self) -> None:
         finished = [shard.name for shard in self._shards if not self._waiting[shard.name]]
         atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
-
-    def _partial(self, shard: _Shard) -> Path:
-        return atomic.hidden(self.work / shard.name, "partial")
 
 
 def write_checkpoint_tensors(

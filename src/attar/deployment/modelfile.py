@@ -18,7 +18,6 @@ from typing import Any
 from attar.models.chat_template import render_chat
 
 CONTEXT = 8192  # largest num_ctx; Ollama's own default is smaller
-_ROLES = ("system", "user", "assistant")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEXTS = {"system": "Sierra", "user": "Uniform", "assistant": "Alpha"}
 _TRIALS = (

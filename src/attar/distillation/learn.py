@@ -83,6 +83,8 @@ def _text(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> tuple[
 
     def rows(split: str, count: int, seed: int) -> Tensor:
         packing, data, bos = settings.packing, settings.data, settings.bos
-        return pack(tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing, bos=bos)
+        return pack(
+            tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing, bos=bos
+        ).rows
 
     return rows("train", count, settings.seed), rows("calibration", max(HELD_OUT_TOKENS // length, 1), 0)

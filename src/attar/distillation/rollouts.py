@@ -74,10 +74,10 @@ class RolloutWriter:
         self, split: str, rows: int, temperature: float, text_seed: int, seed: int, folder: str
     ) -> Tensor:
         data, bos = self.settings.data, self.settings.bos
-        text = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=text_seed, bos=bos)
+        packed = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=text_seed, bos=bos)
         return write_rows(
             self.teacher,
-            text[:, : self.prompt],
+            packed.rows[:, : self.prompt],
             self.length,
             vocabulary=len(self.tokenizer),
             ends=end_tokens(

@@ -14,7 +14,6 @@ from typing import Any
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-FORMATS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
 """Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
 
 

@@ -77,10 +77,10 @@ class HeldOutText:
         length = min(settings.sequence_length, tokens or settings.sequence_length)
         samples = -(-tokens // length) if tokens else settings.samples
         length = row_length(length, dict(config))
-        rows = pack(
+        packed = pack(
             tokenizer, settings.data, split, length=length, rows=samples, seed=settings.seed, bos=settings.bos
         )
-        return cls(rows, tokenizer.mask_token_id, settings.device)
+        return cls(packed.rows, tokenizer.mask_token_id, settings.device)
 
     def loss(self, model: str | Path | Checkpoint) -> float:
         """Loss of a checkpoint. Raises as :func:`attar.models.load.load_model`."""

@@ -216,7 +216,7 @@ def train(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     rules = {name: layer.scheme.activations for name, layer in layers.items()}
     sizes = settings.calibration
-    rows = pack(
+    packed = pack(
         load_tokenizer(checkpoint),
         settings.data,
         "train",
@@ -229,7 +229,7 @@ def train(task: RoundingTask) -> RoundedModel:
         model,
         {name: layer.grid for name, layer in layers.items()},
         {name: rule for name, rule in rules.items() if rule is not None},
-        rows,
+        packed.rows,
         _schedule(settings, options),
         loss=distillation_loss(soft_loss(teacher), options.distill),
         train="scales" if options.train == "scales" else "weights",

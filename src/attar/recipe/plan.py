@@ -188,11 +188,9 @@ def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
     return {name: receipt for name, receipt in receipts.items() if receipt is not None}
 
 
-def error_factor(recipe: Recipe, out: Path, entry: StageEntry, *, without: str = "") -> float:
-    """The :func:`_factor` of the finished stages in a run's folder, except ``without``."""
-    receipts = _receipts(recipe, out)
-    receipts.pop(without, None)
-    return _factor(_errors(recipe, receipts), entry)
+def error_factor(recipe: Recipe, out: Path, entry: StageEntry) -> float:
+    """The :func:`_factor` of the finished stages in a run's folder."""
+    return _factor(_errors(recipe, _receipts(recipe, out)), entry)
 
 
 def _errors(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, list[float]]:

@@ -226,10 +226,8 @@ def stage_names(stages: Located) -> list[str]:
     Raises:
         RecipeError: an item is not a stage, a verb is unknown, a name is used twice or cannot name a folder.
     """
-    used = [
-        ORIGINAL,
-        *(item.value["name"].value.plain() for item in stages.value if _is_stage(item, "name")),
-    ]
+    mappings = [item.value for item in stages.value if isinstance(item.value, dict)]
+    used = [ORIGINAL, *(mapping["name"].value.plain() for mapping in mappings if "name" in mapping)]
     names: list[str] = []
     for item in stages.value:
         verb = _verb(item)
@@ -247,10 +245,6 @@ def stage_names(stages: Located) -> list[str]:
             raise RecipeError(f"{entry.where}: two stages are named {name!r}")
         names.append(name)
     return names
-
-
-def _is_stage(item: Located, key: str) -> bool:
-    return isinstance(item.value, dict) and key in item.value
 
 
 def _verb(item: Located) -> StageSpec:

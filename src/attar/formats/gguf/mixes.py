@@ -53,7 +53,6 @@ DEFAULTS = {
 }  # fmt: skip
 """The type of most tensors of each mix."""
 
-MIXES = tuple(DEFAULTS)
 """Their names."""
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}

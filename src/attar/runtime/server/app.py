@@ -56,7 +56,6 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
-    page: APIRouter | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -86,8 +85,6 @@ def create_app(
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
-    if page is not None:
-        app.include_router(page)
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]
