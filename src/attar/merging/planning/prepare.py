@@ -28,7 +28,7 @@ class PreparedMerge:
     """A merge that can be run, and the document it was made from.
 
     Attributes:
-        notes: what a person should know.
+        notes: for the user.
     """
 
     document: MergeConfig
