@@ -41,7 +41,7 @@ def distill(
         settings: see :class:`attar.distillation.settings.DistillSettings`.
 
     Raises:
-        AttarError: bad input; nothing is left behind.
+        AttarError: bad input; no output is left.
     """
     return run_stage("distill", teacher, out, _settings("distill", settings), force=force, progress=progress)
 
@@ -113,7 +113,7 @@ def merge(
         settings: see :class:`attar.merging.settings.MergeSettings`.
 
     Raises:
-        AttarError: bad input; nothing is left behind.
+        AttarError: bad input; no output is left.
     """
     checked = _settings("merge", {**settings, "config": config_text(config)})
     return run_merge(out, checked, models=models, force=force, progress=progress)

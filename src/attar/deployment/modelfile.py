@@ -67,7 +67,7 @@ def modelfile(name: str, metadata: Mapping[str, Any], licence: str, context: int
     Args:
         name: of the GGUF file, in the same folder.
         metadata: of that file, values without types.
-        licence: what to say of it; empty: nothing.
+        licence: its line about the licence; empty: none.
         context: of the model, in tokens; None: not known.
     """
     lines = [f"FROM ./{name}"]

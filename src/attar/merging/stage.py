@@ -89,7 +89,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _MergeRun:
-    """What the documents of one merge share."""
+    """State shared by the documents of one merge."""
 
     parents: ParentModels
     settings: MergeSettings

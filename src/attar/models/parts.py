@@ -112,7 +112,7 @@ class Block:
     """One layer.
 
     Attributes:
-        index: its place in the stack.
+        index: its position in the stack.
         name: its path; ``module`` is the module itself.
         norms: paths of its norms over the residual stream, in the order they were registered.
         linears: paths of all its Linear and Conv1D modules, each once, in forward order.

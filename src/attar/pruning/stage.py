@@ -54,7 +54,7 @@ def prune(
         out: the folder to make; its config has the new sizes.
 
     Raises:
-        AttarError: see errors.py; nothing is left behind.
+        AttarError: see errors.py; no output is left.
     """
     source = open_checkpoint(model)
     tokenizer = load_tokenizer(source)

@@ -82,8 +82,8 @@ def gptq_start(
 ) -> dict[str, QuantizedTensor]:
     """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
 
-    The Hessians are those of the original block behind the quantized prefix, all from one pass: what the
-    Linears of one block do to each other is left to the learning.
+    The Hessians are those of the original block after the quantized prefix, all from one pass: how the
+    Linears of one block affect each other is left to the training.
     """
     seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}
     hooks = [

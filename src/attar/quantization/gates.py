@@ -43,7 +43,7 @@ from attar.quantization.grids import Grid, QuantizedTensor
 
 LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
 USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
-WORSE = 1.001  # an output error above so many times RTN's is worse
+WORSE = 1.001  # times RTN's output error, above which a layer counts as worse
 FEW_TOKENS = 128
 STUCK = 1 / 20  # of the blind KL, below which a repeating sample is no error
 CHUNK = 1 << 22  # codes counted at once

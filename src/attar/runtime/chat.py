@@ -131,9 +131,8 @@ class Chat:
         self.messages = []
 
     def _fit(self, message: dict[str, str]) -> tuple[list[int], int]:
-        """Token ids of the conversation with a new message, and the number of oldest messages that are left
-        out
-        to make room for the answer: whole turns, a question with its answer."""
+        """Token ids of the conversation with a new message, and how many of the oldest messages are left out
+        so that the answer fits: whole turns, a question with its answer."""
         reserved = min(self.params.max_tokens or self.limit, self.limit // RESERVE)
         for dropped in range(0, len(self.messages) + 1, 2):
             ids = self._encode([*self.messages[dropped:], message])

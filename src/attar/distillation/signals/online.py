@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SignalSource:
-    """What a signal is made from.
+    """The inputs of a signal.
 
     Attributes:
         teacher: the model, gives ``.logits``.
-        cache: folder of what is kept of its predictions; several stages may share it.
+        cache: folder of its stored predictions; several stages may share it.
     """
 
     teacher: Any

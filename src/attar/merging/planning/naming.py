@@ -1,4 +1,4 @@
-"""What a tensor's name tells: its stack of layers, its layer, its kind.
+"""Parse tensor names: stack of layers, layer, kind.
 
 ``model.layers.3.mlp.up_proj.weight`` belongs to layer 3 of the stack ``model.layers``: the outermost number
 of a dotted name is the layer (inner numbers are experts, or the parts of a T5 block). The numbers of a stack

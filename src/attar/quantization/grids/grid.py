@@ -46,7 +46,7 @@ class TileParameters:
     top: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TileParameters:
-        """The same parameters indexed, broadcast or moved; what is stored stays behind."""
+        """The same parameters indexed, broadcast or moved; without ``stored``."""
         zero = None if self.zero is None else change(self.zero)
         minimum = None if self.minimum is None else change(self.minimum)
         top = None if self.top is None else change(self.top)

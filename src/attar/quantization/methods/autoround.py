@@ -8,7 +8,7 @@ for the Quantization of LLMs", arXiv 2309.05516, algorithm 1 and eq. 2 to 5.
 Letters: W (N, K) weights of a block's Linears; V (N, K) rounding offsets in [-0.5, 0.5]; alpha, beta (P, G)
 factors in (0, 1] on the largest and the smallest weight of a tile (one factor, alpha, for grids without a
 zero); h the distance between the two levels around a weight, 1 for integers; X (B, S, D) the block's inputs
-behind the quantized prefix, X~ in the original model.
+after the quantized prefix, X~ in the original model.
 
 Differs from the paper: it runs on every grid (there V moves a weight in units of the local distance between
 levels). It can start from given codes, of GPTQ say: each weight then starts at the point of that code's cell

@@ -1,5 +1,5 @@
 """Quantization-aware training: the Linears of a model compute with quantized weights (and inputs) while the
-train walk trains what lies behind them, so that the result is what the packed checkpoint will compute.
+train walk trains the underlying float weights, so that the result is what the packed checkpoint will compute.
 
     forward:   W' = s * (level(nearest(W / s + z)) - z) ,  x' likewise       lsq.py
     trained:   W and the scales ("weights"), or with the codes fixed the scales alone ("scales")
@@ -303,7 +303,7 @@ def _linear(model: nn.Module, name: str) -> nn.Module:
 
 
 def _original(module: nn.Module) -> Tensor:
-    """The float weight (N, K) behind a parametrized one."""
+    """The float weight (N, K) under a parametrization."""
     weight: Tensor = module.parametrizations["weight"].original  # type: ignore[index,union-attr]
     return weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
 

@@ -140,7 +140,7 @@ def sweep_columns(descent: Descent, last: bool = False) -> None:
     """One pass of coordinate descent over the columns, in blocks; in place.
 
     Args:
-        last: the gradient is not needed afterwards: columns behind the pass do not get theirs.
+        last: the gradient is not needed afterwards: columns that the pass has finished do not get theirs.
     """
     H, gradient, K = descent.H, descent.gradient, len(descent.codes)
     tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)

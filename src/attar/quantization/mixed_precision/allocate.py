@@ -213,7 +213,7 @@ def _search(
     kept: Sequence[Sequence[Option]], budget: int, lam: float, slack: float, states: int
 ) -> tuple[list[int] | None, float]:
     """The best solution whose reduced costs sum to at most ``slack``, and the smallest sum that was dropped
-    for lack of room (infinite: none was).
+    for lack of states (infinite: none was).
 
     A partial solution is (bits, loss, reduced cost); those kept are sorted by bits, with falling losses.
     """

@@ -29,7 +29,7 @@ AT = 7  # position at which the rotation is verified
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a runner needs to know of a model."""
+    """Facts about a model that a runner needs."""
 
     layers: int
     kv_heads: int

@@ -1,4 +1,4 @@
-"""The engine as the server sees it: a Protocol, and attar's engine behind it."""
+"""The server's interface to an engine: a Protocol, and its implementation with attar's engine."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _added(source: TokenizerFiles) -> list[str]:
     ]
     if not flagged:
         return []
-    return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave the spaces beside them as they are"]
+    return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave adjacent spaces as they are"]
 
 
 def _ends(source: TokenizerFiles) -> list[str]:
