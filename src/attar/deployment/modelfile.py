@@ -111,8 +111,6 @@ def read_turns(template: str, special: Mapping[str, str], adds_bos: bool = True)
     """The texts around the messages of a template; None where it writes messages in another way.
 
     Args:
-        template: Jinja.
-        special: special tokens by name.
         adds_bos: Ollama adds the beginning-of-text token by itself, so the template must not.
     """
 

@@ -36,8 +36,6 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes.
-        rule: of the weight.
         form: a layout of compressed-tensors.
         dtype: of scales whose type the layout does not fix.
     """
