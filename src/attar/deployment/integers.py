@@ -43,10 +43,8 @@ class CarriedLinear:
     """A Linear whose codes are carried over.
 
     Attributes:
-        module: its name in the module tree.
         base: the stored name of its dense weight, without ``.weight``.
         shape: (N, K).
-        rule: of its codes in the target.
     """
 
     module: str
@@ -121,7 +119,6 @@ class IntegerConversion:
     """A checkpoint's tensors as another integer layout stores them.
 
     Attributes:
-        config: the result's config.json.
         linears: those whose codes are carried over, by stored name.
         notes: sentences for the card and the terminal: scales that changed.
 

@@ -163,7 +163,6 @@ def nf4_config(ignore: list[str], dtype: torch.dtype, double: bool) -> dict[str,
     """The ``quantization_config`` of config.json.
 
     Args:
-        ignore: Linears that keep their dense weight.
         dtype: in which the reader computes.
         double: the scales are coded.
     """
@@ -246,7 +245,6 @@ def int8_config(ignore: list[str], threshold: float = THRESHOLD) -> dict[str, An
     """The ``quantization_config`` of config.json.
 
     Args:
-        ignore: Linears that keep their dense weight.
         threshold: columns of inputs with this magnitude or more are not rounded; 0: all are.
     """
     return {

@@ -48,9 +48,7 @@ class ConfigGroup:
 
     Attributes:
         targets: module names, ``re:`` patterns, or class names such as ``Linear``.
-        weights: how their weights are coded.
         activations: how their inputs are rounded, or None.
-        form: the layout of their tensors.
     """
 
     targets: tuple[str, ...]
@@ -72,7 +70,6 @@ def quantization_config(
     Args:
         groups: in order; where two target a module, the more exact target decides.
         ignore: modules that keep their dense weight.
-        kv_cache: how keys and values are rounded.
         transposed: the Linears are Conv1D modules.
         dequantize: ask transformers to decode while it loads. Its other way, decoding on the first pass,
             fails in compressed-tensors 0.20 on zero points and on FP4 where the model is not bfloat16. Only

@@ -47,8 +47,6 @@ class ConvertedCodes:
 
     Attributes:
         weight: the same codes; scales are numbers of the target's type.
-        rule: of the weight in the target.
-        dtype: the type of the scales.
         change: the largest relative change of a scale.
     """
 
@@ -106,12 +104,10 @@ def convert(
     """The codes of a weight in a target. Does not modify its inputs.
 
     Args:
-        weight: the codes.
         rule: of the weight; :func:`misfit` returns None for it.
         target: ``gptq``, ``awq`` or ``compressed-tensors``.
         dtype: of the scales there; float16 for GPTQ and AWQ.
         zeros: give a symmetric weight zero points of the middle, for a file that also has asymmetric ones.
-        name: of the weight, for the error.
 
     Raises:
         NumericsError: a scale is too large or too small for its type.

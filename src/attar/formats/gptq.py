@@ -73,8 +73,6 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes.
-        rule: of the weight.
         version: ``gptq`` or ``gptq_v2``; None: as :func:`version_for` chooses.
 
     Raises:
@@ -156,11 +154,6 @@ def quantization_config(
     Linears that differ from most get ``dynamic`` entries, which GPTQModel and vLLM follow and transformers
     does not. Dense Linears of the blocks are named by ``dynamic`` for those two, and left out of
     ``modules_in_block_to_quantize`` for transformers.
-
-    Args:
-        rules: of the quantized Linears, by module name.
-        ignore: Linears that keep their dense weight.
-        head: name of the output head.
     """
     assert rules, "something is quantized"
     entries = {

@@ -36,9 +36,7 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
     """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes.
-        rule: of the weight.
-        form: one of :data:`attar.formats.rules.FORMATS`.
+        form: a layout of compressed-tensors.
         dtype: of scales whose type the layout does not fix.
     """
     if form in (NVFP4, MXFP4):

@@ -92,7 +92,7 @@ class _SparseForwardKL(torch.autograd.Function):  # type: ignore[misc]
 def sparse_forward_kl(
     student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """:func:`forward_kl` where the teacher is known by some tokens of each place.
+    """:func:`forward_kl` where the teacher is known by some tokens of each position.
 
     Args:
         student: (n, V) logits, any float type; receives the gradient.

@@ -1,4 +1,4 @@
-"""Losses for a draft model: what speculative decoding pays is the overlap of two distributions.
+"""Losses for a draft model: speculative decoding gains by the overlap of two distributions.
 
 A token drawn from q is accepted with probability min(1, p / q) (Leviathan, Kalman, Matias 2022, "Fast
 Inference from Transformers via Speculative Decoding", arXiv 2211.17192, theorem 3.5), in the mean over q

@@ -120,7 +120,6 @@ def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRul
     """Codes and rule of a weight in blocks; None where no integer or MXFP4 layout holds it exactly.
 
     Args:
-        kind: its type.
         data: uint8 (N, row bytes).
         columns: K.
 
@@ -160,7 +159,6 @@ def with_positive_scales(weight: Coded, rule: WeightRule) -> tuple[Coded, Weight
 
     Args:
         weight: integer codes, groups of neighbours.
-        rule: of the weight.
     """
     negative = weight.scale < 0
     if not bool(negative.any()):

@@ -40,7 +40,6 @@ class Noise:
     """Chances of one sequence in one round.
 
     Args:
-        seed: of the request.
         sample: which of its texts.
         position: of the first token that the round decides, in its sequence.
     """
@@ -74,12 +73,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class DraftRules:
-    """A text's rules with noise that only this round's drafts are drawn from: for drafts verified "exact".
-
-    Args:
-        rules: the text's.
-        noise: the round's.
-    """
+    """A text's rules with noise that only this round's drafts are drawn from: for drafts verified "exact"."""
 
     rules: SamplingRules
     noise: Noise

@@ -134,7 +134,6 @@ def tokenizer_differences(source: TokenizerFiles, metadata: Mapping[str, Any]) -
     """How llama.cpp's tokens differ from transformers', one line each.
 
     Args:
-        source: the tokenizer's files.
         metadata: :func:`source_metadata` of them.
     """
     kind = metadata[f"{PREFIX}model"]
@@ -173,7 +172,7 @@ def _added(source: TokenizerFiles) -> list[str]:
     ]
     if not flagged:
         return []
-    return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave the spaces beside them as they are"]
+    return [f"{len(flagged)} added tokens ({flagged[0]}, ...) leave adjacent spaces as they are"]
 
 
 def _ends(source: TokenizerFiles) -> list[str]:
