@@ -102,7 +102,7 @@ def with_usual_scales(coded: tuple[Coded, WeightRule] | None) -> Any:
 
     A block of zeros has scale 0 there; here its codes are those of zero under scale 1.
     """
-    if coded is None or coded[1].kind != "int" or coded[0].order is not None:
+    if coded is None or coded[1].kind != "int" or coded[0].g_idx is not None:
         return coded
     weight, rule = coded
     empty = weight.scale == 0

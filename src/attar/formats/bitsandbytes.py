@@ -203,7 +203,7 @@ def encode_int8(weight: Coded) -> dict[str, Tensor]:
         ModelError: it has zero points or several scales in a row.
     """
     rows = weight.codes.shape[0]
-    more = weight.zero is not None or weight.order is not None or weight.scale.shape[1] != 1
+    more = weight.zero is not None or weight.g_idx is not None or weight.scale.shape[1] != 1
     if more or weight.codes.is_floating_point():
         raise ModelError(
             "bitsandbytes' INT8 has whole codes, one scale for each output and no zeros",

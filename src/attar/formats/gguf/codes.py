@@ -68,7 +68,7 @@ def _misfit(coded: Coded, rule: WeightRule) -> str:
     columns = coded.codes.shape[1]
     if columns % BLOCK:
         return f"its {columns} inputs are no multiple of {BLOCK}"
-    if coded.order is not None:
+    if coded.g_idx is not None:
         return "its groups are not neighbouring inputs (act-order group)"
     if rule.kind == "float":
         fp4 = rule.bits == 4 and rule.strategy == "group" and rule.group_size == BLOCK
