@@ -53,11 +53,11 @@ VERBS = {
 def test_a_verb_on_the_device_is_what_it_is_on_the_cpu(case, model, text, tmp_path):
     verb, settings = VERBS[case]
     settings = {name: text if value == "text" else value for name, value in settings.items()}
-    found = []
-    for place, device in (("there", DEVICE), ("here", "cpu")):
-        getattr(attar, verb)(str(model), out=str(tmp_path / place), device=device, **settings)
-        found.append(weights(tmp_path / place))
-    close(*found)
+    results = []
+    for index, device in (("there", DEVICE), ("here", "cpu")):
+        getattr(attar, verb)(str(model), out=str(tmp_path / index), device=device, **settings)
+        results.append(weights(tmp_path / index))
+    close(*results)
 
 
 def test_a_text_through_the_modules_is_that_of_the_cpu(model):

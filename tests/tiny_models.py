@@ -78,15 +78,15 @@ DECODERS = tuple(family for family in FAMILIES if family not in ENCODERS)
 def config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; ``changes`` are further arguments in the family's own names."""
     config_class, model_class, arguments = FAMILIES[family]
-    made = getattr(transformers, config_class)(**{**arguments, **changes})
-    made.architectures = [model_class]
-    return made
+    result = getattr(transformers, config_class)(**{**arguments, **changes})
+    result.architectures = [model_class]
+    return result
 
 
 def build(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A tiny model in evaluation mode with seeded random weights, float32."""
-    made = config(family, **changes)
-    model = getattr(transformers, made.architectures[0])(made)
+    built_config = config(family, **changes)
+    model = getattr(transformers, built_config.architectures[0])(built_config)
     return randomize(model, seed).eval()
 
 

@@ -146,9 +146,9 @@ def test_no_field_of_a_card_can_break_what_reads_it(make, tmp_path):
         for value in VALUES:
             (folder / "attar.json").write_text(json.dumps(replaced(WHOLE, path, value)))
             try:
-                found = inspect(folder)
-                render(found)
-                found.to_dict()
+                summary = inspect(folder)
+                render(summary)
+                summary.to_dict()
                 duties_of(open_checkpoint(folder))
                 lineage = compact(
                     [as_parent(open_checkpoint(folder), role) for role in ("weights", "signal")]

@@ -59,7 +59,7 @@ def test_an_answer_is_that_of_the_whole_conversation(llm: LLM) -> None:
     ]
     assert chat.messages == [*whole[1:], {"role": "assistant", "content": second}]
     assert second == llm.chat(whole, GREEDY).text
-    assert [each.tokens for each in chat.stats] == [8, 8]
+    assert [stat.tokens for stat in chat.stats] == [8, 8]
 
 
 def test_a_turn_reads_what_the_turns_before_wrote(llm: LLM) -> None:
@@ -81,8 +81,8 @@ def test_the_oldest_turns_make_room(llm: LLM) -> None:
     chat = Chat(llm, GREEDY)
     for turn in range(6):
         answer(chat, f"turn {turn} " + "word " * 60)
-    assert sum(each.dropped for each in chat.stats) >= 2
-    assert all(each.prompt_tokens + 8 <= chat.limit for each in chat.stats)
+    assert sum(stat.dropped for stat in chat.stats) >= 2
+    assert all(stat.prompt_tokens + 8 <= chat.limit for stat in chat.stats)
     assert chat.messages[-2]["content"].startswith("turn 5")
     assert chat.messages[0]["role"] == "user"
 
@@ -210,15 +210,15 @@ def _interrupted(terminal: Terminal, place: int) -> int:
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_the_program(model: Path) -> None:
     terminal = Terminal(model)
-    place = terminal.wait("> ")
-    place = _interrupt_prompt(terminal, place)
+    interrupted_at = terminal.wait("> ")
+    interrupted_at = _interrupt_prompt(terminal, interrupted_at)
     for _ in range(5):  # on a crowded machine an answer may end before the signal comes
-        place = _interrupted(terminal, place)
-        if " (stopped)\n" in terminal.shown[:place]:
+        interrupted_at = _interrupted(terminal, interrupted_at)
+        if " (stopped)\n" in terminal.shown[:interrupted_at]:
             break
-    place = terminal.wait("> ", terminal.wait(" (stopped)\n"))
+    interrupted_at = terminal.wait("> ", terminal.wait(" (stopped)\n"))
     terminal.type("/stats\n")
-    place = terminal.wait("> ", terminal.wait("first token after", place))
+    interrupted_at = terminal.wait("> ", terminal.wait("first token after", interrupted_at))
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     os.close(terminal.ours)

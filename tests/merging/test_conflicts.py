@@ -18,19 +18,19 @@ def family(models: int, shape: tuple[int, ...], seed: int = 0, dtype: torch.dtyp
     draw = torch.Generator().manual_seed(seed)
     base = torch.randn(shape, generator=draw).to(dtype)
     common = torch.randn(shape, generator=draw)
-    made = []
+    items = []
     for _ in range(models):
         delta = 0.1 * (0.5 * common + torch.randn(shape, generator=draw))
         delta[torch.rand(shape, generator=draw) < 0.3] = 0.0
-        made.append((base.float() + delta).to(dtype))
-    return made, base
+        items.append((base.float() + delta).to(dtype))
+    return items, base
 
 
 def by_hand(tensors, base):
     """The definitions, entry by entry, in Python."""
     b = base.float().flatten().tolist()
     d = [(t.float() - base.float()).flatten().double().tolist() for t in tensors]
-    vote = [1 if sum(each) >= 0 else -1 for each in zip(*d, strict=True)]
+    vote = [1 if sum(item) >= 0 else -1 for item in zip(*d, strict=True)]
     length = [math.sqrt(sum(x * x for x in one)) for one in d]
     cosine, agreement = [], []
     for i, j in itertools.combinations(range(len(d)), 2):
@@ -149,7 +149,7 @@ def test_sums_are_added_in_one_order():
         for leaf, dot in (("a", 1e20), ("b", -1e20), ("c", 1.0))
     ]
     rows = [summary(order) for order in itertools.permutations(parts)]
-    assert all(each == rows[0] for each in rows)
+    assert all(row == rows[0] for row in rows)
     assert rows[0][0]["cosine"] == [round(1 / 3, 4)]
 
 

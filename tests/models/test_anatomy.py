@@ -65,12 +65,12 @@ def model(family):
 def test_parts_are_where_they_are(family, model):
     anatomy = discover(model)
     attention, mlp = anatomy.blocks[1].attention, anatomy.blocks[1].mlp
-    found = (
+    actual = (
         anatomy.blocks_name, anatomy.embedding, anatomy.positions, anatomy.final_norm, anatomy.head,
         anatomy.tied, (attention.heads, attention.kv_heads, attention.head_dim),
         mlp.neurons, mlp.gate is not None,
     )  # fmt: skip
-    assert found == WANTED[family]
+    assert actual == WANTED[family]
     assert anatomy.causal == (family not in tiny_models.ENCODERS)
     assert (anatomy.hidden_size, anatomy.vocab_size, len(anatomy.blocks)) == (64, tiny_models.VOCABULARY, 3)
     assert mlp.activation in {"silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"}
@@ -140,12 +140,12 @@ def test_groups_are_the_heads(family):
         )
         (o.weight[inside] if attention.o.kind == "conv1d" else o.weight[:, inside]).zero_()
         expected = tiny_models.logits(silenced, rows)
-        for part, place in (
+        for part, index in (
             (attention.q, group.q_rows),
             (attention.k, group.k_rows),
             (attention.v, group.v_rows),
         ):
-            for view in weight_rows(silenced, part, place):
+            for view in weight_rows(silenced, part, index):
                 view.normal_()
     assert (expected - whole).abs().max() > 1e-2, "the head mattered"
     torch.testing.assert_close(tiny_models.logits(without_values, rows), expected, rtol=0, atol=1e-5)

@@ -75,10 +75,10 @@ def test_greedy_tokens_are_transformers(said):
     ids = load_tokenizer("attar:tiny")(PROMPT, add_special_tokens=False)["input_ids"]
     assert rows["F16"]["prompt"] == ids
     with torch.no_grad():
-        made = model.generate(
+        generated = model.generate(
             torch.tensor([ids]), max_new_tokens=SPOKEN, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    assert rows["F16"]["spoken"] == made[0, len(ids) :].tolist()
+    assert rows["F16"]["spoken"] == generated[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("kind", TYPES)

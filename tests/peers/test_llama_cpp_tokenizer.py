@@ -86,13 +86,13 @@ def made(tmp_path_factory):
     contents["unigram"] = (template(unigram(), after=["</s>"]), t5)
     folders = {name: save(root / name, content, **named) for name, (content, named) in contents.items()}
     folders["tiny"] = open_checkpoint("attar:tiny").path
-    found = {}
+    actual = {}
     for name, folder in folders.items():
         pre = name if any(row.name == name for row in TABLE) else None
-        found[name] = tokenizer_metadata(folder, {"vocab_size": 2048}, pre)
-    paths = {name: write(root / f"{name}.gguf", metadata) for name, metadata in found.items()}
+        actual[name] = tokenizer_metadata(folder, {"vocab_size": 2048}, pre)
+    paths = {name: write(root / f"{name}.gguf", metadata) for name, metadata in actual.items()}
     answers = ask([{"path": path, "texts": NASTY} for path in paths.values()])
-    return {name: (folders[name], answer, found[name]) for name, answer in zip(found, answers, strict=True)}
+    return {name: (folders[name], answer, actual[name]) for name, answer in zip(actual, answers, strict=True)}
 
 
 def differing(folder, answer, which):

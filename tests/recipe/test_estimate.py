@@ -48,9 +48,9 @@ def test_the_shape_of_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_stage_makes(stage: str, parameters: float, nbytes: float) -> None:
-    made = after(entry(stage), SHAPE)
-    assert made.parameters == pytest.approx(parameters)
-    assert made.bytes == pytest.approx(nbytes)
+    result = after(entry(stage), SHAPE)
+    assert result.parameters == pytest.approx(parameters)
+    assert result.bytes == pytest.approx(nbytes)
 
 
 def work(stage: str, shape: Shape = SHAPE) -> Work:
@@ -60,10 +60,10 @@ def work(stage: str, shape: Shape = SHAPE) -> Work:
 def test_training_costs_what_the_formula_says() -> None:
     step = "stage: distill, layers: 4, steps: 10, batch_size: 2, accumulate: 3, sequence_length: 100"
     tokens, held_out = 10 * 2 * 3 * 100, 16_384
-    found = work(f"{step}, optimizer: adamw")
-    assert found.products == pytest.approx(tokens * 8 * 1.2e6 + held_out * 4 * 1.2e6)
+    actual = work(f"{step}, optimizer: adamw")
+    assert actual.products == pytest.approx(tokens * 8 * 1.2e6 + held_out * 4 * 1.2e6)
     needs = estimate(entry(step), SHAPE, SHAPE, SHAPE, Rates(2e9, 1e12, 1e9))
-    muon = work(f"{step}, optimizer: muon").products - found.products
+    muon = work(f"{step}, optimizer: muon").products - actual.products
     assert muon == pytest.approx(10 * 30 * 128 * 1e6)
     assert needs.scratch_bytes == pytest.approx(12 * 1.2e6)
     assert needs.memory_bytes > 20 * 1.2e6

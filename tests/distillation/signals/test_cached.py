@@ -141,9 +141,9 @@ def test_two_stages_share_what_is_kept(tmp_path, monkeypatch):
         raise AssertionError("the teacher was asked")
 
     monkeypatch.setattr(CachedTeacher, "_predict", refuse)
-    made = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
+    recovered = recover(teacher, tmp_path / "two", settings, teacher=teacher, signal=tmp_path / "signal")
     assert count == len(list((tmp_path / "signal").glob("*/*.safetensors"))) > 5
-    assert made.card.details["precision"] == "fp32"
+    assert recovered.card.details["precision"] == "fp32"
 
 
 def test_a_draft_model_needs_all_logits():

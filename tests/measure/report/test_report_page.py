@@ -190,14 +190,14 @@ def test_quality_places_smaller_to_the_left_and_closer_below(run: RunRecord) -> 
     drawn = quality_picture(run, 900.0, 470.0)
     assert drawn is not None
     marks = re.findall(r'<title>(\w+):[^<]*</title>.*?cx="([\d.]+)" cy="([\d.]+)" r="6"', drawn)
-    place = {name: (float(x), float(y)) for name, x, y in marks}
-    assert place["quantize"][0] < place["recover"][0] < place["distill"][0] < place["original"][0]
+    index = {name: (float(x), float(y)) for name, x, y in marks}
+    assert index["quantize"][0] < index["recover"][0] < index["distill"][0] < index["original"][0]
     assert (
-        place["neurons"][1]
-        < place["heads"][1]
-        < place["recover"][1]
-        < place["distill"][1]
-        < place["original"][1]
+        index["neurons"][1]
+        < index["heads"][1]
+        < index["recover"][1]
+        < index["distill"][1]
+        < index["original"][1]
     )
 
 

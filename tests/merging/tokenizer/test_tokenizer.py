@@ -188,8 +188,8 @@ def test_tokens_that_nobody_stores_leave_the_file(tmp_path, kind):
     folder = stored(tmp_path / "one", tokenizer)
     before = read_tokenizer(folder)
     last = list(before.ids)[-2:]
-    made = with_stored_tokens(before, frozenset(before.ids) - set(last))
+    result = with_stored_tokens(before, frozenset(before.ids) - set(last))
     assert with_stored_tokens(before, before.ids) is before and list(before.ids)[-2:] == last
-    loaded = written(made, tmp_path / "out")
+    loaded = written(result, tmp_path / "out")
     assert set(before.ids) - set(loaded.get_vocab()) == set(last)
-    assert loaded.get_vocab() == dict(made.ids)
+    assert loaded.get_vocab() == dict(result.ids)
