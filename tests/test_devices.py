@@ -54,9 +54,9 @@ def test_a_verb_on_the_device_is_what_it_is_on_the_cpu(case, model, text, tmp_pa
     verb, settings = VERBS[case]
     settings = {name: text if value == "text" else value for name, value in settings.items()}
     results = []
-    for index, device in (("there", DEVICE), ("here", "cpu")):
-        getattr(attar, verb)(str(model), out=str(tmp_path / index), device=device, **settings)
-        results.append(weights(tmp_path / index))
+    for folder, device in (("there", DEVICE), ("here", "cpu")):
+        getattr(attar, verb)(str(model), out=str(tmp_path / folder), device=device, **settings)
+        results.append(weights(tmp_path / folder))
     close(*results)
 
 

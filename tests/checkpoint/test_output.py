@@ -90,8 +90,8 @@ def test_rounds_of_pruning_and_recovery_grow_the_card_by_the_same_each(make, tmp
 
 def test_the_same_work_gives_the_same_bytes(make, tmp_path):
     model = make()
-    for index in ("a", "b"):
-        with start(tmp_path / index / "out", model) as output:
+    for folder in ("a", "b"):
+        with start(tmp_path / folder / "out", model) as output:
             fill(output)
     for name in names(tmp_path / "a" / "out"):
         assert (tmp_path / "a" / "out" / name).read_bytes() == (tmp_path / "b" / "out" / name).read_bytes()

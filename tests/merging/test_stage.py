@@ -73,8 +73,8 @@ def test_the_card_tells_parents_method_and_conflicts(merged, family):
 
 def test_the_card_s_command_makes_the_same_bytes_again(family, tmp_path, monkeypatch):
     text = json.dumps(TIES)
-    for name, index in family.items():
-        text = text.replace(f'"{name}"', json.dumps(str(index)))
+    for name, path in family.items():
+        text = text.replace(f'"{name}"', json.dumps(str(path)))
     merged = attar.merge(text, tmp_path / "out", compat="paper", seed=3)
     before = (merged.path / "model.safetensors").read_bytes()
     monkeypatch.chdir(merged.path)

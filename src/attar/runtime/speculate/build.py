@@ -14,7 +14,7 @@ from attar.runtime.speculate.settings import SpeculationSettings
 from attar.runtime.speculate.speculator import Speculator
 from attar.runtime.speculate.verify import VerificationMode
 
-FREE, MODEL = 40, 8  # drafts of one text in a pass at most, by default
+FREE, MODEL = 40, 8  # drafts of one sequence in a pass at most, by default
 READ = 64  # tokens of a prompt, to measure how fast a draft model reads
 SETTLE = 12  # plain passes before the first drafts
 

@@ -5,9 +5,9 @@
     n = the largest i whose coin u_i <= h_i, else 0;  K: the token is drawn from p_(K+1),
     else from norm(max(w_n p_(n+1) - q_(n+1), 0))
 
-A draft that the target likes more than q does makes up for one before it that it likes less, which cannot be
-token by token: in the mean never fewer are accepted. The law is the target's: by induction from the end
-P(n >= i | x_1..x_i) = w_i, also where the drafter stopped early for what it had drawn so far.
+A draft that is likelier under the target than under q makes up for an earlier one that is less likely, which
+token-wise verification cannot do: in the mean never fewer are accepted. The distribution is the target's: by
+induction from the end P(n >= i | x_1..x_i) = w_i, also where the drafter stopped early because of its draws.
 
 Letters: K drafts, p_i = p(i - 1) the row after node i - 1, n accepted.
 """
@@ -26,7 +26,7 @@ def block(draft: Draft, p: Callable[[int], Floats], noise: Noise) -> Verdict:
 
     Args:
         draft: a chain with q, each token of q > 0.
-        p: the target's distribution (V,) after a node 0..K; asked for at most once for each, never after a
+        p: the target's distribution (V,) after a node 0..K; called at most once for each, never after a
             draft that the target cannot draw, and after the last one only where all are accepted.
         noise: coins and the last draw.
     """
@@ -52,5 +52,5 @@ def block(draft: Draft, p: Callable[[int], Floats], noise: Noise) -> Verdict:
 
 
 def _chance(S: float, w: float) -> float:
-    """h; where w is 1 the prefix is taken for sure."""
+    """h; where w is 1 the prefix is always accepted."""
     return 1.0 if w >= 1 else S / (S + 1 - w)

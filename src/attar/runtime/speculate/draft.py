@@ -1,14 +1,14 @@
-"""Drafts: proposed tokens as a tree, and what they were drawn from.
+"""Drafts: proposed tokens as a tree, with the distributions they were drawn from.
 
     index      0 is the last decided token, drafts are 1..n; the row of logits, and of p, after each
     parent     of a draft the index it follows, smaller than its own; a chain is 0, 1, 2, ...
     path       indices from the first draft down to a node, in order
 
-Three rules say how the drafts that follow one node came about, and so how they must be verified:
+The rule is how the drafts that follow one node were chosen, and decides how they must be verified:
 
-    fixed      chosen with no chance: n-grams, argmax, the likeliest k, trained heads. There is no q, even
+    fixed      not random: n-grams, argmax, the likeliest k, trained heads. There is no q, even
                where the proposer has probabilities: what argmax picks was not drawn from the softmax
-    iid        each drawn from q by itself; equal siblings are drawn again, and both count
+    iid        drawn from q independently; equal siblings are drawn again, and both count
     distinct   drawn from q one after the other without replacement (Gumbel top-k), in the order drawn
 
 q_i is the distribution, after the warps, that the token of draft i was drawn from; siblings share it. Whether
@@ -63,7 +63,7 @@ class Draft:
 
     @classmethod
     def trie(cls, guesses: Iterable[Sequence[int]]) -> Draft:
-        """Several fixed continuations, what they begin with in common stated once; the first ones first."""
+        """Several fixed continuations as a trie: common beginnings are stored once, in the order given."""
         tokens: list[int] = []
         parents: list[int] = []
         for guess in guesses:
@@ -116,7 +116,7 @@ class Draft:
     def pruned(self, nodes: Sequence[int]) -> Draft | None:
         """Some of the nodes, each with its parent among them; None where there are none.
 
-        Only what is fixed may be pruned: with q the choice must not look at the tokens.
+        Only fixed drafts may be pruned: with q the choice must not depend on the tokens.
         """
         nodes = sorted(nodes)
         if len(nodes) in (0, len(self)):
@@ -224,7 +224,7 @@ def kinds_of(draft: Draft) -> Sequence[int]:
 
 
 class DraftBuilder:
-    """Continuations, what they begin with in common held once.
+    """Builds a trie of continuations: common beginnings are stored once.
 
     Args:
         ends: a continuation stops with one of these.
@@ -245,7 +245,7 @@ class DraftBuilder:
         return (0, token) in self._nodes
 
     def add(self, tokens: Sequence[int], kinds: Sequence[int], parent: int = 0) -> list[int]:
-        """Adds a continuation of a node; the nodes of its tokens, as many as there was room for."""
+        """Adds a continuation of a node; the nodes of its tokens, as many as fit."""
         nodes: list[int] = []
         for token, kind in zip(tokens, kinds, strict=True):
             node = self._nodes.get((parent, token))
@@ -262,7 +262,7 @@ class DraftBuilder:
         return nodes
 
     def draft(self) -> Draft | None:
-        """What there is as a draft; None where that is nothing."""
+        """The draft; None where it is empty."""
         if not self._nodes:
             return None
         tokens = tuple(token for _, token in self._nodes)

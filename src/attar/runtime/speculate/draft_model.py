@@ -126,7 +126,7 @@ class DraftModel:
         branches: drafts of a row at most: one of the chain, and its siblings; 1: chains alone.
         step_tokens: tokens of a pass at most.
         reuse: whether sequences share prefixes.
-        nbytes: memory that drafting takes in addition to the target, for people; 0: unknown.
+        nbytes: memory of drafting in addition to the target, for display; 0: unknown.
     """
 
     free, draws, learns_tree = False, True, False
@@ -189,7 +189,7 @@ class DraftModel:
             self.tables.drop(sequence)
 
     def _begin(self, request: DraftRequest) -> GrowingDraft | None:
-        """A draft for a request; None where there is no room, or no context left."""
+        """A draft for a request; None where no blocks, or no context, are left."""
         if request.most <= 0:
             return None
         if request.sequence not in self._translators:

@@ -7,7 +7,7 @@
 
 A table may be dropped whenever slots are short, and is computed again. Those that are not in the round go
 first, least recently used before the others; then those at the round's end. So a pool that is too small for a
-batch serves its first sequences every time, and does not take from all in turn. Published blocks of a dropped
+batch serves its first sequences every time, and does not evict all in turn. Published blocks of a dropped
 table stay until they are needed, and are found again by their prefix.
 """
 
@@ -55,7 +55,7 @@ class DraftTables:
             salt: the tenant.
 
         Returns:
-            False where there is no room; the sequence then has an older table, or none.
+            False where no blocks are left; the sequence then has an older table, or none.
         """
         self._truncate(sequence, tokens)
         while not self._reserved(sequence, tokens, ahead, salt):
@@ -102,9 +102,9 @@ class DraftTables:
             del ran[length:]
 
     def _reserved(self, sequence: int, tokens: Sequence[int], ahead: int, salt: str) -> bool:
-        """Whether there are slots for all of it; a table is begun where there is room for the tokens."""
+        """Whether there are slots for all of it; a table is begun where the tokens fit."""
         if sequence not in self._ran:
-            spare = len(self._round) - 1  # others grow too, and would take them back
+            spare = len(self._round) - 1  # others grow too, and would take them
             reused = self.manager.admit(sequence, tokens, salt, spare=spare)
             if reused is None:
                 return False

@@ -173,7 +173,7 @@ def measure(
     budget: float = SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, dict[int, float]]:
-    """{B: {n: seconds}}; sizes that the pool has no room for, or the time does not allow, are missing.
+    """{B: {n: seconds}}; sizes for which the pool is too small, or the time too short, are missing.
 
     Args:
         runner: with an empty pool.
@@ -222,7 +222,7 @@ def _best(runner: Runner, step: StepInput, enough: float, clock: Callable[[], fl
 
 
 def _step(runner: Runner, batch: int, count: int) -> StepInput | None:
-    """``count`` tokens, as evenly as they go over ``batch`` sequences; None where there is no room."""
+    """``count`` tokens, as evenly as they go over ``batch`` sequences; None where the pool is too small."""
     length = count // batch
     blocks = -(-length // runner.block_size)
     if batch * blocks > runner.capacity or (runner.context is not None and length > runner.context):

@@ -4,23 +4,24 @@
               token c + r + 1 positions after the last decided one. (0, c) follows (0, c - 1), (r, c) follows
               (r - 1, c), (0, 0) the last token: so the target's choice after (R - 1, c) is a new row
     pool      column c and its choice are N tokens in a row: the first is a key, the N - 1 after it a guess;
-              G guesses a key, the latest first; KEYS keys, those not used for long go
+              G guesses a key, the latest first; KEYS keys, the least recently used are dropped
     guesses   what the pool holds under the last token, each a chain that follows it
 
-All are one tree of fixed tokens. Equal siblings are one node: what follows is read in the same context, so a
-guess that begins like the window shares its cells, and a cell of row 1 that equals the next of row 0 is it.
-Every node may be accepted, the window's too. A guess that matches wholly yields N tokens: its N - 1 and the
-target's own after them.
+All form one tree of fixed tokens. Equal siblings are one node, because what follows has the same context: a
+guess that begins like the window shares its cells, and a cell of row 1 that equals the next of row 0 is that
+cell. Every node may be accepted, the window's too. A guess that matches in full gives N tokens: its N - 1 and
+the target's own after them.
 
-After a pass that brought n + 1 tokens: with a new row and a warm window row 0 goes, which moves it by one
-place; the other n (n + 1 where no row went) leading columns go, and as many come on the right, from the pool
-where it knows a token that follows, else a token of the text drawn at random (only speed depends on it).
+After a pass that gave n + 1 tokens: with a new row and a warm window row 0 is dropped, which moves the window
+by one position; the other n (n + 1 where no row was dropped) leading columns are dropped, and as many are
+added on the right, from the pool where it has a next token, else a random token of the sequence (only speed
+depends on it).
 
 A pass runs W (N - 1) + G (N - 1) drafts at most, whatever is accepted; the policy runs all or none
-(``DraftPolicy.select``). Sampling needs nothing else: the window moves by the target's likeliest tokens.
+(``DraftPolicy.select``). Sampling changes nothing: the window moves by the target's likeliest tokens.
 
-Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: the tree merges what is equal;
-columns keep their positions when several tokens come at once; a whole match gives N tokens, there N - 1;
+Source: Fu et al. 2024 (arXiv 2402.02057), ``lade/decoding.py``. Differs: the tree merges equal nodes;
+columns keep their positions when several tokens come at once; a full match gives N tokens, there N - 1;
 keys are the column's own first token.
 """
 
@@ -75,14 +76,14 @@ class LookaheadWindow:
         columns: W.
         size: N.
         pool: fills columns, and is fed by them.
-        seed: of the tokens drawn where the pool knows nothing.
+        seed: of the tokens drawn where the pool has none.
     """
 
     def __init__(self, columns: int, size: int, pool: NgramPool, seed: int = 0) -> None:
         self.columns, self.size, self.pool = columns, size, pool
         self.rows: list[list[int]] = []
         self.text: list[int] = []
-        self.cells: list[int] = []  # nodes of the newest row in the draft under way; empty: it is not in it
+        self.cells: list[int] = []  # nodes of the newest row in the current draft; empty: not in it
         self._random = random.Random(seed)
 
     @property
@@ -90,7 +91,7 @@ class LookaheadWindow:
         return len(self.rows) == self.size - 1
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The text's tokens so far; those that are new feed the pool. The first ones begin the window."""
+        """The sequence's tokens so far; new ones are added to the pool. The first call begins the window."""
         start = max(len(self.text) - self.size + 1, 0)
         self.text += tokens[len(self.text) :]
         for index in range(start, len(self.text) - self.size + 1):
@@ -100,7 +101,7 @@ class LookaheadWindow:
             self._fill()
 
     def plant(self, tree: DraftBuilder) -> None:
-        """Puts the cells into the tree, column by column; they are in it wholly, or not counted as in it."""
+        """Add the cells to the tree, column by column; ``cells`` is set only where all of them fit."""
         above = tree.add(self.rows[0], [kind_of(WINDOW, 1)] * self.columns)
         whole = len(above) == self.columns
         for row in self.rows[1:]:
@@ -114,7 +115,7 @@ class LookaheadWindow:
         self.cells = above if whole else []
 
     def advance(self, accepted: int, choices: Sequence[int]) -> None:
-        """A pass brought ``accepted`` drafts and the token after them.
+        """Move the window after a pass with ``accepted`` drafts and the token after them.
 
         Args:
             choices: the target's likeliest token after 0 and every draft; used where the window was in it.
@@ -149,7 +150,7 @@ class LookaheadProposer:
         columns: W.
         size: N, tokens of an n-gram, 2 or more.
         guesses: G.
-        ends: tokens that end a text: nothing is proposed after one.
+        ends: tokens that end a sequence: nothing is proposed after one.
         seed: of what the window begins with.
     """
 
@@ -169,7 +170,7 @@ class LookaheadProposer:
         return (self.columns + self.guesses) * (self.size - 1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """The tree of each request; the window only where ``most`` has room for all of it and the guesses."""
+        """The tree of each request; the window only where all of it and the guesses fit in ``most``."""
         return [self._proposed(request) for request in requests]
 
     def observe(self, feedback: Sequence[DraftFeedback]) -> None:

@@ -6,7 +6,7 @@
 A draft model prefills a sequence before it drafts for it, where prefill <= gain, or where the budget has all
 of it: not long prompts with short answers, nor anything whose drafts have never been accepted. Half a budget
 at most is charged, so that some is left for drafts, and nothing is learnt from it about the time of a step. A
-sequence that grew by more than BEHIND tokens without drafts is prefilled again as far as it grew.
+sequence that grew by more than LAG tokens without drafts is prefilled again as far as it grew.
 
 Siblings: the policy chooses ranks and depths before the first token is drawn, so that drawn drafts keep their
 distribution (``draft.py``); the rule of verification depends on it too: "distinct" where a sibling is chosen,
@@ -24,7 +24,7 @@ from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
-BEHIND = 16
+LAG = 16
 LEFT = 1.0  # plain passes, in the budget after the charge, for drafts
 
 
@@ -42,7 +42,7 @@ class DraftPrefill:
             tokens: of the sequence so far; remaining: at most.
         """
         plain, new = policy.latency.target(1, 1), tokens - self._lengths.get(sequence, 0)
-        if new <= BEHIND or not most or plain <= 0:
+        if new <= LAG or not most or plain <= 0:
             return True
         prefill = new * policy.latency.reading / plain
         gain = remaining * (1 - 1 / policy.speedup(sequence, most))
@@ -55,7 +55,7 @@ class DraftPrefill:
         prefills = False
         for sequence, count, length in zip(sequences, counts, tokens, strict=True):
             if count:
-                prefills |= length - self._lengths.get(sequence, 0) > BEHIND
+                prefills |= length - self._lengths.get(sequence, 0) > LAG
                 self._lengths[sequence] = length
         return prefills
 

@@ -1,17 +1,17 @@
-"""The verifier's chances, from the keyed streams of ``sampling/sample.py``.
+"""The verifier's random numbers, from the keyed streams of ``sampling/sample.py``.
 
     what                              position       purpose            counter
     plain decoding's own draw         its own        TOKEN              the token
     whether draft i is accepted       the round's    ACCEPT             i
-    the token after what was         its own        RESAMPLE           the token
+    the token after the accepted     its own        RESAMPLE           the token
     drafts of a q, if not coupled     the round's    DRAFT + depth      the token
 
-The round's position is that of the first token it decides: no two rounds of a text have the same. So every
-draw is made from noise that nothing has looked at, which is what exactness rests on, and depends neither on
-the batch nor on the order in which it is asked for. Coins by the token's own position would not do: block
-verification looks at the coins, and at the drafts, of positions after the last accepted token, and a later
-round would meet them again. For the same reason drafts that are verified as "exact" are drawn from streams of
-their round (:class:`DraftRules`), while coupled ones are drawn from the very noise of the target's tokens.
+The round's position is that of the first token it decides: no two rounds of a sequence share it. So every
+draw uses noise that nothing else has used, as exactness requires, and depends neither on the batch nor on the
+order of the calls. Coins by the token's own position would not do: block verification uses the coins, and the
+drafts, of positions after the last accepted token, and a later round would use them again. For the same
+reason drafts that are verified as "exact" are drawn from streams of their round (:class:`DraftRules`), while
+coupled ones are drawn from the same noise as the target's tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from attar.runtime.speculate.proposer import SamplingRules
 
 DRAFT = 16
-"""First of the purposes of drafting, one for each depth; below there is room for others."""
+"""First of the purposes of drafting, one for each depth; smaller numbers are free for others."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Chances of one sequence in one round.
+    """The random numbers of one sequence in one round.
 
     Args:
         seed: of the request.
-        sample: which of its texts.
+        sample: which of its completions.
         position: of the first token that the round decides, in its sequence.
     """
 
@@ -56,7 +56,7 @@ class Noise:
         return bool(uniforms(self._coins, np.array([node]))[0] <= chance)
 
     def token(self, depth: int, p: Floats) -> int:
-        """What plain decoding draws from p (V,) so many tokens after the round's first."""
+        """Plain decoding's draw from p (V,), ``depth`` tokens after the round's first."""
         return _draw(p, noise_key(self.seed, self.sample, self.position + depth, TOKEN))
 
     def rest(self, depth: int, weights: Floats) -> int:
@@ -74,10 +74,10 @@ class Noise:
 
 @dataclass(frozen=True)
 class DraftRules:
-    """A text's rules with noise that only this round's drafts are drawn from: for drafts verified "exact".
+    """A sequence's rules with noise for this round's drafts alone: for drafts verified "exact".
 
     Args:
-        rules: the text's.
+        rules: the sequence's.
         noise: the round's.
     """
 
@@ -89,7 +89,7 @@ class DraftRules:
         return self.rules.row(drafted)
 
     def key(self, ahead: int = 0) -> int:
-        """The noise of the draft so many places after the round's first."""
+        """The noise of the draft ``ahead`` positions after the round's first."""
         return self.noise.drafting(ahead)
 
 

@@ -132,7 +132,7 @@ class DraftPolicy:
 
     @property
     def open(self) -> bool:
-        """Whether to ask a proposer at all, which takes time too."""
+        """Whether to call a proposer at all, which takes time too."""
         return self.budget.open and self.latency.settled and self._since_plain < PLAIN_EVERY
 
     def choose(
@@ -148,7 +148,7 @@ class DraftPolicy:
         Args:
             sequences: all that decode in the pass; limits: drafts that each may have.
             branches: drafts that may follow one token; 1: chains alone.
-            room: drafts that all may have together; None: no limit.
+            room: most drafts of all sequences together; None: no limit.
         """
         limits = [min(limit, self.most) for limit in limits]
         rows = enumerate(zip(sequences, limits, strict=True))
@@ -199,7 +199,7 @@ class DraftPolicy:
             self._learn(one)
 
     def rest(self, batch: int, proposing: float) -> int:
-        """Passes to come in which nothing should be proposed, learnt or measured, after a pass of ``batch``
+        """The coming passes in which nothing is proposed, learnt or measured, after a pass of ``batch``
         sequences for which the proposer took ``proposing`` seconds and had no draft (0: it had one)."""
         plain = self.latency.target(batch, batch) if batch else 0.0
         return min(int(proposing / plain / LOSS), PAUSE) if self.open and plain > 0 else self.budget.rest

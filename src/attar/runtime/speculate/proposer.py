@@ -10,7 +10,7 @@ that were decoded while nothing was proposed, or before a preemption.
 
 A ``free`` proposer (n-grams, lookahead) drafts in next to no time: it proposes as much as it has, and the
 policy keeps the nodes that pay (``DraftPolicy.select``). The others run a model for every draft: the policy
-says how many before they are asked (``DraftPolicy.choose``), in ``most``.
+decides how many before they are called (``DraftPolicy.choose``), in ``most``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DraftRequest:
 
     Args:
         sequence: its id. tokens: all of them so far, the last one decided, but not yet run by the target.
-        Not kept, not changed. most: drafts at most, all branches counted; 0 asks for none. salt: the
+        Not kept, not changed. most: drafts at most, all branches counted; 0: none. salt: the
         tenant; what is learnt from a sequence is used only for its salt. rules: warps and noise of its next
         tokens; None where drafts are not drawn. wide: whether siblings of a draft model's chain are wanted.
     """
@@ -62,7 +62,7 @@ class DraftFeedback:
 
     Args:
         sequence: its id.
-        draft: what was verified; None where the token was decoded without drafts.
+        draft: the verified one; None where the token was decoded without drafts.
         path: indices of the accepted drafts, 1..n, in order.
         tokens: the new tokens: the accepted drafts and the one after them.
         choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);

@@ -1,7 +1,7 @@
-"""What remains of p when a draft was refused: arithmetic on single rows, in float64.
+"""What remains of p after a draft was rejected: arithmetic on single rows, in float64.
 
 A row of the draft may be shorter or longer than the target's (vocabularies padded to different sizes): after
-its end there are zeros, and what the target does not have cannot be drawn.
+its end there are zeros, and tokens that the target lacks cannot be drawn.
 """
 
 from __future__ import annotations

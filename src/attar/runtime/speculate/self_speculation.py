@@ -5,7 +5,7 @@
     layers    part of the layers, first and last among them, the others spread evenly. No weight is copied:
               the copy's modules, or its list of packed layers, hold the very tensors of the target
 
-Both keep keys and values of their own. "int4" is taken where the compiled step runs the model and its weights
+Both have a KV cache of their own. "int4" is chosen where the compiled step runs the model and its weights
 are not packed already; else "layers" (Zhang et al., arXiv 2309.08168, who search for the layers; here they
 are spread, and how well it drafts is the chooser's to measure).
 """
@@ -48,7 +48,7 @@ def load_self_draft(
     kv_tokens: int | None = None,
     **settings: Any,
 ) -> DraftModel:
-    """A draft model made of the target's own checkpoint; what it takes of memory is in ``nbytes``.
+    """A draft model made of the target's own checkpoint; its memory is in ``nbytes``.
 
     Args:
         model: that the target was loaded from.
@@ -60,7 +60,7 @@ def load_self_draft(
 
     Raises:
         SettingsError: a setting out of range.
-        ModelError: int4 is asked for and cannot be had, or "layers" of a model of one layer.
+        ModelError: int4 is requested and not possible, or "layers" of a model of one layer.
     """
     if way not in WAYS:
         raise SettingsError("way", way, "auto, int4 or layers")
@@ -78,7 +78,7 @@ def load_self_draft(
 
 
 def draft_of(draft: Loaded, target: Loaded, **settings: Any) -> DraftModel:
-    """A draft model of a model that was loaded beside the target.
+    """A draft model of a model that was loaded in addition to the target.
 
     Args:
         draft: with any tokenizer; nothing may evict in it.

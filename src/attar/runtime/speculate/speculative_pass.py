@@ -23,7 +23,7 @@ class SpeculativePass:
         drafts: in it, by sequence.
         decoding: the sequences that decode.
         prompt_tokens: of the pass.
-        drafting: seconds of the proposer; 0 where it was not asked.
+        drafting: seconds of the proposer; 0 where it was not called.
         prefills: whether a draft model prefilled a sequence.
         began: when it began, on the speculator's clock.
     """
@@ -70,7 +70,7 @@ class GuardedRules:
     """A completion's rules as a proposer gets them; an error in them is the completion's, not the proposer's.
 
     Args:
-        text: whose; what is wrong with it comes out when its token is drawn.
+        text: the completion; its errors are raised when its token is drawn.
         failed: whether they did.
     """
 

@@ -8,8 +8,8 @@
     note        proposer and policy learn from the pass
     append      the accepted path's slots are moved together, the rest is truncated
 
-Where nothing pays, even asking does not: then some passes are as without speculation, and the
-last of these is measured, so that what is compared with it stays true (``_rests``).
+Where nothing pays, proposing does not pay either: then some passes run as without speculation, and the last
+of them is measured, so that the times of plain decoding stay current (``_resting_pass``).
 
 A sequence that ended, or lost its blocks, is forgotten before the next drafts are made. Sequences fork with
 their first token, before anything is drafted for them.
@@ -102,7 +102,7 @@ class Speculator:
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
-            text: of a sequence.
+            text: the completion of a sequence.
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
 
@@ -119,11 +119,11 @@ class Speculator:
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         prompt_tokens = total - len(decoding)
-        rooms = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
+        limits = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
         drafts: dict[int, Draft] = {}
-        if self.failure is None and not rested and any(rooms):
+        if self.failure is None and not rested and any(limits):
             for one, draft in zip(
-                decoding, self._proposed(decoding, rooms, left, prompt_tokens, text), strict=True
+                decoding, self._proposed(decoding, limits, left, prompt_tokens, text), strict=True
             ):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
@@ -216,7 +216,7 @@ class Speculator:
     def _proposed(
         self,
         decoding: Sequence[Running],
-        rooms: list[int],
+        limits: list[int],
         left: int,
         prompt_tokens: int,
         text: Callable[[Running], Completion],
@@ -227,18 +227,18 @@ class Speculator:
             return [*nothing]
         self._asking, free, wide = True, self.proposer.free, False
         if not free:
-            rooms = [self._prefilled_limit(one, most) for one, most in zip(decoding, rooms, strict=True)]
+            limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
             branches = getattr(self.proposer, "branches", 1)
-            kinds = self.policy.choose(ids, rooms, prompt_tokens, branches, left)
-            rooms = [sum(kind < LEVELS for kind in one) for one in kinds]
-            if not any(rooms):
+            kinds = self.policy.choose(ids, limits, prompt_tokens, branches, left)
+            limits = [sum(kind < LEVELS for kind in one) for one in kinds]
+            if not any(limits):
                 return [*nothing]
             wide = self._wide(kinds)
-            self._prefills = self.prefill.begin(ids, rooms, [len(one.tokens) for one in decoding])
+            self._prefills = self.prefill.begin(ids, limits, [len(one.tokens) for one in decoding])
         rules = [GuardedRules(text(one)) for one in decoding]
         requests = [
             draft_request(one, most, self.proposer, its, mode_of(its.text, self.verification), wide)
-            for one, most, its in zip(decoding, rooms, rules, strict=True)
+            for one, most, its in zip(decoding, limits, rules, strict=True)
         ]
         try:
             drafts = self.proposer.propose(requests)

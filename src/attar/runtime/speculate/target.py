@@ -1,4 +1,4 @@
-"""The target after the nodes of a draft: logits warped when they are asked for, or rows known already."""
+"""The target's distributions after the nodes of a draft: logits warped on demand, or given rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from attar.runtime.speculate.proposer import SamplingRules
 class TargetLogits:
     """The logits of a pass over a draft.
 
-    A row is warped as plain decoding would, with the text continued by the path to it. Rows off the walked
+    A row is warped as in plain decoding, with the sequence continued by the path to it. Rows off the walked
     path cost nothing; where a greedy request changes no logits, the likeliest of all rows is found at once.
 
     Args:
         logits: (n + 1, V), row i after node i; not modified.
-        rules: the text's warps and noise.
-        draft: what was run.
+        rules: the sequence's warps and noise.
+        draft: as it was run.
 
     Raises:
         NumericsError: from ``token`` and ``p``, where the row's logits are NaN or infinite.
@@ -58,7 +58,7 @@ class TargetLogits:
 
     @cached_property
     def _first(self) -> SamplingRow:
-        """What decides the row after node 0; where it changes no logits, no later one does."""
+        """The warps of the row after node 0; where they change no logits, no later ones do."""
         return self.rules.row()
 
     @cached_property
@@ -72,7 +72,7 @@ class TargetLogits:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Distributions that are known: tests, and acceptance reckoned without a model.
+    """Given distributions: for tests, and for acceptance rates computed without a model.
 
     Args:
         rows: p (n + 1, V), row i after node i.
@@ -99,20 +99,20 @@ class Rows:
         return row
 
 
-BEHIND = -1  # stands for a token after the end; no draft is it
+AFTER_END = -1  # in place of a token after the end; equals no draft
 
 
 @dataclass(frozen=True, eq=False)
 class Nodes(TargetLogits):
-    """Args: as of :class:`TargetLogits`, and the text itself."""
+    """A sequence that may end inside a draft. Args: as of :class:`TargetLogits`, and its completion."""
 
     text: Completion
 
     def token(self, node: int) -> int:
-        return BEHIND if self._over(node) else super().token(node)
+        return AFTER_END if self._over(node) else super().token(node)
 
     def p(self, node: int) -> Floats:
-        if self._over(node):  # any law will do
+        if self._over(node):  # any distribution will do
             size = self.logits.shape[1]
             return np.full(size, 1 / size, dtype=np.float32)
         return super().p(node)

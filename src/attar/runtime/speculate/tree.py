@@ -3,14 +3,14 @@
     at a node:  r = p
     for each child c in order:
         accept with min(1, r(c) / q(c))
-        else r = norm(max(r - q, 0))                    iid: children drawn each by itself
-             q = norm(q without c), beside that         distinct: drawn without putting back
+        else r = norm(max(r - q, 0))                    iid: children drawn independently
+             q = norm(q without c) as well              distinct: drawn without replacement
     none accepted: the token is drawn from r
 
 With one child this is speculative sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318), of which a
 chain is verified token by token; with several SpecInfer's rule (2305.09781), and that of recursive rejection
-sampling (RSD, 2402.14160). Exact: the token after a node has the law p, whatever q is. Children that were
-chosen, and not drawn, must not come here (``coupled.py``).
+sampling (RSD, 2402.14160). Exact: the token after a node has the distribution p, whatever q is. Fixed
+children, chosen and not drawn, are not allowed here (``verify.follow``).
 
 A child whose token has q = 0 was not drawn (padding): it is passed over.
 """
@@ -29,7 +29,7 @@ def walk(draft: Draft, p: Callable[[int], Floats], noise: Noise) -> Verdict:
 
     Args:
         draft: with q.
-        p: the target's distribution (V,) after a node 0..n; asked for once for each node walked.
+        p: the target's distribution (V,) after a node 0..n; called once for each node walked.
         noise: coins and the last draw.
     """
     node = 0

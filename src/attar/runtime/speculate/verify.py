@@ -1,11 +1,11 @@
 """Verification: which drafts are accepted, by mode and rule.
 
-    greedy request, coupled mode, or a fixed draft    coupled.py     the target's own token is followed
+    greedy request, coupled mode, or a fixed draft    ``follow``     the target's own token is followed
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
 
-All give tokens with the target's distribution. Coupled gives even the text of plain decoding itself; exact
-accepts more where the draft has a q, at the price that the text depends on what was drafted. p is always the
+All give tokens with the target's distribution. Coupled mode gives the completion of plain decoding itself;
+exact mode accepts more where the draft has a q, but its completion depends on the drafts. p is always the
 distribution after all warps, with penalties and grammar as they are after the drafted path.
 """
 
@@ -24,8 +24,8 @@ def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
     """Walk as long as the target's own token is among the drafts.
 
     Args:
-        draft: of any rule; q is not looked at.
-        token: what plain decoding takes after a node 0..n; asked for once for each node walked.
+        draft: of any rule; q is not used.
+        token: plain decoding's token after a node 0..n; called once for each node walked.
     """
     node = 0
     path: list[int] = []
@@ -49,7 +49,7 @@ class Target(Protocol):
         ...
 
     def token(self, node: int) -> int:
-        """What plain decoding would take after the node: the likeliest, or the draw with TOKEN noise."""
+        """Plain decoding's token after the node: the likeliest, or the draw with TOKEN noise."""
         ...
 
     def p(self, node: int) -> Floats:
@@ -61,7 +61,7 @@ def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = 
     """Decide which drafts are accepted, and the token after them.
 
     Args:
-        draft: what was proposed and run.
+        draft: as proposed and run.
         target: of the same draft.
         noise: of the sequence in this round.
         mode: "coupled" or "exact".

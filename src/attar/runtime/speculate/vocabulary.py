@@ -6,7 +6,7 @@
 
 So q is a distribution over target ids, and verification is exact whatever the draft model was given. It is
 given the sequence: token by token where every new one has a pair, else all of it is encoded again by the
-draft's tokenizer. Where that is not possible (the text ends inside of a character) nothing is drafted.
+draft's tokenizer. Where that is not possible (the text ends inside a character) nothing is drafted.
 
 A token stands for bytes. Byte-level tokenizers write each byte as a character ("Ġthe"), those of
 SentencePiece a blank as "▁" and single bytes as "<0x0A>". Special tokens stand for their spelling, and are

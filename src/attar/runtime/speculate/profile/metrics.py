@@ -4,12 +4,12 @@ A pass of a sequence has d drafts in a tree of depth k (0 and 0 where nothing wa
 accepted, and brings n + 1 tokens.
 
     acceptance rate     accepted / drafted, of all branches
-    a                   of the depths that were tried, the share at which a draft was taken:
+    a                   of the depths that were tried, the share at which a draft was accepted:
                         accepted / (accepted + passes that stopped before their depth)
     tokens a pass       mean of n + 1, passes without drafts among them
     theory              mean of (1 - a^(k+1)) / (1 - a): tokens a pass if a were the same at every depth
 
-The theory is above what is measured where acceptances come together (half of the passes whole, half nothing),
+The theory is above the measurement where acceptances cluster (half of the passes whole, half nothing),
 below it where the first draft is the surest.
 """
 
@@ -53,7 +53,7 @@ class AcceptanceCounts:
 
     @property
     def accepted(self) -> int:
-        """Drafts that became text."""
+        """Drafts that were accepted."""
         return sum(accepted * count for (_, _, accepted), count in self.counts.items())
 
     @property
@@ -132,11 +132,11 @@ class ProfileRow:
     """A method on a set.
 
     Attributes:
-        texts: how many were asked for; same: of them equal to plain decoding's.
+        texts: number of completions; same: of them equal to plain decoding's.
         tokens_per_s: decoded, all rounds together.
         speedup, low, high: over plain decoding, with 95 % of confidence; None for plain decoding itself.
         acceptance: accepted of drafted; chance: a; None where nothing was drafted.
-        tokens_per_pass, theory: of one text, measured and from a.
+        tokens_per_pass, theory: of one sequence, measured and from a.
         draft_share: of the time, spent in the proposer.
         histogram: passes with 0, 1, 2, ... accepted drafts.
     """

@@ -2,13 +2,14 @@
 
 Each prompt is answered by every method in each round, one after the other (A B C, then B C A), with the same
 weights and the same pool, so that a machine that slows down slows all of them. Every method answers a round
-under a salt of its own: neither cached prefixes nor a shared n-gram table know a text from another round;
-inside a round a table may learn from prompt to prompt, as in a server.
+under a salt of its own: neither cached prefixes nor a shared n-gram table contain a sequence of another
+round; inside a round a table may learn from prompt to prompt, as in a server.
 
-What is timed is decoding: from the moment when all texts of the batch have their first token. Seconds a token
+Decoding is timed: from the moment when all sequences of the batch have their first token. Seconds a token
 of a prompt are the median of its rounds; the speedup is the geometric mean over the prompts (``passes.py``).
-With temperature 0, or a seed, the texts must be those of plain decoding; how many are is in ``same``. A
-runner that rounds differently for several tokens at once may differ where two tokens are nearly as likely.
+With temperature 0, or a seed, the completions must be those of plain decoding; ``same`` counts those that
+are. A runner that rounds differently for several tokens at once may differ where two tokens are nearly as
+likely.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from attar.runtime.speculate.speculator import Speculator
 
 
 class FixedPolicy(DraftPolicy):
-    """K drafts wherever there is room; of a tree the first K, of a tree that is learnt from all or none.
+    """K drafts wherever they fit; of a tree the first K, of a tree that is learnt from all or none.
 
     Args:
         most: K.
-        latency: learns what each size takes.
+        latency: learns the time of each size.
     """
 
     def __init__(self, most: int, latency: Latency | None = None) -> None:
@@ -137,7 +138,7 @@ class MeteredProposer:
 
 
 PLAIN = "plain"
-LEAST = 8  # tokens of a text: end tokens before are passed over
+LEAST = 8  # tokens of a sequence: end tokens before are skipped
 PromptBatch = tuple[tuple[int, ...], ...]
 
 
@@ -177,11 +178,11 @@ def profile(
         name: of the model.
         methods: speculators made for this engine's runner, by the names that the rows have.
         sets: prompts as token ids.
-        batches: texts that run together.
-        tokens: of each text at most.
+        batches: sequences that run together.
+        tokens: of each sequence at most.
 
     Raises:
-        DataError: a text fails.
+        DataError: a request fails.
         SettingsError: a prompt and its tokens do not fit into the context.
         Exception: what broke a proposer.
     """
@@ -299,6 +300,6 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[PromptBatch]:
 
 
 def _by_round(seen: _MethodRuns, rounds: int) -> list[list[list[int]]]:
-    """Of every prompt its texts, round by round."""
+    """The completions of every prompt, round by round."""
     count = len(seen.texts) // rounds
     return [seen.texts[index::count] for index in range(count)]
