@@ -25,8 +25,8 @@ SAID = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, 
 
 def nibble(word, output):
     """Output 0 to 7 of a word: even ones in the low half, odd ones in the high half."""
-    place = output // 2 if output % 2 == 0 else 4 + output // 2
-    return (int(word) & 0xFFFFFFFF) >> (4 * place) & 15
+    index = output // 2 if output % 2 == 0 else 4 + output // 2
+    return (int(word) & 0xFFFFFFFF) >> (4 * index) & 15
 
 
 def by_loops(tensors, shape, size):
@@ -42,14 +42,14 @@ def by_loops(tensors, shape, size):
 @pytest.mark.parametrize("size", [16, 32, 0])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_decoding_agrees_with_loops_over_the_description(size, symmetric):
-    made, shape = rule(4, size, symmetric=symmetric), (24, 96)
-    weight = random_coded(made, shape)
-    tensors = encode(weight, made)
-    got = decode(tensors, made)
+    result, shape = rule(4, size, symmetric=symmetric), (24, 96)
+    weight = random_coded(result, shape)
+    tensors = encode(weight, result)
+    got = decode(tensors, result)
     assert got.dtype == torch.float16
     assert torch.equal(got, by_loops(tensors, shape, size or 96))
     assert equal(unpack(tensors), weight)
-    assert layout(shape, made) == {
+    assert layout(shape, result) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
     }
 
@@ -74,12 +74,14 @@ def test_the_two_orders_are_inverses():
 
 
 def test_nothing_is_modified():
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
-    tensors = encode(weight, made)
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
+    tensors = encode(weight, weight_rule)
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
-    decode(tensors, made)
-    assert equal(weight, random_coded(made)) and all(torch.equal(kept[name], tensors[name]) for name in kept)
+    decode(tensors, weight_rule)
+    assert equal(weight, random_coded(weight_rule)) and all(
+        torch.equal(kept[name], tensors[name]) for name in kept
+    )
 
 
 def test_config():
@@ -125,13 +127,13 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
     checkpoint = folder(tmp_path, tensors, said, beside=beside)
     assert quant_method(checkpoint) == "awq"
     read = reader(checkpoint)
-    made = rule(4, 16, symmetric=False)
-    weight = random_coded(made)
-    found = read.codes(f"{MODULE}.qweight")
-    assert equal(found[0], weight) and found[1] == made
+    weight_rule = rule(4, 16, symmetric=False)
+    weight = random_coded(weight_rule)
+    actual = read.codes(f"{MODULE}.qweight")
+    assert equal(actual[0], weight) and actual[1] == weight_rule
     state = dequantize_state(checkpoint)
     assert sorted(state) == [f"{MODULE}.bias", f"{MODULE}.weight", "model.norm.weight"]
-    assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, made), made))
+    assert torch.equal(state[f"{MODULE}.weight"], decode(encode(weight, weight_rule), weight_rule))
     assert torch.equal(state["model.norm.weight"], norm) and torch.equal(state[f"{MODULE}.bias"], bias)
     slot = read.header(checkpoint.tensors[f"{MODULE}.qweight"])
     assert slot == (f"{MODULE}.weight", "F16", (8, 64))
@@ -139,9 +141,9 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
 
 
 def test_zero_points_of_8_are_none(tmp_path):
-    made = rule(4, 16)
-    found = AWQReader(folder(tmp_path, stored(made), SAID)).codes(f"{MODULE}.qweight")
-    assert found[1] == made and equal(found[0], random_coded(made))
+    weight_rule = rule(4, 16)
+    actual = AWQReader(folder(tmp_path, stored(weight_rule), SAID)).codes(f"{MODULE}.qweight")
+    assert actual[1] == weight_rule and equal(actual[0], random_coded(weight_rule))
 
 
 @pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])

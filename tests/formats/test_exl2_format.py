@@ -41,10 +41,10 @@ def by_loops(tensors, rows):
     groups = [int(word) & 0xFFFF for word in tensors["q_groups"]]
     outputs, columns = tensors["q_weight"].shape[1], len(tensors["q_invperm"])
     weight = [[None] * columns for _ in range(rows)]
-    table = {int(place): column for column, place in enumerate(tensors["q_invperm"])}
+    table = {int(index): column for column, index in enumerate(tensors["q_invperm"])}
     for n in range(rows):
         words = [int(word) & 0xFFFFFFFF for word in tensors["q_weight"][:, n]]
-        place = 0
+        index = 0
         for number in range(len(groups) // 2):
             bits, first = groups[2 * number : 2 * number + 2]
             last = groups[2 * number + 3] if 2 * number + 3 < len(groups) else len(words)
@@ -55,9 +55,9 @@ def by_loops(tensors, rows):
             scale = half(sub * sub * step)
             for start in range(0, len(text), bits):
                 code = int(text[start : start + bits][::-1], 2) - 2 ** (bits - 1)
-                weight[n][table[place]] = half(code * scale)
-                place += 1
-        assert place == columns
+                weight[n][table[index]] = half(code * scale)
+                index += 1
+        assert index == columns
     assert outputs % 32 == 0
     return torch.tensor(weight, dtype=torch.float16)
 
@@ -165,8 +165,8 @@ def save_exl2(folder, family="llama3", **changes):
         weights[name] = decode(coded, outputs)
         rows |= {base: outputs} if outputs % 32 else {}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    said = exl2.quantization_config(3.2, 6, rows=rows)
-    (folder / "config.json").write_text(json.dumps({**checkpoint.config, "quantization_config": said}))
+    config = exl2.quantization_config(3.2, 6, rows=rows)
+    (folder / "config.json").write_text(json.dumps({**checkpoint.config, "quantization_config": config}))
     return open_checkpoint(folder), weights
 
 

@@ -89,9 +89,9 @@ def test_why_there_is_no_library_is_one_line(trouble, room, monkeypatch):
     else:
         (room / "cache").write_text("in the way")
     assert build.load("small") is None
-    said = build.why_missing("small")
+    message = build.why_missing("small")
     words = {"no compiler": "no compiler: none of c++", "an error in the source": "error"}
-    assert words.get(trouble, "cache") in said and "\n" not in said
+    assert words.get(trouble, "cache") in message and "\n" not in message
     if trouble == "an error in the source":
         assert files(room) == []
 
@@ -157,8 +157,8 @@ def test_the_best_level_of_a_processor(machine, told, best, room, monkeypatch):
     (room / "cpuinfo").write_text(f"processor : 0\n{told}\n\nprocessor : 1\n{told}\n")
     monkeypatch.setattr(levels, "CPUINFO", room / "cpuinfo")
     monkeypatch.setattr(levels.platform, "machine", lambda: machine)
-    found = levels.levels()
-    assert (found[0].name if found else None) == best
+    actual = levels.levels()
+    assert (actual[0].name if actual else None) == best
     monkeypatch.setattr(levels, "CPUINFO", room / "none")
     assert levels.levels() == ()
 

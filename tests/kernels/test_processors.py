@@ -89,23 +89,23 @@ def level(request):
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_products(kind, level, made, tmp_path):
     recording = PRODUCTS[kind]()
-    found = results(recording, "decode", level, made, tmp_path)
-    same(found, base(recording, "decode", made, tmp_path), kind, level)
+    actual = results(recording, "decode", level, made, tmp_path)
+    same(actual, base(recording, "decode", made, tmp_path), kind, level)
 
 
 @pytest.mark.parametrize("kind", STEPS)
 def test_steps(kind, level, made, tmp_path):
     """Norms, rotary positions, attention over three kinds of cache, activations, soft caps."""
     recording = STEPS[kind]()
-    found = results(recording, "decode", level, made, tmp_path)
-    same(found, base(recording, "decode", made, tmp_path), kind, level)
+    actual = results(recording, "decode", level, made, tmp_path)
+    same(actual, base(recording, "decode", made, tmp_path), kind, level)
 
 
 @pytest.mark.parametrize("kind", GGML)
 def test_searches(kind, level, made, tmp_path):
     recording = cases.searches(kind)
-    found = results(recording, "ggml_search", level, made, tmp_path)
-    same(found, base(recording, "ggml_search", made, tmp_path))
+    actual = results(recording, "ggml_search", level, made, tmp_path)
+    same(actual, base(recording, "ggml_search", made, tmp_path))
 
 
 def same(found, expected, kind="", level=None):

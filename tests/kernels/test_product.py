@@ -25,8 +25,8 @@ TOPS = {8: 127, 16: 127 * 257}  # the largest code of a row
 
 @pytest.fixture(params=[1, 3], scope="module")
 def team(request):
-    with ThreadPool(request.param) as found:
-        yield found
+    with ThreadPool(request.param) as actual:
+        yield actual
 
 
 def weight(rows, columns, seed=0):
@@ -193,8 +193,8 @@ def test_products_of_bf16(tokens, bits, team):
     for rows, columns in [*SHAPES, (70, 34)]:
         packed = pack_bf16(weight(rows, columns))
         x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
-        taken = x if bits == 16 else x.bfloat16()
-        assert_product(team.multiply(x, packed, bits=bits), taken, packed)
+        kept = x if bits == 16 else x.bfloat16()
+        assert_product(team.multiply(x, packed, bits=bits), kept, packed)
 
 
 def assert_product(found, x, packed):
@@ -350,5 +350,5 @@ def test_tiles_are_taken_and_where_the_system_refuses_them_done_without():
         command = [sys.executable, "-S", "-c", CHILD, load("decode")._name, str(small)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
-    (with_tiles, expected), (without, found) = child(0), child(1)
-    assert (with_tiles, without) == ("1", "0") and found == expected
+    (with_tiles, expected), (without, actual) = child(0), child(1)
+    assert (with_tiles, without) == ("1", "0") and actual == expected

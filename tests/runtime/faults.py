@@ -82,7 +82,7 @@ class Faults:
     @property
     def broken(self) -> set[str]:
         """Requests that an error was raised for, and whose text may not be whole."""
-        return {name for place, name in self.raised if place not in HARMLESS}
+        return {name for index, name in self.raised if index not in HARMLESS}
 
     def hit(self, place: str, *names: str) -> None:
         """Raises where one of the requests is due an error at this place."""
@@ -165,9 +165,9 @@ class Faults:
             if (value := getattr(params, field)) is not None:
                 counts[field] = Tagged(value)
                 counts[field].name = name
-        made = replace(params, **counts)
-        self._named[id(made)] = (made, name)
-        return made
+        result = replace(params, **counts)
+        self._named[id(result)] = (result, name)
+        return result
 
     def _wrap_text(self, text: Completion, params: SamplingParams, name: str) -> None:
         text.params = params
@@ -180,9 +180,9 @@ class Faults:
             (text._matcher, "consume", "grammar"),
             (text._matcher, "allowed", "grammar"),
         ]
-        for owner, method, place in parts:
+        for owner, method, index in parts:
             if owner is not None:
-                self._wrap_part(owner, method, place, name)
+                self._wrap_part(owner, method, index, name)
 
     def _wrap_part(self, owner: Any, method: str, place: str, name: str) -> None:
         plain = getattr(owner, method)

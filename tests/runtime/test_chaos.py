@@ -90,8 +90,8 @@ def random_faults(seed: int) -> Callable[[str, SamplingParams], Fault | None]:
     def choose(name: str, params: SamplingParams) -> Fault | None:
         if draws.random() >= RATE:
             return None
-        place = draws.choice([each for each in PLACES if each not in ("propose", "observe", "note", "plan")])
-        return Fault(place, after=draws.choice([0, 0, 1, 2, 5]))
+        index = draws.choice([item for item in PLACES if item not in ("propose", "observe", "note", "plan")])
+        return Fault(index, after=draws.choice([0, 0, 1, 2, 5]))
 
     return choose
 
@@ -103,9 +103,9 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     running = made(kind, blocks, asked)
     faults = Faults(running, monkeypatch)
     faults.choose = random_faults(seed)
-    found = ran(running, asked, seed)
-    got = texts(found, asked)
-    broken = {found[name][0] for name in faults.broken}
+    actual = ran(running, asked, seed)
+    got = texts(actual, asked)
+    broken = {actual[name][0] for name in faults.broken}
     for number, expected in want.items():
         ended = {text.finish_reason for text in got[number].samples}
         if number in broken:
@@ -113,7 +113,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
         else:
             assert got[number].samples == expected.samples, (number, asked[number])
             assert got[number].prompt_logprobs == expected.prompt_logprobs
-    assert all(isinstance(e.failure, FaultError) for _, mine in found.values() for e in mine if e.error)
+    assert all(isinstance(e.failure, FaultError) for _, mine in actual.values() for e in mine if e.error)
     assert running.idle and not running._requests
     running.check()
     manager = running.scheduler.manager
@@ -123,7 +123,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     if running.speculator is not None:
         assert running.speculator.failure is None and running.speculator.counts.drafts
     monkeypatch.undo()
-    return {place for place, _ in faults.raised}
+    return {index for index, _ in faults.raised}
 
 
 @pytest.mark.parametrize("kind", ["plain", "ngram", "oracle", "drawer"])
@@ -153,7 +153,7 @@ def test_speculation_that_breaks_under_load(
     faults = Faults(running, monkeypatch)
     faults.choose = lambda name, params: Fault(place, after=2)
     got = texts(ran(running, asked, 5), asked)
-    assert {n: each.samples for n, each in got.items()} == {n: each.samples for n, each in want.items()}
+    assert {n: item.samples for n, item in got.items()} == {n: item.samples for n, item in want.items()}
     assert running.speculator is not None and isinstance(running.speculator.failure, FaultError)
     assert len(broken_proposers) == 1
     broken_proposers.clear()

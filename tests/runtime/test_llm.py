@@ -36,10 +36,10 @@ def test_one_result_for_each_prompt_in_order() -> None:
     prompts = [[1], [2, 3], [4]]
     params = [SamplingParams(seed=n, max_tokens=n + 1, n=n + 1) for n in range(3)]
     got = fake().generate(prompts, params)
-    for prompt, each, result in zip(prompts, params, got, strict=True):
+    for prompt, item, result in zip(prompts, params, got, strict=True):
         assert result.prompt is None and list(result.prompt_token_ids) == prompt
         assert [list(text.token_ids) for text in result.samples] == [
-            alone(prompt, each, n) for n in range(each.n)
+            alone(prompt, item, n) for n in range(item.n)
         ]
         assert result.token_ids == result.samples[0].token_ids and result.text == ""
 

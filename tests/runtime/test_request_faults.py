@@ -28,7 +28,7 @@ GUILTY = 1
 class Even:
     """A grammar of even tokens; stands for llguidance's matcher."""
 
-    complete = may_end = False
+    complete = False
 
     def copy(self) -> Even:
         return Even()
@@ -271,10 +271,10 @@ def test_an_error_while_packing_ends_its_own_request(
     faults.guilty[names[GUILTY]] = Fault(place, after=0 if place in ("pack", "pages") else 3)
     events = finish(llm.engine)
     assert faults.raised
-    texts = {name: "".join(each.text for each in events if each.request == name) for name in names}
+    texts = {name: "".join(event.text for event in events if event.request == name) for name in names}
     lost = range(3) if place == "run" else [GUILTY]  # what it keeps of them is not written twice
     for number, name in enumerate(names):
-        reason = next(each.finish_reason for each in events if each.request == name and each.finished)
+        reason = next(event.finish_reason for event in events if event.request == name and event.finished)
         assert reason == ("error" if number in lost else "length"), number
         assert number in lost or texts[name] == want[number]
     faults.guilty.clear()

@@ -172,7 +172,6 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     """Raise a full disk, a missing permission or a read-only file system as an OutputError about ``path``.
 
     Args:
-        path: the file or folder being written.
         needed: its size in bytes, where known.
     """
     try:

@@ -107,7 +107,7 @@ class ShardWriter:
         spec = tensor_spec(name, tensor)
         assert spec == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {spec}"
         assert name in self._waiting[shard.name], f"{name} is written already"
-        partial = self._partial(shard)
+        partial = atomic.hidden(self.work / shard.name, "partial")
         with atomic.explain_os_errors(self.folder, shard.size):
             with self._lock:
                 if not partial.exists():
@@ -174,9 +174,6 @@ class ShardWriter:
         finished = [shard.name for shard in self._shards if not self._waiting[shard.name]]
         atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
 
-    def _partial(self, shard: _Shard) -> Path:
-        return atomic.hidden(self.work / shard.name, "partial")
-
 
 def write_checkpoint_tensors(
     folder: Path,
@@ -187,7 +184,6 @@ def write_checkpoint_tensors(
     """Write named tensors as ``model.safetensors``, or as shards with an index.
 
     Args:
-        folder: an existing folder.
         tensors: a mapping, or an iterator of (name, tensor), which is read one tensor at a time through a
             spool file in ``folder``: memory of one tensor, temporarily twice the disk space.
         max_shard_bytes: most tensor bytes of a shard.

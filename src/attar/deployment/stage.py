@@ -68,7 +68,6 @@ def export(
     """Write a checkpoint for another engine.
 
     Args:
-        model: any checkpoint, a GGUF file included.
         out: the folder to make, or with format gguf a file ``NAME.gguf``.
         settings: the format, and how weights are rounded or converted.
         force: replace an existing ``out``.

@@ -106,7 +106,6 @@ def recover(
 
     Args:
         model: the damaged model; its shape is kept.
-        out: the folder to make.
         teacher: the model to agree with; both have one tokenizer.
         signal: as in :func:`distill`.
 

@@ -43,8 +43,6 @@ def fresh_student(model: Any, layers: Sequence[int], width: int, seed: int) -> A
     Args:
         model: the teacher; not changed.
         layers: the teacher's blocks whose kinds (sliding or full attention) the student's have, ascending.
-        width: of the residual stream.
-        seed: of the weights.
 
     Returns:
         A float32 model in evaluation mode on the teacher's device.

@@ -140,7 +140,6 @@ def measure_speed(
 
     Args:
         prompt_tokens, decode_tokens: of a round; reduced to fit the context.
-        seed: of the random prompts.
         budget: seconds after which no further round begins (one is always timed).
     """
     if subject.context is not None:

@@ -59,7 +59,6 @@ def merge(
     """Merge models.
 
     Args:
-        out: the new folder.
         models: models by names that the configuration may use, such as the stages of a recipe.
         draw: draws where the parents disagree, into ``conflicts.svg``; None: no picture.
         force: replace an existing ``out``.

@@ -95,7 +95,6 @@ def round_inputs(
 
     Args:
         module: a Linear or Conv1D; static scale and zero become buffers of it that are not saved.
-        rule: how its input is rounded.
         scale: of a static rule, one number.
         zero: likewise, where the rule is asymmetric.
 

@@ -142,7 +142,6 @@ def report_misfits(
     """Raise where the stored tensors and the architecture's differ.
 
     Args:
-        where: the folder and the architecture.
         wrong: stored and wanted shape by name.
         extra: tensors that no parameter takes; those of a module that the model lacks are spare.
         missing: parameters without a tensor.

@@ -136,13 +136,9 @@ class Anatomy:
         causal: whether attention sees the past only.
         blocks: the layers in order.
         blocks_name: path of their list (``"model.layers"``).
-        embedding: token embedding.
         positions: learned position embedding, if any.
-        final_norm: norm after the last block, if any.
         head: projection to the vocabulary, if any.
         tied: whether the head's weight is the embedding's.
-        hidden_size: width of the residual stream.
-        vocab_size: rows of the token embedding.
     """
 
     family: str

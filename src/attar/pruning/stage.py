@@ -51,7 +51,6 @@ def prune(
     """Remove the least important head groups or neurons of every layer.
 
     Args:
-        model: a dense or packed checkpoint.
         out: the folder to make; its config has the new sizes.
 
     Raises:

@@ -33,7 +33,6 @@ class AutoRoundSolver:
         clip: learn the ends of each tile's range too.
         update: "sign", or "adam".
         precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
-        seed: of the choice of sequences.
         start: see :data:`StartCodes`; None: nearest codes everywhere.
         masks: bool (N, K) by module name; False: the weight is zero and stays zero.
     """

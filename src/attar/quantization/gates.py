@@ -58,7 +58,6 @@ class Finding:
         check: "scales", "codes", "layer", "tokens" or "model".
         severity: "error" or "warning".
         message: one line that says what, without the name.
-        mend: how to fix it.
     """
 
     layer: str
@@ -175,7 +174,6 @@ def check_layers(
             and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator. What is absent is
             not judged.
         few_tokens: fewer tokens than this are a warning.
-        method: name of the rounding, for the messages.
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
     return [finding for report in reports for check in checks for finding in check(report)]

@@ -36,7 +36,6 @@ class LayerPlan:
     """A Linear that will be quantized.
 
     Attributes:
-        module: its name in the module tree.
         shape: (N, K).
         transposed: stored as (K, N), as Conv1D does.
         grid: the number format, its scales in the type of the stored weight.

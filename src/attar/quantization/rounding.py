@@ -70,10 +70,7 @@ class RoundingTask:
 
     Attributes:
         checkpoint: dense; the plan was made for it.
-        plan: the layers and their grids.
-        settings: of the quantization.
         work: folder of finished parts; survives a kill.
-        progress: where progress is reported.
         after_blocks: called with the hidden states after the last block, where a sweep rounds.
     """
 
@@ -97,7 +94,6 @@ class RoundedModel:
         codes: see :data:`CodeSource`.
         reports: one row a layer, once all codes have been read.
         input_scales: learned static scales of inputs, by module name.
-        curve: of a training run.
         precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
             were none.
     """
@@ -114,7 +110,6 @@ class QuantizationMethod:
     """A rounding method.
 
     Attributes:
-        settings: class of its options.
         walk: makes the codes of a checkpoint.
         solver: rounds one weight, for sweep_layers; None: to nearest.
         original_inputs: the solver compares with the original model's inputs: ``cross=``.
@@ -216,7 +211,7 @@ def train(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     rules = {name: layer.scheme.activations for name, layer in layers.items()}
     sizes = settings.calibration
-    rows = pack(
+    packed = pack(
         load_tokenizer(checkpoint),
         settings.data,
         "train",
@@ -229,7 +224,7 @@ def train(task: RoundingTask) -> RoundedModel:
         model,
         {name: layer.grid for name, layer in layers.items()},
         {name: rule for name, rule in rules.items() if rule is not None},
-        rows,
+        packed.rows,
         _schedule(settings, options),
         loss=distillation_loss(soft_loss(teacher), options.distill),
         train="scales" if options.train == "scales" else "weights",

@@ -52,7 +52,6 @@ def quantize(
     """Quantize the Linears of a model's blocks.
 
     Args:
-        model: a dense checkpoint.
         force: replace an existing ``out``.
         key: identity of this work, when a recipe knows it.
 

@@ -28,9 +28,7 @@ class AnswerStats:
     """Tokens and times of one answer.
 
     Attributes:
-        prompt_tokens: of the rendered conversation.
         cached_tokens: of these, served by the prefix cache.
-        tokens: of the answer.
         first_token_s: seconds until the first token; None without one.
         total_s: seconds until the last.
         dropped: of the oldest messages, left out because the context is full.
@@ -99,7 +97,6 @@ class Chat:
         the answer was stopped, unless there is no answer at all.
 
         Args:
-            text: the user's message.
             stopped: called after every step; true ends the answer.
 
         Raises:

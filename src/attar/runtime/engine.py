@@ -53,9 +53,6 @@ class Engine:
     """Runs requests until they are finished.
 
     Args:
-        runner: the model and its pool of blocks.
-        scheduler: of the same pool.
-        ends: the model's end tokens.
         decode: tokens to text; None: events have tokens only, and stop strings are refused.
         vocabulary: columns of the logits that stand for a token; None: all.
         eviction: decides after each step which sequences are packed; the runner must support it.

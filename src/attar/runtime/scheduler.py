@@ -67,7 +67,6 @@ class Scheduler:
     """Waiting and running sequences.
 
     Args:
-        manager: the blocks that they share.
         limits: how much runs, and how much may wait.
         context: positions of the model; None: no limit.
         memory: notified of forks, and of sequences that ended or lost their blocks; usually the runner.
@@ -395,7 +394,6 @@ def divide(running: Iterable[Sequence], budget: int, chunk: int | None = None) -
 
     Args:
         running: in their order.
-        budget: tokens of the step.
         chunk: most tokens of one prompt.
     """
     shares = {}

@@ -58,7 +58,6 @@ class Sequence:
     """The tokens of one completion; changed only by the scheduler, except for ``drafts`` and ``parents``.
 
     Args:
-        id: unique.
         limit: most tokens, the prompt's included.
         tokens: the prompt and the generated tokens.
         index: of the completion in [0, n).

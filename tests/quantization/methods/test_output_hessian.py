@@ -62,9 +62,9 @@ def test_portions_follow_the_memory_and_change_no_code(
     monkeypatch.setattr(curvature, "LEAST", 0)
     monkeypatch.setattr(curvature, "free_memory", lambda device: free)
     progress = Heard()
-    made = quantize(folder, tmp_path / "parts", SETTINGS, progress=progress)
+    quantized = quantize(folder, tmp_path / "parts", SETTINGS, progress=progress)
     wanted = load_file(whole)
-    assert all(torch.equal(made.load(name), wanted[name]) for name in wanted)
+    assert all(torch.equal(quantized.load(name), wanted[name]) for name in wanted)
     assert len(loads) == 1
     assert [line for line in progress.lines if line.startswith("yaqa: ")] == [
         f"yaqa: {2 * portions} backward passes over the whole model: 14 layers in {portions} "

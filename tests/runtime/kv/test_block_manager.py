@@ -200,10 +200,10 @@ class World:
         return self.prefixes.setdefault((before, token), len(self.prefixes))
 
     def contents(self, tokens, salt):
-        found = [self.number(salt, None)]
+        results = [self.number(salt, None)]
         for token in tokens:
-            found.append(self.number(found[-1], token))
-        return found[1:]
+            results.append(self.number(results[-1], token))
+        return results[1:]
 
     def slot(self, sequence, place):
         block = self.manager.table(sequence).blocks[place // B]
@@ -217,52 +217,54 @@ class World:
         draw = self.draw
         tokens = [0] * draw.randrange(9) + [draw.randrange(2) for _ in range(draw.randrange(1, 13))]
         salt = draw.choice(["", "a"])
-        found = self.manager.admit(self.next, tokens, salt)
-        if found is not None:
-            assert found < len(tokens)
-            self.live[self.next] = (tokens, self.contents(tokens[:found], salt), salt)
+        actual = self.manager.admit(self.next, tokens, salt)
+        if actual is not None:
+            assert actual < len(tokens)
+            self.live[self.next] = (tokens, self.contents(tokens[:actual], salt), salt)
             self.next += 1
 
     def append(self, sequence):
         """Writes some of the tokens that are missing, or new ones."""
-        tokens, places, salt = self.live[sequence]
-        if len(places) == len(tokens):
+        tokens, positions, salt = self.live[sequence]
+        if len(positions) == len(tokens):
             tokens += [self.draw.randrange(2) for _ in range(self.draw.randrange(1, 4))]
-        count = self.draw.randrange(1, len(tokens) - len(places) + 1)
+        count = self.draw.randrange(1, len(tokens) - len(positions) + 1)
         if not self.manager.reserve(sequence, count):
             self.release(sequence)  # preempted
             return
         self.copy()
-        for place in range(len(places), len(places) + count):
-            places.append(self.number(places[-1] if places else self.number(salt, None), tokens[place]))
-            self.pool[self.slot(sequence, place)] = places[-1]
+        for index in range(len(positions), len(positions) + count):
+            positions.append(
+                self.number(positions[-1] if positions else self.number(salt, None), tokens[index])
+            )
+            self.pool[self.slot(sequence, index)] = positions[-1]
         self.manager.commit(sequence, count, tokens)
 
     def fork(self, sequence):
-        tokens, places, salt = self.live[sequence]
+        tokens, positions, salt = self.live[sequence]
         self.manager.fork(sequence, self.next)
-        self.live[self.next] = (list(tokens), list(places), salt)
+        self.live[self.next] = (list(tokens), list(positions), salt)
         self.next += 1
 
     def truncate(self, sequence):
-        tokens, places, _ = self.live[sequence]
-        back = self.draw.randrange(min(len(places), 4))
+        tokens, positions, _ = self.live[sequence]
+        back = self.draw.randrange(min(len(positions), 4))
         if self.manager.window is not None:
             back = 0  # what is certain stays; drafts have a test of their own
-        self.manager.truncate(sequence, len(places) - back)
-        del places[len(places) - back :]
-        del tokens[max(len(places), 1) :]
+        self.manager.truncate(sequence, len(positions) - back)
+        del positions[len(positions) - back :]
+        del tokens[max(len(positions), 1) :]
 
     def release(self, sequence):
         self.manager.release(sequence)
         del self.live[sequence]
 
     def verify(self, sequence):
-        _, places, _ = self.live[sequence]
-        for place, content in enumerate(places):
-            slot = self.slot(sequence, place)
+        _, positions, _ = self.live[sequence]
+        for index, content in enumerate(positions):
+            slot = self.slot(sequence, index)
             window = self.manager.window
-            assert slot is not None or (window and self.manager.sinks <= place < len(places) - window)
+            assert slot is not None or (window and self.manager.sinks <= index < len(positions) - window)
             assert slot is None or self.pool[slot] == content
 
     def turn(self):

@@ -150,8 +150,8 @@ def test_every_tiny_temperature_is_the_greedy_choice(cuts: dict[str, object]) ->
             for T in (0.0, *TINY)
         ]
         greedy, *p = (warp(logits, [row] * 2) for row in rows)
-        for T, found in zip(TINY, p, strict=True):
-            assert torch.equal(found, greedy), T
+        for T, actual in zip(TINY, p, strict=True):
+            assert torch.equal(actual, greedy), T
         for row in rows:
             assert sample(logits, [row] * 2, [5, 6]) == greedy.argmax(-1).tolist()
 

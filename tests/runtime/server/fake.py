@@ -67,10 +67,10 @@ class FakeBackend:
     async def _events(self, prompt, params, id):
         letters = self.answer[: params.max_tokens]
         for sample in range(params.n):
-            for place, letter in enumerate(letters):
-                await (self.release.wait() if prompt[0] == SLOW and place else asyncio.sleep(0))
-                yield self._event(prompt, params, id, sample, place, letter, letters)
-                if prompt[0] == FAIL and place == 2:
+            for index, letter in enumerate(letters):
+                await (self.release.wait() if prompt[0] == SLOW and index else asyncio.sleep(0))
+                yield self._event(prompt, params, id, sample, index, letter, letters)
+                if prompt[0] == FAIL and index == 2:
                     yield Event(id, sample, finish_reason="error", error="RuntimeError: secret")
                     return
 
@@ -93,9 +93,9 @@ class FakeBackend:
         self.cancelled.append(id)
 
     def stats(self):
-        made = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
+        result = SpeculationCounts(5, 20, 12, [5, 4, 2, 1])
         blocks = {"free": 2, "cached": 1, "used": 1}
-        return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, made)
+        return Stats(len(self.open), self.waiting, 0.25, blocks, 100, 40, 2, result)
 
     async def close(self):
         self.closed = True

@@ -240,13 +240,13 @@ def test_bodies_that_are_none(raw, words):
 
 
 def test_brackets_in_a_text_are_text():
-    made = parse(said('{["\\\n' * 20_000), ChatRequest)
-    assert made.messages[0].content == '{["\\\n' * 20_000
+    parsed = parse(said('{["\\\n' * 20_000), ChatRequest)
+    assert parsed.messages[0].content == '{["\\\n' * 20_000
 
 
 def test_pairs_of_surrogates_are_text():
-    made = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
-    assert made.prompt == "\U0001f44d"
+    parsed = parse(b'{"model": "m", "prompt": "\\ud83d\\udc4d"}', CompletionRequest)
+    assert parsed.prompt == "\U0001f44d"
 
 
 def test_long_answers_are_written_as_ever():
@@ -266,8 +266,8 @@ def test_top_p_0_takes_the_likeliest(server):
 
 def test_a_text_is_scored_without_a_token_more(server):
     asked = body("def f(x):", max_tokens=0, echo=True, logprobs=1)
-    made = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
-    choice, usage = made["choices"][0], made["usage"]
+    result = httpx.post(server + COMPLETIONS, json=asked, timeout=30).json()
+    choice, usage = result["choices"][0], result["usage"]
     count = httpx.post(f"{server}/tokenize", json={"prompt": "def f(x):"}).json()["count"]
     assert choice["text"] == "def f(x):" and choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) == count

@@ -89,9 +89,9 @@ def test_a_pattern_of_a_completion(client):
         ("regex", "(red|green) [0-9]{2}"),
         ("grammar", 'start: ("red" | "green") / [0-9]{2}/'),
     ):
-        made = client.completions.create(model="tiny", prompt="x = ", n=2, extra_body={name: guide})
-        assert all(re.fullmatch("(red|green) [0-9]{2}", choice.text) for choice in made.choices)
-        assert {choice.finish_reason for choice in made.choices} == {"stop"}
+        result = client.completions.create(model="tiny", prompt="x = ", n=2, extra_body={name: guide})
+        assert all(re.fullmatch("(red|green) [0-9]{2}", choice.text) for choice in result.choices)
+        assert {choice.finish_reason for choice in result.choices} == {"stop"}
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,6 @@ def test_stop_seed_logprobs_and_usage(client):
     one, two = (chat(client, seed=9, max_tokens=12, logprobs=True, top_logprobs=2) for _ in range(2))
     assert one.choices[0].message.content == two.choices[0].message.content
     scored = one.choices[0].logprobs.content
-    assert len(scored) == one.usage.completion_tokens and all(len(each.top_logprobs) == 2 for each in scored)
-    assert all(each.logprob <= 0 for each in scored)
+    assert len(scored) == one.usage.completion_tokens and all(len(item.top_logprobs) == 2 for item in scored)
+    assert all(item.logprob <= 0 for item in scored)
     assert one.usage.total_tokens == one.usage.prompt_tokens + one.usage.completion_tokens

@@ -27,8 +27,8 @@ def serve(**settings):
 
 
 def test_settings():
-    made = ServerSettings()
-    assert made.host == "127.0.0.1" and made.loopback and not made.log_prompts
+    settings = ServerSettings()
+    assert settings.host == "127.0.0.1" and settings.loopback and not settings.log_prompts
     assert ServerSettings(host="::1").loopback and not ServerSettings(host="0.0.0.0").loopback
     for wrong in (
         {"port": 70_000},

@@ -95,7 +95,9 @@ def test_sigterm_under_load(tmp_path):
 
         answers, late = asyncio.run(load(url, 30, end, max_tokens=100))
         refused(late, 503, "shutting_down")
-        assert all(isinstance(each, httpx.Response) and "[DONE]" in each.text for each in answers), answers
+        assert all(isinstance(answer, httpx.Response) and "[DONE]" in answer.text for answer in answers), (
+            answers
+        )
         assert child.wait(10) == 0 and "Traceback" not in said(tmp_path)
 
 
@@ -112,5 +114,5 @@ def test_an_end_before_all_are_out(signals, tmp_path):
         began = time.monotonic()
         answers, _ = asyncio.run(load(url, 40, end, max_tokens=1900))
         assert child.wait(10) == 0 and time.monotonic() - began < 20
-        assert sum("shutting_down" in each.text for each in answers) > 10
+        assert sum("shutting_down" in answer.text for answer in answers) > 10
         assert "Traceback" not in said(tmp_path)

@@ -129,13 +129,13 @@ def moves(path: tuple[int, ...], position: int, drafted: int) -> tuple[tuple[int
 @pytest.mark.parametrize("seed", range(20))
 def test_moves_bring_the_path_behind_the_last_token(seed: int) -> None:
     """Keys and values moved one after the other, as the runner does; what they stand for is compared."""
-    draft, place = random_tree(seed), 11
+    draft, index = random_tree(seed), 11
     for path in draft.paths():
-        cache = [None] * place + [(), *(draft.path(node) for node in range(1, len(draft) + 1))]
-        for source, target in moves(path, place, len(draft)):
+        cache = [None] * index + [(), *(draft.path(node) for node in range(1, len(draft) + 1))]
+        for source, target in moves(path, index, len(draft)):
             assert target < source
             cache[target] = cache[source]
-        assert cache[place : place + len(path) + 1] == [
+        assert cache[index : index + len(path) + 1] == [
             (),
             *(path[:depth] for depth in range(1, len(path) + 1)),
         ]

@@ -48,23 +48,23 @@ class World:
         begun, spent = list(self.places), self.spent
         while min(self.places) < begun[0] + tokens:
             self.turn()
-        made = sum(self.places) - sum(begun)
-        return made / self.batch / ((self.spent - spent) / self.time(self.batch))
+        result = sum(self.places) - sum(begun)
+        return result / self.batch / ((self.spent - spent) / self.time(self.batch))
 
     def turn(self):
         counts = drafted(self.policy, range(self.batch))
-        news, made = [], 0
-        for place, count in enumerate(counts):
+        news, result = [], 0
+        for index, count in enumerate(counts):
             accepted = 0
-            while accepted < count and self.random.random() < self.a(self.places[place]):
+            while accepted < count and self.random.random() < self.a(self.places[index]):
                 accepted += 1
-            self.places[place] += accepted + 1
-            made += accepted + 1
+            self.places[index] += accepted + 1
+            result += accepted + 1
             draft = Draft.chain([7] * count) if count else None
-            news.append(DraftFeedback(place, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
+            news.append(DraftFeedback(index, draft, tuple(range(1, accepted + 1)), [7] * (accepted + 1)))
         target, draft = self.time(self.batch + sum(counts)), max(counts) * self.step
         self.spent += target + draft
-        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - made / self.batch)
+        self.lost.append(self.lost[-1] + (target + draft) / self.time(self.batch) - result / self.batch)
         self.drafted.append(counts)
         self.policy.note(news, target, draft)
 
@@ -140,8 +140,8 @@ def test_more_drafts_go_where_more_are_accepted():
 def test_prompts_beside_make_drafts_dear():
     latency = Latency({1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0})
     policy = DraftPolicy(latency, MOST)
-    (alone,), (beside,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
-    assert alone > 2 * beside > 0
+    (alone,), (neighbour,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)
+    assert alone > 2 * neighbour > 0
 
 
 def test_an_empty_budget_stops_everything_until_it_is_filled():
@@ -265,7 +265,7 @@ def test_a_closed_budget_says_how_long_it_stays_so() -> None:
 
 def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:
     policy = DraftPolicy(Latency(), MOST)
-    kinds = tuple(kind_of(*each) for each in ((1, 3), (1, 1), (2, 2), (1, 2)))
+    kinds = tuple(kind_of(*item) for item in ((1, 3), (1, 1), (2, 2), (1, 2)))
     table = {1: [0.5, 0.6, 0.7], 2: [0.1, 0.2]}
     policy.acceptance.rates = lambda sequence, group, levels: table[group][:levels]
     candidates = policy._nodes(4, 0, Draft((5, 6, 7, 8), (0, 1, 0, 2), kinds=kinds))

@@ -111,12 +111,12 @@ def coupled(said: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
 
 def speak(seed: int, drafter: Drafter, judge: Judge, sample: int = 0) -> tuple[int, ...]:
     """A text in rounds."""
-    said: tuple[int, ...] = ()
-    while len(said) < LENGTH:
-        noise = Noise(seed, sample, len(PROMPT) + len(said))
-        draft = drafter(said, noise)
-        said += judge(said, draft, noise).tokens(draft)
-    return said[:LENGTH]
+    message: tuple[int, ...] = ()
+    while len(message) < LENGTH:
+        noise = Noise(seed, sample, len(PROMPT) + len(message))
+        draft = drafter(message, noise)
+        message += judge(message, draft, noise).tokens(draft)
+    return message[:LENGTH]
 
 
 RULES: dict[str, tuple[Drafter, Judge]] = {
@@ -180,9 +180,11 @@ def test_two_texts_of_a_request_are_independent() -> None:
 def test_a_verdict_depends_on_its_own_sequence_alone(rule: str) -> None:
     """In any order, among others, and again after a preemption: the same."""
     drafter, judge = RULES[rule]
-    rounds = [(said, Noise(seed, 0, 2 + len(said))) for seed in range(6) for said in ((), (2,), (3, 2))]
-    drafts = [drafter(*each) for each in rounds]
-    forward = [judge(said, draft, noise) for (said, noise), draft in zip(rounds, drafts, strict=True)]
+    rounds = [
+        (message, Noise(seed, 0, 2 + len(message))) for seed in range(6) for message in ((), (2,), (3, 2))
+    ]
+    drafts = [drafter(*item) for item in rounds]
+    forward = [judge(message, draft, noise) for (message, noise), draft in zip(rounds, drafts, strict=True)]
     backward = [judge(*rounds[i][:1], drafts[i], rounds[i][1]) for i in reversed(range(len(rounds)))]
     assert forward == backward[::-1]
 
@@ -193,13 +195,13 @@ def test_blocks_of_drafts_with_the_target_s_noise_are_refused() -> None:
     p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
 
     def text(seed: int, key: Callable[[Noise, int], int]) -> tuple[int, ...]:
-        said: tuple[int, ...] = ()
-        while len(said) < 4:
-            noise = Noise(seed, 0, len(said))
+        message: tuple[int, ...] = ()
+        while len(message) < 4:
+            noise = Noise(seed, 0, len(message))
             race = [-np.log(uniforms(key(noise, depth), np.arange(2))) / q for depth in range(3)]
-            draft = Draft.chain([int(each.argmin()) for each in race], [q] * 3)
-            said += block(draft, lambda _: p, noise).tokens(draft)
-        return said[:4]
+            draft = Draft.chain([int(item.argmin()) for item in race], [q] * 3)
+            message += block(draft, lambda _: p, noise).tokens(draft)
+        return message[:4]
 
     def placed(noise: Noise, depth: int) -> int:
         return noise_key(noise.seed, noise.sample, noise.position + depth)

@@ -118,8 +118,8 @@ def test_the_rule_is_chosen_by_what_is_wanted_and_not_by_what_came() -> None:
     assert chain.is_chain and chain.rule == "iid" and chain.q is not None and len(chain.q) == 2
     deep = cut_siblings(drawn, {kind_of(1, 3)})
     assert deep.is_chain and deep.rule == "distinct"
-    for each in (chain, deep, cut_siblings(drawn, {SECOND[0]})):
-        each.check()
+    for cut_sibling in (chain, deep, cut_siblings(drawn, {SECOND[0]})):
+        cut_sibling.check()
 
 
 @pytest.mark.parametrize(

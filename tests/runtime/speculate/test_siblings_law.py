@@ -57,10 +57,10 @@ def drafts(q: Any, K: int, kinds: set[int], ranks: int = 2) -> Iterator[tuple[Dr
     for draft, odds in Shape(parents, "distinct").drafts(q):
         last = next((d for d in range(K) if draft.tokens[d] in ENDS), K - 1)
         nodes = [node for node, parent in enumerate(parents) if parent <= last and not last < node < K]
-        places = {0: 0, **{node + 1: place for place, node in enumerate(nodes, 1)}}
+        positions = {0: 0, **{node + 1: index for index, node in enumerate(nodes, 1)}}
         whole = Draft(
             tuple(draft.tokens[node] for node in nodes),
-            tuple(places[parents[node]] for node in nodes),
+            tuple(positions[parents[node]] for node in nodes),
             [draft.q[node] for node in nodes],  # type: ignore[index]
             "distinct",
             tuple(every[node] for node in nodes),
@@ -148,22 +148,22 @@ def law() -> np.ndarray:
 
 def spoken(seed: int) -> tuple[int, ...]:
     """A text in rounds of a chain of two and siblings, without an engine."""
-    said: list[int] = []
-    while len(said) < LENGTH:
-        rules = Completion("r", 0, [*PROMPT, *said], PARAMS, seed=seed, limit=99)
-        noise = Noise(seed, 0, len(PROMPT) + len(said))
+    message: list[int] = []
+    while len(message) < LENGTH:
+        rules = Completion("r", 0, [*PROMPT, *message], PARAMS, seed=seed, limit=99)
+        noise = Noise(seed, 0, len(PROMPT) + len(message))
         growing = GrowingDraft(
             DraftRequest(0, [], 2, rules=DraftRules(rules, noise)), [], 0, 2, frozenset(), 0.0, 3
         )
         for _ in range(2):
-            growing.extend(after(2, [*PROMPT, *said, *growing.tokens])[None])
+            growing.extend(after(2, [*PROMPT, *message, *growing.tokens])[None])
         whole = growing.draft()
         assert whole is not None
         draft = cut_siblings(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
         paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
-        logits = torch.stack([after(1, [*PROMPT, *said, *path]) for path in paths])
-        said += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
-    return tuple(said[:LENGTH])
+        logits = torch.stack([after(1, [*PROMPT, *message, *path]) for path in paths])
+        message += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
+    return tuple(message[:LENGTH])
 
 
 @pytest.mark.parametrize("count", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])

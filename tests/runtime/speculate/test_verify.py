@@ -85,18 +85,18 @@ def plain(mine: Completion, count: int) -> list[int]:
 @pytest.mark.parametrize("mode", ["coupled", "exact"])
 def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, float], mode: str) -> None:
     """Guesses right, wrong and mixed, in trees: the tokens are those of plain decoding, in fewer passes."""
-    wanted, mine, said, passes = plain(text(**params), 40), text(**params), (), 0
+    wanted, mine, message, passes = plain(text(**params), 40), text(**params), (), 0
     generator = np.random.default_rng(3)
-    while len(said) < 40:
-        right = (wanted + [0] * 9)[len(said) : len(said) + 4]
+    while len(message) < 40:
+        right = (wanted + [0] * 9)[len(message) : len(message) + 4]
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
         draft = Draft.trie(guesses)
-        target = TargetLogits(passed(draft, said), mine, draft)
-        found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
-        said += tuple(mine.append(found).token_ids)
+        target = TargetLogits(passed(draft, message), mine, draft)
+        actual_tokens = verify(draft, target, noise(ahead=len(message)), mode).tokens(draft)  # type: ignore[arg-type]
+        message += tuple(mine.append(actual_tokens).token_ids)
         passes += 1
-    assert list(said[:40]) == wanted and passes < 20
+    assert list(message[:40]) == wanted and passes < 20
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -109,9 +109,11 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        found = verify(draft, Rows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(draft)
-        keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(found))]
-        assert list(found) == draw(torch.from_numpy(p).expand(len(found), 6), keys)
+        actual_tokens = verify(draft, Rows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
+            draft
+        )
+        keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(actual_tokens))]
+        assert list(actual_tokens) == draw(torch.from_numpy(p).expand(len(actual_tokens), 6), keys)
 
 
 def test_logits_are_warped_as_the_path_to_them_asks() -> None:
@@ -283,15 +285,15 @@ def test_streams_are_apart() -> None:
     """A round's coins, drafts and last draw are not those of another round, nor of plain decoding."""
     mine = text()
     rounds = [noise(), noise(ahead=1)]
-    keys = [each.drafting(depth) for each in rounds for depth in range(3)]
+    keys = [item.drafting(depth) for item in rounds for depth in range(3)]
     keys += [noise_key(5, 0, 2 + ahead, purpose) for ahead in range(4) for purpose in range(3)]
     assert len(set(keys)) == len(keys)
-    coins = [[each.accepts(1, chance) for chance in np.linspace(0, 1, 50)] for each in rounds]
+    coins = [[item.accepts(1, chance) for chance in np.linspace(0, 1, 50)] for item in rounds]
     assert coins[0] != coins[1] and coins[0][-1] and not coins[0][0]
     weights = np.ones(1000)
     for depth in range(3):
-        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
-            assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
+        for purpose, actual in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
+            assert [actual] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
     drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
     assert mine.key(1) == noise_key(5, 0, 3)

@@ -19,9 +19,7 @@ class SignalSource:
 
     Attributes:
         teacher: the model, gives ``.logits``.
-        checkpoint: the teacher's.
         cache: folder of its stored predictions; several stages may share it.
-        work: folder of the run's training states.
     """
 
     teacher: Any

@@ -196,7 +196,6 @@ def check_blocks(kind: str, data: Tensor, name: str) -> None:
     Args:
         kind: as for :func:`pack`; other types hold whole numbers and are not checked.
         data: uint8 (N, row bytes).
-        name: of the tensor.
 
     Raises:
         NumericsError: names tensor, field and type.

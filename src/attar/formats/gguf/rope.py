@@ -43,7 +43,6 @@ class Rope:
         kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
         theta: base of the frequencies; ``local_theta``: in blocks with a sliding window, where it is another.
         dimensions: d.
-        settings: the config's settings of this kind.
         original: context before scaling.
     """
 

@@ -65,7 +65,6 @@ def extract(
     the update and to the weight; which tensors are saved whole; and which differ and are not covered.
 
     Args:
-        model: the fine-tuned model, dense or packed.
         base: the model that it was tuned from, of the same shapes.
         out: the new folder: peft's ``adapter_config.json`` and ``adapter_model.safetensors``, tokenizer,
             licence texts and card.

@@ -34,7 +34,6 @@ class ModelStack:
 
     Attributes:
         prefix: the name before the layer's number, without the dot; may be empty.
-        count: number of layers.
     """
 
     prefix: str
@@ -56,7 +55,6 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
     Args:
         names: of all tensors.
         config: content of ``config.json``.
-        model: its name in errors.
 
     Raises:
         ModelError: there is no stack, or none of the size that the config gives.

@@ -25,11 +25,7 @@ QUALITY_TOKENS = 2048
 
 @dataclass(frozen=True)
 class PreparedMerge:
-    """A merge that can be run, and the document it was made from.
-
-    Attributes:
-        notes: for the user.
-    """
+    """A merge that can be run, and the document it was made from."""
 
     document: MergeConfig
     merge: Merge

@@ -45,7 +45,6 @@ class TokenizerTokens:
     """A tokenizer's tokens.
 
     Attributes:
-        folder: of its files.
         ids: token ids by the token's text, in ascending order.
         added: flags of the added tokens, which are matched literally, by their text.
         backend: content of ``tokenizer.json``; None for a tokenizer that is Python code.

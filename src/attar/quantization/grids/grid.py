@@ -186,7 +186,6 @@ class QuantizedTensor:
     """A weight as codes on a grid.
 
     Attributes:
-        grid: the number format.
         codes: (N, K) in the grid's code type, in the original column order.
         parameters: what decodes them.
         g_idx: int64 (K,), the column of tiles that decodes each column, where groups do not follow the column

@@ -85,14 +85,10 @@ def autoround(
 
     Args:
         view: the block.
-        grids: the number format of each Linear.
-        iterations: steps.
         batch: sequences in a step.
         learning_rate: of the first step; None: 1 / iterations.
-        clip: learn alpha and beta too.
         update: "sign", or "adam".
         fast: arithmetic of the block in bfloat16 while learning; comparisons are in float32.
-        seed: of the choice of sequences.
         starts: codes to start from.
         masks: bool (N, K) by name; False: the weight is zero and stays zero.
         hold: bytes of inputs and targets kept at hand; where there are more, whole batches are drawn, not
@@ -147,7 +143,6 @@ class LearnedRounding:
 
     Args:
         weight: W (N, K), float32; not modified.
-        grid: the number format.
         clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself, and
             where scales have scales only if the start has the grid's own.
         update: "sign" or "adam".

@@ -37,7 +37,6 @@ class Descent:
     """Codes on their way down. Everything but the parameters is transposed, so that a column is contiguous.
 
     Attributes:
-        grid: the number format.
         parameters: (P, G), as the grid chose them.
         codes: q (K, N), float32.
         current: W' (K, N).

@@ -42,7 +42,6 @@ class Option:
     """One way to store a group.
 
     Attributes:
-        name: of the scheme.
         bits: stored bits of the whole group, scales included.
         loss: what it costs in quality; any unit that adds up.
     """
@@ -58,8 +57,6 @@ class Allocation:
 
     Attributes:
         choice: option's name by group, in the order of the groups.
-        loss: sum of the losses.
-        bits: sum of the bits.
         gap: no choice within the budget has a loss below ``loss - gap``; 0: this is the optimum.
     """
 

@@ -55,10 +55,7 @@ class SensitivityInputs:
 
     Attributes:
         model: loaded dense, float32.
-        anatomy: its parts.
         batches: int64 (B, S).
-        key: of the measurements.
-        file: of the measurements.
     """
 
     model: Any

@@ -101,7 +101,6 @@ def measure(
         model: loaded dense, in evaluation mode. Its weights are changed while this runs and restored to the
             same bytes afterwards, also after an error.
         groups: names of Linears (or Conv1D, or Embedding) by group.
-        candidates: grids by name.
         batches: int64 (B, S), none padded.
         file: of the measurements; may not exist yet.
         key: of the measurements; must be the file's.
@@ -111,7 +110,6 @@ def measure(
             blocks are not run at all.
         dtype: of the stored weights; None: that of the loaded ones.
         fits: whether a grid suits an (N, K) weight; a candidate is left out for a group where it does not.
-        rounding: how weights are rounded.
         memory: bytes of reference logits kept in memory; more are spilled to disk.
 
     Returns:

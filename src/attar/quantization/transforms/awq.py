@@ -93,7 +93,6 @@ def search_scale(
 
     Args:
         weights: W (N_i, K) of each, any float type.
-        grids: the number format of each.
         H: (K, K) float32.
         magnitude: m (K,) float32.
         weighted: try s = m^a / w^(1-a) too.
@@ -198,7 +197,6 @@ def search_clip(
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32.
-        grid: the number format.
         smallest: shrink factor that is never reached.
         points: factors tried: 1, 1 - (1 - smallest) / points, ...; where the grid is signed, their negatives
             too.

@@ -36,7 +36,6 @@ class KVFormat:
     """How a number is stored.
 
     Args:
-        bits: of a number.
         scale_bytes: for each token and head.
         pair_bytes: of a group's scale and minimum (KIVI); 0: no groups.
     """

@@ -165,7 +165,6 @@ class AttentionPass:
     """The attention of one step in all layers.
 
     Args:
-        step: what is run.
         pool: keys and values; the step's block copies are made here.
         observer: for eviction; None: none.
     """

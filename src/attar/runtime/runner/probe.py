@@ -120,10 +120,6 @@ def _context(config: Any) -> int | None:
 class Rotary:
     """The rotation of queries and keys in each layer.
 
-    Args:
-        model: probed.
-        layers: number of layers.
-
     Raises:
         ModelError: its keys are not rotated in this way.
     """

@@ -89,11 +89,6 @@ class Matcher:
         return ahead
 
     @property
-    def may_end(self) -> bool:
-        """Whether the text so far satisfies the grammar."""
-        return self._may_end
-
-    @property
     def complete(self) -> bool:
         """Whether it does, and nothing can follow."""
         return self._may_end and not self._continues and self._failure is None

@@ -44,7 +44,6 @@ class SamplingRow:
     """What decides one row besides its logits.
 
     Attributes:
-        params: of the row's request.
         history: the tokens before; needed where there are penalties.
         banned: tokens that may not be sampled here.
         allowed: bool (V,) of a grammar; None allows all.

@@ -89,7 +89,6 @@ class AdmissionControl:
 
         Args:
             shut_down: ends the request early.
-            count: its completions.
         """
         number, self._next = self._next, self._next + 1
         self._active[number] = shut_down

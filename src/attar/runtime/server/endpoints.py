@@ -121,7 +121,6 @@ class CompletionBuilder(_Builder):
     """JSON of /v1/completions.
 
     Args:
-        prompts: token ids.
         echoes: the text before each prompt's completions.
     """
 

@@ -110,15 +110,8 @@ class RequestHandler:
     """Runs one HTTP request in the engine.
 
     Args:
-        backend: the engine.
         admission: counts the request until it is closed.
-        metrics: counts its events.
         receive: of ASGI; reports the client's disconnect.
-        id: of the request.
-        params: of all its prompts.
-        caller: its API key.
-        completions: of all its prompts.
-        start: time of arrival, ``time.monotonic``.
         log_fields: fields of its line in the access log; written to.
     """
 

@@ -49,7 +49,6 @@ class DraftTables:
         """Reserves slots for the new tokens of a sequence.
 
         Args:
-            sequence: of the round.
             tokens: all of it, at least one; the last is always run again, for its logits.
             ahead: slots after the tokens that drafts will need.
             salt: the tenant.

@@ -40,7 +40,6 @@ class Noise:
     """The random numbers of one sequence in one round.
 
     Args:
-        seed: of the request.
         sample: which of its completions.
         position: of the first token that the round decides, in its sequence.
     """
@@ -74,12 +73,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class DraftRules:
-    """A sequence's rules with noise for this round's drafts alone: for drafts verified "exact".
-
-    Args:
-        rules: the sequence's.
-        noise: the round's.
-    """
+    """A sequence's rules with noise for this round's drafts alone: for drafts verified "exact"."""
 
     rules: SamplingRules
     noise: Noise

@@ -57,16 +57,12 @@ class Speculator:
     """Drafts for the sequences of one engine.
 
     Args:
-        proposer: proposes draft tokens.
-        policy: chooses how many.
         most: drafts of one sequence in a pass at most, all branches counted.
         verification: coupled, exact, or None: coupled where the request has a seed, else exact.
         clock: seconds.
 
     Attributes:
-        counts: for metrics.
         failure: the error that ended speculation; None where there was none.
-        stopped: speculation is off.
     """
 
     def __init__(
@@ -143,9 +139,6 @@ class Speculator:
 
     def judge(self, output: StepOutput, logits: Tensor, text: Completion) -> SampledTokens:
         """The accepted tokens of a sequence's draft, and the one after them.
-
-        Args:
-            logits: all rows of the pass.
 
         Raises:
             NumericsError: a row that decides is NaN or infinite.

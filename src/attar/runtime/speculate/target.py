@@ -27,7 +27,6 @@ class TargetLogits:
     Args:
         logits: (n + 1, V), row i after node i; not modified.
         rules: the sequence's warps and noise.
-        draft: as it was run.
 
     Raises:
         NumericsError: from ``token`` and ``p``, where the row's logits are NaN or infinite.
@@ -76,8 +75,6 @@ class Rows:
 
     Args:
         rows: p (n + 1, V), row i after node i.
-        draft: of n tokens.
-        noise: of the round.
     """
 
     rows: Floats

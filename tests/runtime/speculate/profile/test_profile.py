@@ -44,7 +44,7 @@ class Knows:
     def _proposed(self, wish: DraftRequest) -> Draft | None:
         text = next(all for all in self.texts.values() if list(all[: len(wish.tokens)]) == list(wish.tokens))
         ahead = text[len(wish.tokens) : len(wish.tokens) + wish.most]
-        tokens = [(each + (place >= self.right)) % 50 for place, each in enumerate(ahead)]
+        tokens = [(item + (index >= self.right)) % 50 for index, item in enumerate(ahead)]
         return Draft.chain(tokens) if tokens else None
 
 
@@ -57,7 +57,7 @@ def engine() -> Engine:
 def texts(engine: Engine) -> dict[tuple[int, ...], Sequence[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     llm = LLM.of(Loaded(FakeRunner()))
-    prompts = [prompt for each in PROMPTS.values() for prompt in each]
+    prompts = [prompt for item in PROMPTS.values() for prompt in item]
     return {
         tuple(prompt): [*prompt, *result.token_ids]
         for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True)
@@ -78,7 +78,7 @@ def found(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> Profil
 
 
 def row(found: Profile, kind: str, method: str) -> ProfileRow:
-    return next(each for each in found.rows if (each.set, each.method) == (kind, method))
+    return next(item for item in found.rows if (item.set, item.method) == (kind, method))
 
 
 def test_plain_decoding_is_one_token_a_pass(found: Profile) -> None:
@@ -100,7 +100,7 @@ def test_passes_are_those_that_were_made(found: Profile) -> None:
     some = row(found, "b", "two of three")
     assert some.chance is not None and 0.6 < some.chance < 0.8
     assert some.theory != expected_tokens(some.chance, 3)  # the last passes are shorter
-    assert all(each.same == each.texts for each in found.rows)
+    assert all(item.same == item.texts for item in found.rows)
 
 
 def test_everything_is_put_back(engine: Engine, found: Profile) -> None:
@@ -112,7 +112,7 @@ def test_everything_is_put_back(engine: Engine, found: Profile) -> None:
 def test_in_batches_the_same_is_counted(engine: Engine, texts: dict[tuple[int, ...], Sequence[int]]) -> None:
     found = made(engine, texts, (2,))
     assert row(found, "a", "all").histogram == (0, 0, 2 * 2, 2 * 2 * 5)
-    assert all(each.same == each.texts and each.batch == 2 for each in found.rows)
+    assert all(item.same == item.texts and item.batch == 2 for item in found.rows)
 
 
 def test_a_proposer_that_breaks_is_an_error(engine: Engine, broken_proposers: list[str]) -> None:
@@ -128,10 +128,10 @@ def test_the_picture_is_one_file_with_every_method(found: Profile) -> None:
 
     drawn = speculation_picture(found.to_dict())
     root = ElementTree.fromstring(drawn)
-    words = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    words = [item.text or "" for item in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a", "b", "all", "none"} <= set(words)
     assert words.count("two of three") == 2 + 1, "beside each of its bars, and above its histogram"
-    bars = [each for each in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in each.text]
+    bars = [item for item in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in item.text]
     assert len(bars) == 2
 
 

@@ -44,7 +44,7 @@ def test_sets_are_what_they_say(made: dict[str, list[str]]) -> None:
     for prompt in made["repetition"]:
         size = next(size for size in range(len(prompt)) if 2 * size + size // 3 == len(prompt))
         assert prompt[:size] == prompt[size : 2 * size] and prompt.startswith(prompt[2 * size :])
-    grams = [made["random"][0][place : place + 3] for place in range(len(made["random"][0]) - 2)]
+    grams = [made["random"][0][index : index + 3] for index in range(len(made["random"][0]) - 2)]
     assert len(set(grams)) > 0.98 * len(grams)
 
 
@@ -61,10 +61,10 @@ def test_questions_of_spec_bench(tmp_path: Path) -> None:
         {"question_id": 82, "category": "writing", "turns": ["Draft."]},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    found = read_questions(file)
-    assert found[0] == SpecBenchQuestion(81, "writing", ("Compose.", "Rewrite.")) and len(found) == 3
-    assert question_sets(found, 1) == {"writing": ["Compose."], "qa": ["Who?"]}
-    assert question_sets(found, 2)["writing"] == ["Compose.", "Draft."]
+    actual = read_questions(file)
+    assert actual[0] == SpecBenchQuestion(81, "writing", ("Compose.", "Rewrite.")) and len(actual) == 3
+    assert question_sets(actual, 1) == {"writing": ["Compose."], "qa": ["Who?"]}
+    assert question_sets(actual, 2)["writing"] == ["Compose.", "Draft."]
 
 
 @pytest.mark.parametrize(

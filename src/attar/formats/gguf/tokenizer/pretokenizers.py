@@ -100,11 +100,8 @@ def recognise(
     """llama.cpp's name of a pre-tokenizer.
 
     Args:
-        pre_tokenizer: from a tokenizer.json.
-        ignore_merges: from its model.
         complete: whether merges make every token, so that ignore_merges changes nothing. Called only where
             the name implies another ignore_merges than the tokenizer has.
-        where: the file, for messages.
 
     Raises:
         ModelError: llama.cpp has no such pre-tokenizer; names it and the nearest.

@@ -134,7 +134,6 @@ def tokenizer_differences(source: TokenizerFiles, metadata: Mapping[str, Any]) -
     """How llama.cpp's tokens differ from transformers', one line each.
 
     Args:
-        source: the tokenizer's files.
         metadata: :func:`source_metadata` of them.
     """
     kind = metadata[f"{PREFIX}model"]

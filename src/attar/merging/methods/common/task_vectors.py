@@ -94,11 +94,8 @@ def combine(
 
     Args:
         vectors: of one base.
-        sparsifiers: one for each vector.
-        weight: one for each vector.
         normalize: divide by the weights that took part.
         lambda_: scale of the combination.
-        elect: elect signs.
         majority: sign (+1 or -1) where the unweighted sum is 0; None: mergekit's weighted election.
 
     Returns:
