@@ -258,7 +258,7 @@ def test_what_does_not_fit_together_is_refused_before_any_work(fault, verb, refu
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "quantize --method rtn"])
-def test_a_missing_tokenizer_is_said_before_any_work(verb, refused, model, tmp_path, monkeypatch):
+def test_a_missing_tokenizer_is_reported_before_any_work(verb, refused, model, tmp_path, monkeypatch):
     """The default quantize reads text to judge the result, whatever the method."""
     from attar.checkpoint import open as opened
 

@@ -153,7 +153,7 @@ def test_one_signal_on_the_way_makes_the_root_a_signal():
     assert any("Gemma derivative" in duty for duty in onward.duties)
 
 
-def test_each_thing_is_said_once():
+def test_each_duty_is_listed_once():
     found = duties([child(root("llama3.1")), root("llama3.1"), root("llama3.1", "signal")])
     assert len(found.duties) == len(set(found.duties)) == 4
     assert [source.role for source in found.sources] == ["weights", "signal"]
@@ -177,7 +177,7 @@ def found(
     return identify(replace(checkpoint, name=hub) if hub else checkpoint)["ids"]
 
 
-def test_nothing_said_is_unknown(make):
+def test_a_model_without_a_licence_is_unknown(make):
     assert found(make) == ["unknown"]
 
 

@@ -77,7 +77,7 @@ def test_special_tokens_in_a_message_stay_text(llm: LLM) -> None:
     assert not set(ids) & set(llm.engine.ends)
 
 
-def test_the_oldest_turns_make_room(llm: LLM) -> None:
+def test_the_oldest_turns_are_dropped_first(llm: LLM) -> None:
     chat = Chat(llm, GREEDY)
     for turn in range(6):
         answer(chat, f"turn {turn} " + "word " * 60)
@@ -105,7 +105,7 @@ def test_a_stopped_answer_is_kept_as_far_as_it_came(llm: LLM) -> None:
     assert answer(chat, "more") and not chat.stats[-1].stopped
 
 
-def test_a_model_without_a_template_is_told_how_it_is_run() -> None:
+def test_a_model_without_a_template_is_refused_with_the_right_command() -> None:
     with pytest.raises(ModelError, match="no chat template") as error:
         Chat(LLM("attar:tiny", kv_tokens=64), GREEDY)
     assert "attar generate" in str(error.value)

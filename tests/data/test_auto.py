@@ -66,7 +66,7 @@ def test_the_embedded_models_keep_their_text():
         assert fitting(open_checkpoint(name)) == ("python-stdlib", f"{name} was trained on it")
 
 
-def test_what_was_chosen_is_told_and_the_wrong_kind_is_warned_of(tmp_path):
+def test_the_choice_is_reported_and_the_wrong_kind_is_warned_of(tmp_path):
     messages, prose = Told(), model(tmp_path)
     assert fit(PruneSettings(), prose, messages).data == "python-docs"
     assert fit(PruneSettings(data="mine.txt"), prose, messages).data == "mine.txt"

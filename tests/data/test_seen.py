@@ -92,7 +92,7 @@ def seen_task(*_, **__):
     return nullcontext(SimpleNamespace(advance=lambda *_, **__: None))
 
 
-def test_the_text_of_a_stage_is_in_its_card_and_beside_it(pruned):
+def test_the_text_of_a_stage_is_in_its_card_and_next_to_it(pruned):
     model, _, folder = pruned
     (record,) = model.card.details["text"]
     assert record["split"] == "calibration" and record["held_out"] and "sketch" not in record
@@ -128,7 +128,7 @@ def test_another_text_gives_no_warning(pruned, tmp_path):
     assert note(pruned[0].path, f"whole:{tmp_path}/fresh.txt") == ""
 
 
-def test_what_cannot_be_held_out_is_said_everywhere(tmp_path, capsys):
+def test_what_cannot_be_held_out_is_reported_everywhere(tmp_path, capsys):
     from attar.cli.main import call
 
     model = tiny_models.save(tiny_models.build("smollm"), tmp_path / "model")

@@ -135,7 +135,7 @@ def test_codes_are_carried_over(tmp_path, scheme, group, wanted):
         assert torch.equal(actual[f"blk.2.ffn_{name}.weight"].to(weight.dtype), weight)
 
 
-def test_codes_without_a_type_are_decoded_and_it_is_said(tmp_path):
+def test_codes_without_a_type_are_decoded_and_reported(tmp_path):
     source = pack(save(tmp_path / "dense"), tmp_path / "packed", scheme="FP8_DYNAMIC")[1]
     exported = export(source, tmp_path / "out.gguf", settings())
     assert exported.card.details["carried"] == 0

@@ -80,7 +80,7 @@ def test_int8_goes_to_bitsandbytes(make, tmp_path):
         export(grouped, tmp_path / "no", ExportSettings(format="bitsandbytes"))
 
 
-def test_scales_that_float16_rounds_are_told(make, tmp_path):
+def test_scales_that_float16_rounds_are_reported(make, tmp_path):
     source = make("W4A16", dtype=torch.float32)
     exported = export(source, tmp_path / "gptq", ExportSettings(format="gptq"))
     assert any("scales that float16 cannot hold" in note for note in exported.card.details["notes"])

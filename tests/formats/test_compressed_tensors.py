@@ -98,7 +98,7 @@ def test_groups_that_leave_out_their_format():
     assert CompressedTensorsConfig(config).groups[0].form == FLOAT
 
 
-def test_reading_each_layout_beside_the_others(tmp_path):
+def test_reading_each_layout_next_to_the_others(tmp_path):
     groups = [
         ConfigGroup(("Linear",), W4),
         ConfigGroup(("b.x",), W8, TOKEN, INT),
@@ -119,7 +119,7 @@ def test_reading_each_layout_beside_the_others(tmp_path):
     }
 
 
-def test_class_names_are_told_apart_by_their_tensors(tmp_path):
+def test_class_names_are_distinguished_by_their_tensors(tmp_path):
     groups = [ConfigGroup(("Linear",), W4, TOKEN, INT), ConfigGroup(("Embedding",), W8, None, NAIVE)]
     checkpoint = packed(tmp_path / "a", groups, {"embed": (W8, NAIVE), "a.x": (W4, INT)})
     codes, scale = checkpoint.load("embed.weight").float(), checkpoint.load("embed.weight_scale")

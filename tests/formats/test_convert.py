@@ -153,7 +153,7 @@ def test_a_g_idx_of_neighbours_is_none(tmp_path):
         (rule(4, 48), SHAPE, "awq", "64 inputs are no multiple of 48"),
     ],
 )
-def test_what_does_not_fit_is_told(made, shape, target, why):
+def test_what_does_not_fit_is_reported(made, shape, target, why):
     assert why in misfit(made, shape, target)
 
 
@@ -185,7 +185,7 @@ def test_one_scale_for_all_becomes_one_for_each_output(tmp_path):
     assert convert(weight, weight_rule, "compressed-tensors").rule == weight_rule
 
 
-def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
+def test_symmetric_weights_next_to_asymmetric_ones(tmp_path):
     weight = random_coded(rule(), SHAPE)
     carried = convert(weight, rule(), "gptq", zeros=True)
     assert not carried.rule.symmetric and not carried.weight.zero.any()
@@ -203,7 +203,7 @@ def test_symmetric_weights_beside_asymmetric_ones(tmp_path):
         ([1.0 + 2.0**-11, 3.0], 2.0**-11 / (1 + 2.0**-11)),  # float32: half a step of float16
     ],
 )
-def test_scales_change_by_what_is_told(scale, change):
+def test_scales_change_by_the_reported_amount(scale, change):
     weight = Coded(torch.zeros(len(scale), 16, dtype=torch.int8), torch.tensor(scale)[:, None])
     carried = convert(weight, rule(4, 0), "gptq")
     assert carried.change == pytest.approx(change, rel=1e-6)

@@ -275,7 +275,7 @@ def test_labels_old_and_new(tmp_path, said, version, symmetric):
     assert equal(actual[0], random_coded(weight_rule)) and actual[1] == weight_rule
 
 
-def test_a_config_beside_the_config(tmp_path):
+def test_a_quantize_config_next_to_the_config(tmp_path):
     config = {key: value for key, value in OLD.items() if key != "quant_method"}
     checkpoint = folder(tmp_path, stored(), None, beside=("quantize_config.json", config))
     assert quant_method(checkpoint) == "gptq"

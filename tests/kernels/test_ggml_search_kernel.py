@@ -76,7 +76,7 @@ def test_codes_are_those_of_the_grid(kind, weights):
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q4_K"])
-def test_scale_codes_beside_all_there_are(kind, weights):
+def test_scale_codes_against_an_exhaustive_search(kind, weights):
     """Under the d and d_m that were found, the best c and c_m of each tile by trying them all, in float64."""
     layout, weight = GGML[kind].layout, weights["normal"][:2, :256]
     actual = plain_search(kind, weight).stored
@@ -94,7 +94,7 @@ def test_scale_codes_beside_all_there_are(kind, weights):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL"])
-def test_scales_beside_all_there_are(kind, weights):
+def test_scales_against_an_exhaustive_search(kind, weights):
     """Blocks of 32 under every float16 d worth trying."""
     grid, rows = GGML[kind], weights["heavy"][0].reshape(-1, 32)
     ours = best = 0.0

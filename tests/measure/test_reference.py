@@ -84,7 +84,7 @@ def test_sequences_fit_the_context(subject: Subject, monkeypatch: pytest.MonkeyP
     assert asked["sequence_length"] == 64
 
 
-def test_text_comes_from_the_data_room(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_comes_from_the_data_package(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def rows(tokenizer: Any, data: str, **more: Any) -> PackedRows:

@@ -83,7 +83,7 @@ def test_the_card_s_command_makes_the_same_bytes_again(family, tmp_path, monkeyp
     assert open_checkpoint(merged.path / "out").card.settings == merged.card.settings
 
 
-def test_the_picture_of_conflicts_stands_beside_the_weights(merged):
+def test_the_picture_of_conflicts_is_next_to_the_weights(merged):
     drawn = (merged(TIES).path / "conflicts.svg").read_text()
     assert drawn.startswith("<svg") and "one" in drawn
 
@@ -255,7 +255,7 @@ def test_packed_parents_are_decoded(family, merged, tmp_path):
     assert 0 < (got - one).abs().max() < 0.02
 
 
-def test_too_short_a_text_is_said_before_the_merge_is_made(merged, tmp_path, monkeypatch):
+def test_too_short_a_text_is_reported_before_the_merge(merged, tmp_path, monkeypatch):
     text = tmp_path / "short.txt"
     text.write_text("a few words")
     monkeypatch.setattr(Merge, "write", lambda *_, **__: pytest.fail("the merge was made"))
@@ -288,7 +288,7 @@ def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
     assert [note for note in notes if "not a parameter" in note] == ([] if uses else unused)
 
 
-def test_an_unused_parameter_changes_no_bit_and_is_said(family, merged):
+def test_an_unused_parameter_changes_no_bit_and_is_reported(family, merged):
     config = {"merge_method": "slerp", "base_model": "one", "parameters": {"t": 0.35}}
     config["models"] = [{"model": "one"}, {"model": "two"}]
     plain = tensors(merged(config, "plain").path)

@@ -141,7 +141,7 @@ def test_a_prune_that_removes_nothing_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_was_asked_for_and_what_was_removed_are_said(tmp_path, capsys):
+def test_the_requested_and_the_removed_ratio_are_reported(tmp_path, capsys):
     folder = save("llama3", tmp_path)
     lines = Lines()
     settings = PruneSettings(method="heads", ratio=0.3, **SMALL)

@@ -72,7 +72,7 @@ def transformers_runs(made):
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "gpt2", *MORE))
-def test_transformers_loads_exactly_what_is_said(family, tmp_path):
+def test_transformers_loads_exactly_what_is_reported(family, tmp_path):
     progress = Heard()
     quantized = quantize(
         dense(family, tmp_path / "dense"), tmp_path / "out", quantize_settings(**QUICK), progress=progress
@@ -117,7 +117,7 @@ def test_table_of_the_documents():
         ({"scheme": "W8A8"}, None),
     ],
 )
-def test_what_vllm_has_no_kernel_for_is_said_before_the_work(changes, vllm, tmp_path):
+def test_what_vllm_has_no_kernel_for_is_reported_before_the_work(changes, vllm, tmp_path):
     progress = Heard()
     folder = dense("llama3", tmp_path / "dense", intermediate_size=128)
     quantized = quantize(

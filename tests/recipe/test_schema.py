@@ -215,7 +215,7 @@ def test_the_resolved_recipe_reads_back_equal(recipe, tmp_path):
     assert again.entry("merge").parents == ("half",)
 
 
-def test_a_file_beside_the_recipe(recipe, models, tmp_path):
+def test_a_file_next_to_the_recipe(recipe, models, tmp_path):
     (tmp_path / "merge.yml").write_text(
         f"merge_method: passthrough\nmodels: [{{model: {models['other']}}}, ]\n"
     )

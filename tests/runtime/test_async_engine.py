@@ -122,7 +122,7 @@ def test_a_bug_ends_the_thread_and_every_reader_hears_of_it() -> None:
     asyncio.run(main())
 
 
-def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
+def test_no_request_waits_for_a_thread_that_ended() -> None:
     """SystemExit is no Exception, and ends a thread without a word."""
 
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_whatever_ends_the_thread_nobody_waits_for_it() -> None:
     asyncio.run(main())
 
 
-def test_grammars_are_compiled_beside_the_engine_s_thread() -> None:
+def test_grammars_are_compiled_outside_the_engine_s_thread() -> None:
     """A slow one holds up nobody, not even where it is asked for again."""
     threads: list[str] = []
 

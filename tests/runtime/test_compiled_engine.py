@@ -109,7 +109,7 @@ def test_several_texts_of_one_prompt(model, prompts, wanted):
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-def test_drafts_chunks_and_company_change_no_token(bits):
+def test_drafts_chunks_and_batches_change_no_token(bits):
     """Integer products of either width: a token has the same numbers alone and in company."""
     settings = {"weights": "int4", "activations": bits, "kv_tokens": 2048}
     ids = [[2, 40, 41, 42, 40, 41, 42, 40], list(range(50, 90)), [7]]

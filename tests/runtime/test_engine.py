@@ -348,7 +348,7 @@ def test_logits_are_not_modified() -> None:
     assert all(torch.equal(a, b) for a, b in kept)
 
 
-def test_an_idle_engine_s_books_are_looked_at_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_engine_checks_its_blocks_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attar.runtime.engine.CHECK_S", 10.0)
     now, looked = [0.0], []
     running = engine(clock=lambda: now[0])

@@ -133,7 +133,7 @@ def test_keyboard_interrupts_pass(place: str, monkeypatch: pytest.MonkeyPatch) -
     assert running.idle
 
 
-def test_a_failed_detokenizer_is_told_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_detokenizer_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that cannot even show what was held back, the first error is told."""
     running = made("detokenize")
     faults = Faults(running, monkeypatch)
@@ -174,7 +174,7 @@ def test_a_request_whose_texts_cannot_be_made_leaves_nothing(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("where", ["divide", "make_step"])
-def test_what_is_nobodys_fault_ends_those_that_run_and_not_those_that_wait(
+def test_an_error_of_no_sequence_ends_running_requests_and_not_waiting_ones(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = engine(limits=Limits(sequences=2))

@@ -787,7 +787,7 @@ def test_a_foreign_file_with_a_fill_in_the_middle_of_a_unigram(tmp_path):
     assert vocabulary[40][1] == min(score for _, score in content["model"]["vocab"][3:])
 
 
-def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path):
+def test_what_llama_cpp_does_differently_is_reported(tmp_path):
     def limits(content, settings, generation=None):
         folder = save(tmp_path, content, **settings)
         (folder / "generation_config.json").write_text(json.dumps(generation or {}))

@@ -349,7 +349,7 @@ def test_usual_windows_are_not_spelled_out():
     )
 
 
-def test_departures_are_told():
+def test_departures_are_reported():
     assert not notes(said(variants.config("llama3"))) and not notes(said(variants.config("gemma2")))
     config = said(variants.config("mistral")) | {"sliding_window": 8}
     assert "beyond 8 tokens" in notes(config)[0]
@@ -543,7 +543,7 @@ def random_tensor(*shape, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize("heads, width", [(1, 2), (4, 8), (3, 6), (2, 64)])
-def test_pairing_puts_the_halves_of_a_head_beside_each_other(heads, width):
+def test_pairing_interleaves_the_halves_of_a_head(heads, width):
     weight = random_tensor(heads * width, 5)
     expected = torch.empty_like(weight)
     for head in range(heads):

@@ -121,7 +121,7 @@ def test_a_tied_model_stays_tied_where_it_is_not_touched(tmp_path):
     assert view.config["tie_word_embeddings"] and "lm_head.weight" not in view.tensors
 
 
-def test_a_larger_embedding_is_told(tmp_path):
+def test_a_larger_embedding_is_reported(tmp_path):
     model = tiny_models.build("llama2", **SIZE)
     tiny_models.save(model, tmp_path / "model")
     model.resize_token_embeddings(330)

@@ -80,7 +80,7 @@ def test_double_quantization_costs_little(weight):
     assert errors[1] < errors[0] * 1.05
 
 
-def test_scales_stay_positive_beside_blocks_of_zeros(weight):
+def test_scales_stay_positive_next_to_blocks_of_zeros(weight):
     weight = weight.clone()
     weight[7] = 0.0
     weight[9, :64] *= 50

@@ -31,9 +31,9 @@ def tree(blocks):
 
 
 def test_match_stops_at_the_first_block_that_differs(tree, blocks):
-    count = published(tree, blocks, [1, 2, 3, 4, 5, 6])
-    assert tree.match([1, 2, 3, 4, 9, 9]) == count[:2]
-    assert tree.match([1, 2, 3]) == count[:1]  # half a block is none
+    block_ids = published(tree, blocks, [1, 2, 3, 4, 5, 6])
+    assert tree.match([1, 2, 3, 4, 9, 9]) == block_ids[:2]
+    assert tree.match([1, 2, 3]) == block_ids[:1]  # half a block is none
     assert tree.match([2, 1]) == []
     assert tree.depth([1, 2, 3, 4, 5, 6, 7]) == 3
 
@@ -65,15 +65,15 @@ def test_the_oldest_leaf_goes_first_and_parents_after_children(tree, blocks):
 
 
 def test_what_a_sequence_holds_is_not_evicted(tree, blocks):
-    count = published(tree, blocks, [1, 2, 3, 4])
-    for block in count:
+    block_ids = published(tree, blocks, [1, 2, 3, 4])
+    for block in block_ids:
         blocks.hold(block)
     assert tree.evict(9) == 0
-    blocks.release(count[0])  # given back early: its child keeps it in the tree
-    tree.note_idle(count[0])
-    assert tree.evict(9) == 0 and tree.match([1, 2, 3, 4]) == count
-    blocks.release(count[1])
-    tree.note_idle(count[1])
+    blocks.release(block_ids[0])  # given back early: its child keeps it in the tree
+    tree.note_idle(block_ids[0])
+    assert tree.evict(9) == 0 and tree.match([1, 2, 3, 4]) == block_ids
+    blocks.release(block_ids[1])
+    tree.note_idle(block_ids[1])
     assert tree.evict(9) == 2 and blocks.free == 16
 
 

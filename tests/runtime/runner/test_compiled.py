@@ -113,7 +113,7 @@ def test_sequences_in_one_step(models):
         {"kv_dtype": "bfloat16", "bits": 8},
     ],
 )
-def test_a_token_does_not_depend_on_its_company(settings, models):
+def test_a_token_does_not_depend_on_its_batch(settings, models):
     """Bit by bit: alone or with others, in one chunk or in several, with any number of threads."""
     ids, other = tokens(600), tokens(90, seed=7)
     model = models("llama3", max_position_embeddings=700)

@@ -149,7 +149,7 @@ def test_a_wrong_frequency_is_noticed():
 
 
 @pytest.mark.parametrize("family", ROTARY)
-def test_streaming_is_attention_by_place_in_the_cache(family):
+def test_streaming_is_attention_by_slot_in_the_cache(family):
     """The paper's rule: unrotated keys, rotated by their place in the cache, at each step, done by hand."""
     tokens, sinks, window = prompt(), 3, 7
     runner = make(family, Streaming(sinks=sinks, window=window))

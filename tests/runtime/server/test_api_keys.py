@@ -87,7 +87,7 @@ def test_a_priority_is_the_operators_to_give(keys):
     assert backend.asked[-1][2]["priority"] == -5
 
 
-def test_a_key_has_its_texts_and_no_more(keys):
+def test_a_key_has_its_completions_and_no_more(keys):
     client, _ = serve(keys=keys)
     error(complete(as_key(client, "key-of-the-web"), n=5), 400, "too_many_texts", "n")
     admission = client.app.state.service.admission

@@ -65,7 +65,7 @@ def test_completion():
     assert backend.asked[0][0] == (256, *b"hi")
 
 
-def test_completion_has_16_tokens_unless_told_otherwise():
+def test_a_completion_has_16_tokens_by_default():
     client, _ = serve(FakeBackend(answer="x" * 90))
     body = complete(client).json()
     assert len(body["choices"][0]["text"]) == 16 and body["choices"][0]["finish_reason"] == "length"

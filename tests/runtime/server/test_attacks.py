@@ -87,7 +87,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_large_bodies_hold_up_nobody(server, attack):
+def test_large_bodies_delay_no_other_request(server, attack):
     build, code = ATTACKS[attack]
     content = build()
     path = "/v1/chat/completions" if b"messages" in content[:200] else COMPLETIONS

@@ -112,7 +112,7 @@ def test_a_connection_that_idles_is_closed_and_one_that_asks_is_not():
             assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 
-def test_half_open_connections_make_room():
+def test_half_open_connections_are_closed_for_new_ones():
     with running(max_connections=10) as (url, _, server), connections(url, 40, HALF) as clients:
         for _ in range(5):
             assert httpx.get(f"{url}/health", timeout=2).status_code == 200
@@ -120,7 +120,7 @@ def test_half_open_connections_make_room():
         assert ended(clients[0]) == b"", "the oldest had to go"
 
 
-def test_requests_that_run_make_no_room():
+def test_connections_with_requests_are_not_closed_for_new_ones():
     asked = ("POST", "/v1/completions")
     with (
         running(max_connections=2) as (url, backend, _),

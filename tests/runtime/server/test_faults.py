@@ -84,7 +84,7 @@ def test_wrong_requests(server, what):
     settled(server)
 
 
-def test_a_prompt_that_is_too_long_is_told_both_lengths(server):
+def test_the_error_for_a_long_prompt_has_both_lengths(server):
     fields = refused(httpx.post(server + COMPLETIONS, json=body([5] * 3000)), 400)["message"]
     assert "3,000" in fields and "2,048" in fields
     talk = {"model": "tiny", "messages": [{"role": "user", "content": "x = 1\n" * 3000}]}
@@ -209,7 +209,7 @@ class _Wrapped:
         return getattr(self._runner, name)
 
 
-def test_a_client_that_does_not_read_stops_nobody(server):
+def test_a_client_that_does_not_read_delays_no_other(server):
     """Its answer waits in a queue; meanwhile others are served, and in the end it gets all of it."""
     asked = json.dumps(body(max_tokens=600, stream=True, logprobs=20)).encode()
     host, port = server.removeprefix("http://").split(":")

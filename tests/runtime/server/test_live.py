@@ -132,7 +132,7 @@ def test_a_stream_that_waits_says_that_it_lives():
         assert next(line for line in lines if line) == ": alive"
 
 
-def test_sigterm_lets_those_inside_finish():
+def test_sigterm_lets_running_requests_finish():
     with running(drain_s=10) as (url, backend, server):
         with httpx.stream("POST", f"{url}/v1/completions", json=body([SLOW], stream=True)) as response:
             lines = response.iter_lines()

@@ -110,7 +110,7 @@ def test_metrics():
     assert float(lines[at]) == 4
 
 
-def test_what_runs_the_model_is_told():
+def test_the_runner_of_the_model_is_reported():
     facts = {"model": "m", "runner": "modules", "why": 'no "compiler"', "threads": 2, "context": None}
     app = create_app(FakeBackend(), tokenizer=FakeTokenizer(), model="tiny", facts=facts)
     client = TestClient(app, base_url="http://localhost")

@@ -87,7 +87,7 @@ def test_few_blocks(seed: int) -> None:
     assert running.scheduler.preemptions and subject.counts.accepted
 
 
-def test_drafts_preempt_nobody() -> None:
+def test_drafts_preempt_no_sequence() -> None:
     """Two texts fill the pool exactly; a draft has room only while there are free blocks."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=17)), ([4, 5, 6], replace(GREEDY, max_tokens=17))]
     subject = speculator(Oracle(truths(requests), size=12, right=0.2))
@@ -217,7 +217,7 @@ def test_a_bad_row_ends_its_text_alone() -> None:
 
 
 @pytest.mark.parametrize("where", ["propose", "observe"])
-def test_a_proposer_that_breaks_costs_no_text(where: str, broken_proposers: list[str]) -> None:
+def test_a_proposer_that_fails_ends_no_request(where: str, broken_proposers: list[str]) -> None:
     """At once, or in the middle of a text; it is said once, and it is never asked again."""
     for right in (0, 3):
         oracle = Oracle(truths([([1, 2], GREEDY)]), chains=True)

@@ -54,7 +54,7 @@ def fixed(parents: tuple[int, ...], tokens: tuple[int, ...]) -> list[tuple[Draft
         (4, Shape((0, 1, 2), "iid"), drawn),
     ],
 )
-def test_the_text_has_the_target_s_law(V: int, shape: Shape, judge: Judge, seed: int) -> None:
+def test_a_completion_has_the_target_s_distribution(V: int, shape: Shape, judge: Judge, seed: int) -> None:
     p, q = random_model(V, seed), random_model(V, seed + 100)
     length = shape.depth + 1
     law = text_law(shape.drafts(q), p, judge, length)

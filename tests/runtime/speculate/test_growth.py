@@ -70,7 +70,7 @@ ALL: dict[str, SamplingRules | None] = {
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("branches", [2, 4])
-def test_a_chain_with_the_next_best_beside_it(name: str, branches: int) -> None:
+def test_a_chain_with_its_next_best_siblings(name: str, branches: int) -> None:
     rules, K = ALL[name], 4
     chain, tree = drafted(rules, wide=False), drafted(rules, branches=branches)
     assert tree.tokens[:K] == chain.tokens and chain.is_chain and chain.kinds is None

@@ -109,7 +109,7 @@ def test_cells_of_equal_context_share_a_node():
     assert window.cells == [2, 4, 5], "cell (1, 0) is (0, 1)"
 
 
-def test_without_room_for_the_window_only_guesses_are_proposed():
+def test_only_guesses_are_proposed_where_the_window_does_not_fit():
     proposer = LookaheadProposer(4, 3, 2)
     text = [1, 2, 3, 1, 2, 3, 1]
     (draft,) = proposer.propose([DraftRequest(0, text, 2)])

@@ -150,7 +150,7 @@ NAMES = ["ngram", "lookahead", "self", "draft"]
 
 
 @pytest.mark.parametrize("options", WAYS, ids=NAMES)
-def test_seeded_texts_of_attar_tiny(tiny: LLM, options) -> None:
+def test_seeded_completions_of_attar_tiny(tiny: LLM, options) -> None:
     """Sampled texts with warps and penalties are those of plain decoding; the compiled step rounds alike."""
     params = [
         SamplingParams(temperature=0.7, top_p=0.9, seed=seed, max_tokens=24, n=1 + seed % 2)

@@ -137,7 +137,7 @@ def test_more_drafts_go_where_more_are_accepted():
     assert drafted(policy, [0, 1], [2, MOST])[0] <= 2, "a limit is a limit"
 
 
-def test_prompts_beside_make_drafts_dear():
+def test_prefill_in_the_batch_makes_drafts_expensive():
     latency = Latency({1: 1.0, 16: 1.1, 512: 20.0, 1024: 60.0})
     policy = DraftPolicy(latency, MOST)
     (alone,), (neighbour,) = drafted(policy, [0]), drafted(DraftPolicy(latency, MOST), [0], prompt_tokens=512)

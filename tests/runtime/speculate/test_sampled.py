@@ -152,7 +152,7 @@ def test_the_warps_have_something_to_do() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_texts_have_the_target_s_law(rule: str) -> None:
+def test_completions_have_the_target_s_distribution(rule: str) -> None:
     assert fits([speak(seed, *RULES[rule]) for seed in range(1500)], law())
 
 

@@ -142,7 +142,7 @@ def test_weights_of_four_bits_already_draft_with_layers(folder: Path) -> None:
         load_self_draft(folder, target, way="int4")
 
 
-def test_a_draft_model_beside_the_target(folder: Path) -> None:
+def test_a_draft_model_loaded_with_the_target(folder: Path) -> None:
     target = load(folder, runner="modules", kv_tokens=256)
     draft = draft_of(load(folder, runner="modules", kv_tokens=256), target)
     model = tiny_models.build("llama3")

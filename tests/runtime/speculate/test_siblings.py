@@ -58,7 +58,7 @@ def test_siblings_are_wanted_where_tokens_are_nearly_free_and_not_where_they_cos
     assert drafting(FLAT, RATES).choose([0], [8], branches=1) == [set(FIRST)], "nor where branches are off"
 
 
-def test_the_surest_first_in_what_room_there_is() -> None:
+def test_the_most_likely_first_within_the_limit() -> None:
     policy = drafting(FLAT, RATES)
     assert siblings(policy, [0], [2]) == [set()]
     assert siblings(policy, [0], [3]) == [{SECOND[0]}], "S_0 a_2 is more than S_1 a_2"

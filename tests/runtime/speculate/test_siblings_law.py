@@ -78,7 +78,7 @@ def models(V: int, seed: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("kinds", EVERY)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_text_has_the_target_s_law(kinds: set[int], seed: int) -> None:
+def test_a_completion_has_the_target_s_distribution(kinds: set[int], seed: int) -> None:
     p, q = models(4, seed)
     law = text_law(drafts(q, 2, kinds), p, judged, 3)
     assert total_variation(law, plain_law(p, 3)) < 1e-12
@@ -172,7 +172,7 @@ def test_exact_texts_have_the_target_s_law(count: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_likeliest_said_to_be_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likeliest_tokens_declared_as_drawn_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def likeliest(p: torch.Tensor, key: int, count: int) -> list[int]:
         return p.argsort(descending=True, stable=True)[: min(count, int(p.count_nonzero()))].tolist()
 

@@ -306,7 +306,7 @@ def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
     assert 32 <= sum(credited) <= 40
 
 
-def test_what_is_done_here_is_charged_also_where_nobody_is_asked() -> None:
+def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
     """Two seconds after each of two plain passes, and the asking of the third pays for them."""
     clock, runner, messages, proposer = Clock(), FakeRunner(), Told(), Barren([])
     proposer.observe = clock.spend(2.0, proposer.observe)  # type: ignore[method-assign]

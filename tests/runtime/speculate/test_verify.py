@@ -83,7 +83,9 @@ def plain(mine: Completion, count: int) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("mode", ["coupled", "exact"])
-def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, float], mode: str) -> None:
+def test_greedy_and_fixed_drafts_give_plain_decoding_s_completion(
+    params: dict[str, float], mode: str
+) -> None:
     """Guesses right, wrong and mixed, in trees: the tokens are those of plain decoding, in fewer passes."""
     wanted, mine, message, passes = plain(text(**params), 40), text(**params), (), 0
     generator = np.random.default_rng(3)
@@ -100,7 +102,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
+def test_a_coupled_completion_does_not_depend_on_the_draft(seed: int) -> None:
     """Any tree, any rule, any q: tokens are the draws of plain decoding; and the lazy rows are its rows."""
     generator = np.random.default_rng(seed)
     n = int(generator.integers(1, 9))
@@ -300,7 +302,7 @@ def test_streams_are_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_greedy_walk_minds_no_row_beside_it(dtype: torch.dtype) -> None:
+def test_a_greedy_walk_ignores_rows_off_its_path(dtype: torch.dtype) -> None:
     logits, draft = torch.zeros(4, 12, dtype=dtype)[:, :9], Draft((7, 3, 4), (0, 0, 2))
     logits[0, [3, 5]] = 2.0  # equals: the lower id
     logits[1] = torch.nan  # behind a draft that is not taken
