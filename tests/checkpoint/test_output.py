@@ -297,9 +297,11 @@ def test_finished_work_is_recognised_and_tidied(tmp_path):
     assert not finished(out, "k")
 
 
-def mount(place: Path, size: str) -> None:
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], capture_output=True)
+def mount(mount_point: Path, size: str) -> None:
+    mount_point.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", mount_point], capture_output=True
+    )
     if done.returncode:
         pytest.skip("may not mount a tmpfs here")
 

@@ -183,10 +183,10 @@ class Terminal:
         return self.shown.index(text, after) + len(text)
 
 
-def _interrupt_prompt(terminal: Terminal, place: int) -> int:
+def _interrupt_prompt(terminal: Terminal, offset: int) -> int:
     """Ctrl-C at the prompt; again where it came just before the prompt's ``select`` and was lost."""
     limit = time.monotonic() + 120
-    while "Ctrl-D or /exit ends" not in terminal.shown[place:]:
+    while "Ctrl-D or /exit ends" not in terminal.shown[offset:]:
         assert time.monotonic() < limit, terminal.shown
         terminal.process.send_signal(signal.SIGINT)
         while select.select([terminal.ours], [], [], 2)[0]:
@@ -194,15 +194,15 @@ def _interrupt_prompt(terminal: Terminal, place: int) -> int:
     return len(terminal.shown)
 
 
-def _interrupted(terminal: Terminal, place: int) -> int:
+def _interrupted(terminal: Terminal, offset: int) -> int:
     """Asks, and sends Ctrl-C when the answer has begun; the place behind what that came to."""
     terminal.type("def f(\n")
-    place = terminal.wait("def f(\n", place)
+    offset = terminal.wait("def f(\n", offset)
     limit = time.monotonic() + 60
-    while len(terminal.shown) < place + 5 and time.monotonic() < limit:
+    while len(terminal.shown) < offset + 5 and time.monotonic() < limit:
         terminal.shown += os.read(terminal.ours, 4096).decode(errors="replace").replace("\r\n", "\n")
     terminal.process.send_signal(signal.SIGINT)
-    while not any(text in terminal.shown[place:] for text in (" (stopped)\n", "Ctrl-D or /exit ends")):
+    while not any(text in terminal.shown[offset:] for text in (" (stopped)\n", "Ctrl-D or /exit ends")):
         assert time.monotonic() < limit, terminal.shown
         terminal.shown += os.read(terminal.ours, 4096).decode(errors="replace").replace("\r\n", "\n")
     return len(terminal.shown)

@@ -75,7 +75,7 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["a", "--regex", "("], "--regex is '(', but must be one that can be enforced (unclosed group)"),
         (["a", "--chat"], "the tokenizer has no chat template"),
@@ -102,12 +102,12 @@ def test_pieces_are_shown_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_refused_is_one_line(
-    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("llguidance")
     assert call(["generate", "attar:tiny", "-q", *options]) != 0
     shown = capsys.readouterr()
-    assert said in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
+    assert message in shown.err and shown.err.count("\n") <= 2 and shown.out == ""
 
 
 def test_bench_measures_every_case(capsys: pytest.CaptureFixture[str]) -> None:

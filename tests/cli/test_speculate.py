@@ -182,7 +182,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "error"),
     [
         (["--picture", "p.svg"], 2, "--picture goes with --speculate or --draft"),
         (["--prompts", "3"], 2, "--prompts goes with --speculate or --draft"),
@@ -208,7 +208,7 @@ def test_bench_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_bad_input_is_one_line(
-    options: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    options: list[str], code: int, error: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -219,5 +219,5 @@ def test_bad_input_is_one_line(
     shown = capsys.readouterr()
     lines = shown.err.splitlines()
     assert shown.out == "" and 1 <= len(lines) <= 2 and all("Traceback" not in item for item in lines)
-    assert lines[0].startswith("error: ") and said in lines[0]
+    assert lines[0].startswith("error: ") and error in lines[0]
     assert sorted(item.name for item in tmp_path.iterdir()) == ["bad", "empty"]

@@ -13,7 +13,7 @@ from attar.recipe.schema import parse_recipe
 from tests import tiny_models
 
 
-class Told:
+class LogLines:
     def __init__(self):
         self.lines = []
 
@@ -67,7 +67,7 @@ def test_the_embedded_models_keep_their_text():
 
 
 def test_the_choice_is_reported_and_the_wrong_kind_is_warned_of(tmp_path):
-    messages, prose = Told(), model(tmp_path)
+    messages, prose = LogLines(), model(tmp_path)
     assert fit(PruneSettings(), prose, messages).data == "python-docs"
     assert fit(PruneSettings(data="mine.txt"), prose, messages).data == "mine.txt"
     assert fit(PruneSettings(data="python-stdlib"), prose, messages).data == "python-stdlib"

@@ -22,7 +22,7 @@ from tests.data.test_splits import prose
 EVALUATION = {"tokens": 32_768, "sequence_length": 64, "speed": False, "sample": ""}
 
 
-class Told:
+class LogLines:
     """A progress that keeps its lines."""
 
     def __init__(self):
@@ -75,7 +75,7 @@ def pruned(tmp_path_factory):
 
 
 def note(model, data):
-    messages = Told()
+    messages = LogLines()
     messages.task = seen_task
     measurements = evaluate(model, EvaluateSettings(data=str(data), **EVALUATION), progress=messages)
     assert (

@@ -20,7 +20,7 @@ from attar.formats.readers import dequantize_state, quant_method, reader
 from tests.formats.integer_weights import equal, folder, half, random_coded, rule, words
 
 MODULE = "model.layers.0.mlp.down_proj"
-SAID = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
 
 
 def nibble(word, output):
@@ -110,21 +110,21 @@ def stored(made=None, shape=(8, 64)):
 
 
 @pytest.mark.parametrize(
-    ("said", "beside"),
+    ("config", "config_file"),
     [
-        (SAID, None),
-        ({**SAID, "version": "GEMM"}, None),
-        ({key: value for key, value in SAID.items() if key != "version"}, None),
+        (CONFIG, None),
+        ({**CONFIG, "version": "GEMM"}, None),
+        ({key: value for key, value in CONFIG.items() if key != "version"}, None),
         (
             None,
             ("quant_config.json", {"zero_point": True, "q_group_size": 16, "w_bit": 4, "version": "GEMM"}),
         ),
     ],
 )
-def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
+def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, config, config_file):
     norm, bias = torch.randn(4).half(), torch.randn(8).half()
     tensors = {**stored(), "model.norm.weight": norm, f"{MODULE}.bias": bias}
-    checkpoint = folder(tmp_path, tensors, said, beside=beside)
+    checkpoint = folder(tmp_path, tensors, config, config_file=config_file)
     assert quant_method(checkpoint) == "awq"
     read = reader(checkpoint)
     weight_rule = rule(4, 16, symmetric=False)
@@ -142,20 +142,20 @@ def test_a_checkpoint_is_read_tensor_by_tensor(tmp_path, said, beside):
 
 def test_zero_points_of_8_are_none(tmp_path):
     weight_rule = rule(4, 16)
-    actual = AWQReader(folder(tmp_path, stored(weight_rule), SAID)).codes(f"{MODULE}.qweight")
+    actual = AWQReader(folder(tmp_path, stored(weight_rule), CONFIG)).codes(f"{MODULE}.qweight")
     assert actual[1] == weight_rule and equal(actual[0], random_coded(weight_rule))
 
 
 @pytest.mark.parametrize("changes", [{"version": "gemv"}, {"version": "marlin"}, {"bits": 8}])
 def test_other_layouts_are_refused_by_name(tmp_path, changes):
     with pytest.raises(ModelError, match="gemm with 4 bits"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, **changes}))
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, **changes}))
 
 
 @pytest.mark.parametrize("size", [None, 0, "16"])
 def test_group_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(CheckpointError, match="in groups of"):
-        AWQReader(folder(tmp_path, stored(), {**SAID, "group_size": size})).decode(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, stored(), {**CONFIG, "group_size": size})).decode(f"{MODULE}.qweight")
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, leaf, change, error):
     tensors = stored()
     tensors[f"{MODULE}.{leaf}"] = change(tensors[f"{MODULE}.{leaf}"])
     with pytest.raises(CheckpointError, match=error):
-        AWQReader(folder(tmp_path, tensors, SAID)).decode(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, CONFIG)).decode(f"{MODULE}.qweight")
 
 
 def test_scales_of_zero_are_named(tmp_path):
     tensors = stored()
     tensors[f"{MODULE}.scales"][0, 0] = 0
     with pytest.raises(NumericsError, match=r"down_proj\.scales"):
-        AWQReader(folder(tmp_path, tensors, SAID)).check(f"{MODULE}.qweight")
+        AWQReader(folder(tmp_path, tensors, CONFIG)).check(f"{MODULE}.qweight")

@@ -29,7 +29,7 @@ from attar.quantization.methods.rtn import rtn
 from tests.quantization.packing import pack, save
 
 
-def made(double, shape=(6, 128)):
+def encoded_codes(double, shape=(6, 128)):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     quantized = rtn(weight, NF4Grid(64, double, torch.bfloat16))
     nested = quantized.parameters.stored if double else None
@@ -55,7 +55,7 @@ def by_loops(tensors):
 
 @pytest.mark.parametrize("double", [False, True])
 def test_decoding_agrees_with_loops_over_the_description(double):
-    actual, tensors = made(double)
+    actual, tensors = encoded_codes(double)
     assert torch.equal(decode_nf4(tensors), by_loops(tensors))
     assert torch.equal(decode_nf4(tensors).float(), actual.dequantize())
     assert layout_nf4((6, 128), 64, torch.bfloat16, double) == {
@@ -65,7 +65,7 @@ def test_decoding_agrees_with_loops_over_the_description(double):
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 1e-7, 0.012345678359270096, 1.2345678e-05, 123456.789])
 def test_the_state_has_the_announced_length_whatever_the_offset(offset):
-    actual, _ = made(True)
+    actual, _ = encoded_codes(True)
     nested = {**actual.parameters.stored, "nested_offset": torch.tensor([offset])}
     tensors = encode_nf4(actual.codes, actual.parameters.scale, torch.tensor(LEVELS), torch.bfloat16, nested)
     assert tensors[STATE].shape == layout_nf4((6, 128), 64, torch.bfloat16, True)[STATE][1]
@@ -196,8 +196,8 @@ def save_int8(folder, family="llama3"):
         weight = tensors.pop(name)
         quantized = rtn(weight, IntGrid(8, 0, storage=torch.bfloat16))
         dense[name] = quantized.dequantize().bfloat16()
-        made = bitsandbytes.encode_int8(Coded(quantized.codes, quantized.parameters.scale))
-        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in made.items()}
+        encoded_codes = bitsandbytes.encode_int8(Coded(quantized.codes, quantized.parameters.scale))
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value for leaf, value in encoded_codes.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**checkpoint.config, "quantization_config": bitsandbytes.int8_config(["lm_head"])}
     (folder / "config.json").write_text(json.dumps(config))

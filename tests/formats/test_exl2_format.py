@@ -20,7 +20,7 @@ SECTIONS = ((8, 32), (6, 32), (5, 64), (4, 32), (3, 64), (2, 64), (2, 32))
 COLUMNS = sum(width for _, width in SECTIONS)
 
 
-def made(rows, sections=SECTIONS, seed=0, largest=None):
+def packed_tensors(rows, sections=SECTIONS, seed=0, largest=None):
     """Random codes, scales and order."""
     g = torch.Generator().manual_seed(seed)
     parts = [torch.randint(-(2 ** (b - 1)), 2 ** (b - 1), (rows, w), generator=g) for b, w in sections]
@@ -64,7 +64,7 @@ def by_loops(tensors, rows):
 
 @pytest.mark.parametrize("rows", [32, 5, 40])
 def test_decoding_agrees_with_loops_over_the_description(rows):
-    weight = made(rows)
+    weight = packed_tensors(rows)
     tensors = encode(*weight)
     assert layout((rows, COLUMNS), SECTIONS) == {
         name: (stored_dtype(value.dtype), tuple(value.shape)) for name, value in tensors.items()
@@ -116,7 +116,7 @@ def test_hand_computed_words():
 
 
 def test_first_rows_of_groups():
-    tensors = encode(*made(8))
+    tensors = encode(*packed_tensors(8))
     # 8 rows for 32 inputs of 8 bits, 6, then 10, 4, 6, 4, 2
     assert tensors["q_groups"].tolist() == [8, 0, 6, 8, 5, 14, 4, 24, 3, 28, 2, 34, 2, 38]
     assert tensors["q_weight"].shape == (40, 32)
@@ -133,7 +133,7 @@ def test_many_rows_do_not_fit_a_short_and_still_come_back():
 
 
 def test_nothing_is_modified():
-    weight = made(8)
+    weight = packed_tensors(8)
     before = [value.clone() for value in weight if torch.is_tensor(value)]
     encode(*weight)
     after = [value for value in weight if torch.is_tensor(value)]
@@ -160,7 +160,7 @@ def save_exl2(folder, family="llama3", **changes):
         (outputs, columns), base = tensors.pop(name).shape, name.removesuffix(".weight")
         largest = torch.tensor([0.01, 0.02]).half()
         sections = ((4, 32), (3, columns - 32))
-        coded = encode(*made(outputs, sections, seed, largest))
+        coded = encode(*packed_tensors(outputs, sections, seed, largest))
         tensors |= {f"{base}.{leaf}": value for leaf, value in coded.items()}
         weights[name] = decode(coded, outputs)
         rows |= {base: outputs} if outputs % 32 else {}

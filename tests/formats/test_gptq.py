@@ -259,7 +259,7 @@ OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_metho
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
-    ("said", "version"),
+    ("expected", "version"),
     [
         ({}, V1),
         ({"checkpoint_format": "gptq"}, V1),
@@ -268,9 +268,9 @@ OLD = {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_metho
         ({"checkpoint_format": "GPTQ"}, V1),
     ],
 )
-def test_labels_old_and_new(tmp_path, said, version, symmetric):
+def test_labels_old_and_new(tmp_path, expected, version, symmetric):
     weight_rule = rule(4, 16, symmetric=symmetric)
-    checkpoint = folder(tmp_path, stored(weight_rule, version=version), {**OLD, "sym": symmetric, **said})
+    checkpoint = folder(tmp_path, stored(weight_rule, version=version), {**OLD, "sym": symmetric, **expected})
     actual = GPTQReader(checkpoint).codes(f"{MODULE}.qweight")
     assert equal(actual[0], random_coded(weight_rule)) and actual[1] == weight_rule
 
@@ -407,7 +407,7 @@ def damaged(leaf, change):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said", "error"),
+    ("tensors", "expected", "error"),
     [
         (damaged("scales", lambda t: t[:2]), OLD, "scales is F16"),
         (damaged("qzeros", lambda t: t.repeat(1, 2)), OLD, "qzeros is I32"),
@@ -419,8 +419,8 @@ def damaged(leaf, change):
         (damaged("g_idx", lambda t: t - 1), OLD, "does not have"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, said, error):
-    read = GPTQReader(folder(tmp_path, tensors, said))
+def test_tensors_that_do_not_fit_are_named(tmp_path, tensors, expected, error):
+    read = GPTQReader(folder(tmp_path, tensors, expected))
     with pytest.raises(CheckpointError, match=error) as raised:
         read.decode(f"{MODULE}.qweight")
     assert MODULE in str(raised.value)

@@ -24,7 +24,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 WEIGHTS = [name for name in modelopt.ALGORITHMS if name != "NVFP4"]
 
 
-def made(name, shape=(128, 256), seed=0):
+def encoded_tensors(name, shape=(128, 256), seed=0):
     """Random codes of an algorithm."""
     rule = modelopt.ALGORITHMS[name][0]
     g = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def by_loops(tensors):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_decoding_agrees_with_loops_over_the_description(name):
     shape = (128, 256) if name == "fp8_pb_wo" else (6, 32)
-    weight, rule = made(name, shape)
+    weight, rule = encoded_tensors(name, shape)
     tensors = modelopt.encode(weight, rule, input_scale=0.25)
     got = modelopt.decode(tensors, torch.float32)
     wanted = by_loops(tensors)

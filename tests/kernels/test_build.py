@@ -153,8 +153,8 @@ def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch
         ("riscv64", "isa: rv64", None),
     ],
 )
-def test_the_best_level_of_a_processor(machine, told, best, room, monkeypatch):
-    (room / "cpuinfo").write_text(f"processor : 0\n{told}\n\nprocessor : 1\n{told}\n")
+def test_the_best_level_of_a_processor(machine, flags, best, room, monkeypatch):
+    (room / "cpuinfo").write_text(f"processor : 0\n{flags}\n\nprocessor : 1\n{flags}\n")
     monkeypatch.setattr(levels, "CPUINFO", room / "cpuinfo")
     monkeypatch.setattr(levels.platform, "machine", lambda: machine)
     actual = levels.levels()
@@ -264,7 +264,7 @@ def test_another_users_library_is_built_again(room, monkeypatch):
     (name,) = files(room)
     path = room / "cache" / "kernels" / name
     spoil(path)
-    monkeypatch.setattr(build, "_ours", lambda each: each != path)
+    monkeypatch.setattr(build, "_ours", lambda owned: owned != path)
     assert build.load("small").answer() == 42
 
 

@@ -32,8 +32,8 @@ def weights():
     return {"normal": normal, "heavy": heavy, "real": real}
 
 
-def error(made, weight, v=None):
-    lost = (made.dequantize().double() - weight).square()
+def error(searched, weight, v=None):
+    lost = (searched.dequantize().double() - weight).square()
     return float((lost if v is None else lost * v).sum())
 
 

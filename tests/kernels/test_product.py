@@ -49,14 +49,14 @@ def rounded(x, group, bits):
     return ((parts * (TOPS[bits] / peak)).round() * peak / TOPS[bits]).flatten(1)
 
 
-def assert_half_a_step(found, x, packed, bits):
+def assert_half_a_step(computed, x, packed, bits):
     """No input is off by more than half a step of its group."""
     w, group = unpack(packed).double(), packed.group
     step = x.unflatten(1, (-1, group)).abs().amax(2).double() / TOPS[bits]
     sizes = w.unflatten(1, (-1, group)).abs().sum(2)
     expected = torch.nn.functional.linear(x.double(), w, packed.bias.double())
     bound = 0.501 * step @ sizes.T + 1e-6 * (x.double().abs() @ w.abs().T + 1)
-    assert ((found - expected).abs() <= bound).all()
+    assert ((computed - expected).abs() <= bound).all()
 
 
 @dataclass
@@ -197,12 +197,12 @@ def test_products_of_bf16(tokens, bits, team):
         assert_product(team.multiply(x, packed, bits=bits), kept, packed)
 
 
-def assert_product(found, x, packed):
+def assert_product(computed, x, packed):
     """Within float32's rounding of the sum of what was summed."""
     w, x = unpack(packed).double(), x.double()
     expected = torch.nn.functional.linear(x, w, None if packed.bias is None else packed.bias.double())
-    assert found.dtype == torch.float32
-    assert ((found - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
+    assert computed.dtype == torch.float32
+    assert ((computed - expected).abs() <= 1e-6 * (x.abs() @ w.abs().T + 1)).all()
 
 
 @compiled

@@ -109,7 +109,7 @@ def test_limit_takes_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("{", "not JSON"),
         ("[1]", "a list, not an object"),
@@ -125,10 +125,10 @@ def test_limit_takes_the_first(tmp_path: Path) -> None:
         ('{"q": "a", "choices": ["a", "b"]}', "'label' is None"),
     ],
 )
-def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, line: str, said: str) -> None:
+def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, line: str, expected: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=expected) as caught:
         read_questions(file)
     assert caught.value.message.startswith(f"{file}:3: ")
     assert "\n" not in caught.value.message

@@ -48,13 +48,13 @@ def test_same_tokenizers_pass(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "said"),
+    ("vocabulary", "sentence"),
     [
         (["a", "b", "d"], "token 'c' is 2 in one, 'missing' in the other"),
         (["b", "a", "c"], "token 'a' is 0 in one, 1 in the other"),
     ],
 )
-def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
+def test_other_tokenizer_is_one_line(vocabulary: list[str], sentence: str) -> None:
     ours, theirs = (
         Subject(None, words("a", "b", "c"), None, "ours"),
         Subject(None, words(*vocabulary), None, "theirs"),
@@ -62,7 +62,7 @@ def test_other_tokenizer_is_one_line(vocabulary: list[str], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_same_tokens(ours, theirs)
     assert caught.value.message.startswith("ours and theirs have different tokenizers")
-    assert said in caught.value.message
+    assert sentence in caught.value.message
     assert "\n" not in caught.value.message
 
 

@@ -113,7 +113,7 @@ def test_shapes_must_agree():
         measure_conflicts([torch.zeros(3, 2), torch.zeros(2, 3)], torch.zeros(3, 2))
 
 
-def found(models: int = 2, layers: int = 3):
+def conflict_table(models: int = 2, layers: int = 3):
     names = [("model.embed_tokens.weight", None), ("model.norm.weight", None), ("lm_head.weight", None)]
     for layer in range(layers):
         for leaf in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "input_layernorm"):
@@ -125,7 +125,7 @@ def found(models: int = 2, layers: int = 3):
 
 
 def test_summary_by_layer_and_part_whatever_the_order():
-    rows = summary(found())
+    rows = summary(conflict_table())
     assert [(row["layer"], row["part"]) for row in rows] == [
         (None, "all"),
         *((layer, part) for layer in range(3) for part in ("attention", "mlp", "norm")),
@@ -133,8 +133,8 @@ def test_summary_by_layer_and_part_whatever_the_order():
         (None, "head"),
         (None, "norm"),
     ]
-    assert rows == summary(reversed(found()))
-    two = [conflict for name, layer, conflict in found() if layer == 1 and "self_attn" in name]
+    assert rows == summary(reversed(conflict_table()))
+    two = [conflict for name, layer, conflict in conflict_table() if layer == 1 and "self_attn" in name]
     attention = next(row for row in rows if (row["layer"], row["part"]) == (1, "attention"))
     assert {key: attention[key] for key in two[0].row()} == (two[0] + two[1]).row()
     assert attention["size"] == 96
@@ -162,5 +162,5 @@ def test_summary_of_two_stacks_and_of_one_model():
 
 
 def test_a_hundred_layers_of_six_models_stay_small():
-    rows = summary(found(6, 100))
+    rows = summary(conflict_table(6, 100))
     assert len(json.dumps(rows)) < 250_000

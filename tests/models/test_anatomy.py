@@ -214,7 +214,7 @@ def rename(model, block, old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "sentence"),
     [
         ("self_attn.q_proj", "strange", "q projection was not found in the attention of model.layers.1"),
         ("self_attn.o_proj", "strange", "o projection was not found in the attention of model.layers.1"),
@@ -222,13 +222,13 @@ def rename(model, block, old, new):
         ("mlp.up_proj", "strange", "up projection was not found in the MLP of model.layers.1"),
     ],
 )
-def test_unknown_names_are_reported(old, new, said):
+def test_unknown_names_are_reported(old, new, sentence):
     model = tiny_models.build("llama3")
     rename(model, 1, old, new)
     with pytest.raises(ModelError) as caught:
         discover(model)
     assert (
-        said in caught.value.message
+        sentence in caught.value.message
         and "strange [" in caught.value.message
         and "\n" not in caught.value.message
     )
@@ -291,7 +291,7 @@ def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "sentence"),
     [
         ("num_attention_heads", 4, "has 8 heads, but the config's num_attention_heads is 4"),
         ("num_key_value_heads", 2, "has 4 KV heads, but the config's num_key_value_heads is 2"),
@@ -300,9 +300,9 @@ def test_a_number_of_kv_heads_that_a_family_without_groups_carries_along():
         ("hidden_size", 32, "64 wide, but the config's hidden_size is 32"),
     ],
 )
-def test_config_that_contradicts_the_model(key, value, said):
+def test_config_that_contradicts_the_model(key, value, sentence):
     model = tiny_models.build("llama3")
     setattr(model.config, key, value)
     with pytest.raises(ModelError) as caught:
         discover(model)
-    assert said in caught.value.message
+    assert sentence in caught.value.message

@@ -62,13 +62,13 @@ def logits(model):
     return model.eval()(input_ids=tokens, use_cache=False).logits
 
 
-def transformers_runs(made):
+def transformers_runs(checkpoint):
     """Whether transformers loads a checkpoint and gives attar's logits."""
     try:
-        theirs = logits(AutoModelForCausalLM.from_pretrained(made.path, dtype=torch.bfloat16))
+        theirs = logits(AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16))
     except (AttributeError, ValueError):
         return False
-    return torch.equal(theirs, logits(load_model(made)))
+    return torch.equal(theirs, logits(load_model(checkpoint)))
 
 
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "llama3", "gpt2", *MORE))

@@ -213,8 +213,8 @@ def test_decoding_while_loading_is_asked_for_where_transformers_needs_it(llama, 
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "expected"),
     [("a.b.c", True), ("c", True), ("b.c", True), ("b", False), ("re:^a", True), ("re:^b", False)],
 )
-def test_patterns(pattern, found):
-    assert matches("a.b.c", pattern) is found
+def test_patterns(pattern, expected):
+    assert matches("a.b.c", pattern) is expected

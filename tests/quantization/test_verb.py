@@ -51,8 +51,8 @@ def logits(model):
     return model.eval()(input_ids=tokens).logits.float()
 
 
-def distance(made, folder):
-    p, q = (logits(load_model(item, dtype=torch.float32)).log_softmax(-1) for item in (folder, made))
+def distance(folder_a, folder):
+    p, q = (logits(load_model(item, dtype=torch.float32)).log_softmax(-1) for item in (folder, folder_a))
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
@@ -109,16 +109,16 @@ def test_every_order_of_columns_decodes_alike_or_is_refused_at_once(folder, tmp_
     assert len(stored) == (14 if act_order == "group" else 0)
 
 
-def decoded_by_hand(made, name):
+def decoded_by_hand(folder_a, name):
     """(q - z) s of 4-bit codes, each input in the group that it names, or in the 32 neighbours' own."""
-    actual = {leaf: made.load(f"{name}.weight_{leaf}") for leaf in ("packed", "zero_point", "scale")}
+    actual = {leaf: folder_a.load(f"{name}.weight_{leaf}") for leaf in ("packed", "zero_point", "scale")}
 
     def nibbles(words):
         return torch.stack([words >> 4 * index & 15 for index in range(8)], -1).flatten(-2)
 
     q, z = nibbles(actual["packed"]), nibbles(actual["zero_point"].T).T
     order = f"{name}.weight_g_idx"
-    group = made.load(order).long() if order in made.tensors else torch.arange(q.shape[1]) // 32
+    group = folder_a.load(order).long() if order in folder_a.tensors else torch.arange(q.shape[1]) // 32
     return ((q - z[:, group]) * actual["scale"][:, group].float()).bfloat16()
 
 

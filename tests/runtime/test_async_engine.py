@@ -170,7 +170,7 @@ def test_a_failed_request_is_logged_with_its_place_and_a_clients_fault_is_not(
     async def main() -> None:
         running = engine()
         faults = Faults(running, monkeypatch)
-        errors = [FaultError, lambda place: GrammarError("regex", "a", "simpler")]
+        errors = [FaultError, lambda component: GrammarError("regex", "a", "simpler")]
         faults.choose = lambda name, params: Fault("sample", 2, errors.pop(0))
         async with AsyncEngine(running) as streams:
             for _ in range(2):

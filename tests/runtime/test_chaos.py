@@ -30,7 +30,7 @@ def requests(count: int, seed: int) -> Asked:
     """Prompts that share beginnings, and parameters of every kind."""
     draws = random.Random(seed)
     stems = [[draws.randrange(VOCABULARY) for _ in range(24)] for _ in range(3)]
-    made = []
+    engine_of = []
     for number in range(count):
         prompt = [*draws.choice(stems)[: draws.randint(1, 24)], draws.randrange(VOCABULARY)]
         params = replace(
@@ -42,11 +42,11 @@ def requests(count: int, seed: int) -> Asked:
             temperature=draws.choice([0.0, 0.7, 1.0, 1e-300]),
             prompt_logprobs=draws.choice([None, None, None, 1]),
         )
-        made.append((prompt, params))
-    return made
+        engine_of.append((prompt, params))
+    return engine_of
 
 
-def made(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ignore[assignment]
+def engine_of(kind: str, blocks: int, asked: Asked = ()) -> Engine:  # type: ignore[assignment]
     """An engine whose pool is too small for all that runs, so that sequences are preempted."""
     proposer = {
         "plain": lambda: None,
@@ -75,7 +75,7 @@ def ran(running: Engine, asked: Asked, seed: int) -> dict[str, tuple[int, list[E
 def undisturbed(count: int, seed: int) -> dict[int, Result]:
     """What the same requests get in an engine with room for all and without errors."""
     asked = requests(count, seed)
-    return texts(ran(made("plain", 400), asked, seed), asked)
+    return texts(ran(engine_of("plain", 400), asked, seed), asked)
 
 
 def texts(found: dict[str, tuple[int, list[Event]]], asked: Asked) -> dict[int, Result]:
@@ -100,7 +100,7 @@ def held(kind: str, count: int, blocks: int, seed: int, monkeypatch: pytest.Monk
     """One life of an engine; the places where something was raised."""
     asked = requests(count, seed)
     want = undisturbed(count, seed)
-    running = made(kind, blocks, asked)
+    running = engine_of(kind, blocks, asked)
     faults = Faults(running, monkeypatch)
     faults.choose = random_faults(seed)
     actual = ran(running, asked, seed)
@@ -142,16 +142,16 @@ def test_ten_thousand_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised >= {*PLACES} - rare, raised
 
 
-@pytest.mark.parametrize("place", ["propose", "observe", "note", "plan"])
+@pytest.mark.parametrize("component", ["propose", "observe", "note", "plan"])
 def test_speculation_that_breaks_under_load(
-    place: str, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
+    component: str, monkeypatch: pytest.MonkeyPatch, broken_proposers: list[str]
 ) -> None:
-    assert place in HARMLESS
+    assert component in HARMLESS
     asked = requests(30, 5)
     want = undisturbed(30, 5)
-    running = made("oracle", 60, asked)
+    running = engine_of("oracle", 60, asked)
     faults = Faults(running, monkeypatch)
-    faults.choose = lambda name, params: Fault(place, after=2)
+    faults.choose = lambda name, params: Fault(component, after=2)
     got = texts(ran(running, asked, 5), asked)
     assert {n: item.samples for n, item in got.items()} == {n: item.samples for n, item in want.items()}
     assert running.speculator is not None and isinstance(running.speculator.failure, FaultError)

@@ -26,9 +26,9 @@ def types(name, layers=3, *, heads=8, kv_heads=8, architecture="llama", **option
     )
 
 
-def column(found, leaf):
+def column(types_by_name, leaf):
     """Types of one role, layer by layer, without their Q and _K."""
-    kinds = [kind for name, kind in found.kinds.items() if name.endswith(f".{leaf}.weight")]
+    kinds = [kind for name, kind in types_by_name.kinds.items() if name.endswith(f".{leaf}.weight")]
     return " ".join(kind.removeprefix("Q").removesuffix("_K") for kind in kinds)
 
 

@@ -106,7 +106,7 @@ def test_layers_of_prediction_beyond_the_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "config", "message"),
+    ("layer_names", "config", "message"),
     [
         (
             names("model.layers", 2, "w"),
@@ -121,9 +121,9 @@ def test_layers_of_prediction_beyond_the_count() -> None:
         (["w"], {}, "m: no layers found"),
     ],
 )
-def test_what_does_not_fit_the_config(found: list[str], config: dict[str, int], message: str) -> None:
+def test_what_does_not_fit_the_config(layer_names: list[str], config: dict[str, int], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        find_stacks(found, config, "m")
+        find_stacks(layer_names, config, "m")
 
 
 def test_kinds() -> None:

@@ -44,8 +44,8 @@ def choice(source="union", tokens=None, pad=None):
     return TokenizerChoice(source=source, tokens=tokens or {}, pad_to_multiple_of=pad)
 
 
-def built(made, wanted, base=None):
-    return build_vocabulary(wanted, made, [A, B, C][: len(made)], base)
+def built(views, wanted, base=None):
+    return build_vocabulary(wanted, views, [A, B, C][: len(views)], base)
 
 
 def columns(vocabulary, **changes):

@@ -211,9 +211,9 @@ class Talking(nn.Module):
     """Blocks that speak to each other behind the model's back: the last needs what the first one left."""
 
     class Block(nn.Module):
-        def __init__(self, size, board, place):
+        def __init__(self, size, board, row):
             super().__init__()
-            self.linear, self.board, self.place = nn.Linear(size, size, bias=False), board, place
+            self.linear, self.board, self.place = nn.Linear(size, size, bias=False), board, row
 
         def forward(self, x):
             if self.place == 0:

@@ -54,10 +54,10 @@ def run(model, tmp_path, kind, name="out", **changes):
     return open_checkpoint(source), result
 
 
-def assert_same_function(model, made, tolerance=1e-4):
+def assert_same_function(model, changed, tolerance=1e-4):
     rows = tiny.tokens(model)
     wanted = tiny.logits(model, rows)
-    got = tiny.logits(load_model(made, dtype=torch.float32), rows)
+    got = tiny.logits(load_model(changed, dtype=torch.float32), rows)
     assert (got - wanted).abs().max() < tolerance * wanted.abs().max()
 
 

@@ -10,9 +10,9 @@ from attar.runtime.step import FREED
 B = 4
 
 
-def grow(manager, sequence, tokens, places=None):
+def grow(manager, sequence, tokens, slots=None):
     """Reserves and commits what is missing of ``tokens`` (or so many places)."""
-    count = (places or len(tokens)) - manager.table(sequence).length
+    count = (slots or len(tokens)) - manager.table(sequence).length
     assert manager.reserve(sequence, count)
     manager.commit(sequence, count, tokens)
 
@@ -121,7 +121,7 @@ def test_equal_work_of_two_sequences_is_kept_once():
 def test_drafts_are_not_published():
     manager, tokens = BlockManager(8, B), list(range(6))
     manager.admit(0, tokens)
-    grow(manager, 0, tokens, places=8)  # two drafts
+    grow(manager, 0, tokens, slots=8)  # two drafts
     assert manager.matched([0, 1, 2, 3, 4, 5, 6, 7, 8]) == 4
     manager.truncate(0, 6)
     grow(manager, 0, [0, 1, 2, 3, 4, 5, 8, 9])
@@ -145,7 +145,7 @@ def test_blocks_behind_the_window_are_given_back_but_sinks_stay():
 def test_the_window_counts_from_what_is_certain():
     manager, tokens = BlockManager(16, B, window=4), list(range(9))
     manager.admit(0, tokens)
-    grow(manager, 0, tokens, places=16)  # seven drafts, of which all may be rejected
+    grow(manager, 0, tokens, slots=16)  # seven drafts, of which all may be rejected
     assert manager.table(0).blocks.count(FREED) == 1
     manager.truncate(0, 9)
     manager.check()
@@ -161,7 +161,7 @@ def test_packing_leaves_published_blocks_alone_and_ends_publishing():
     assert not set(packing.new) & set(old[:3])  # those are in the prefix tree
     assert manager.matched([*tokens, 1]) == 12
     manager.check()
-    grow(manager, 0, [*tokens, *range(90, 99)], places=12)
+    grow(manager, 0, [*tokens, *range(90, 99)], slots=12)
     assert len(manager._tree) == 3
     again = manager.pack(0, 5)
     assert again.new == again.old[:2]  # its own blocks are packed in place

@@ -74,8 +74,8 @@ class FakeBackend:
                     yield Event(id, sample, finish_reason="error", error="RuntimeError: secret")
                     return
 
-    def _event(self, prompt, params, id, sample, place, letter, letters):
-        last = place == len(letters) - 1
+    def _event(self, prompt, params, id, sample, position, letter, letters):
+        last = position == len(letters) - 1
         reason = ("length" if len(letters) == params.max_tokens else "stop") if last else None
         scored = ()
         if params.logprobs is not None:
@@ -85,7 +85,7 @@ class FakeBackend:
         if last and sample == params.n - 1:
             usage = Usage(len(prompt), len(letters) * params.n, 3, 0.01, 0.02, 0.03)
         before = None
-        if params.prompt_logprobs is not None and sample == 0 and place == 0:
+        if params.prompt_logprobs is not None and sample == 0 and position == 0:
             before = (None, *(TokenLogprob(token, -1.0) for token in prompt[1:]))
         return Event(id, sample, letter, (letter.encode()[0],), scored, reason, None, None, before, usage)
 

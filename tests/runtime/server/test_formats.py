@@ -25,7 +25,7 @@ from attar.runtime.server.tokenizer import ServerTokenizer
 from tests.runtime.schemas import SCHEMAS, follows
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SAID = [{"role": "user", "content": "a person"}]
+MESSAGES = [{"role": "user", "content": "a person"}]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def schema_of(name):
 
 def chat(client, **options):
     return client.chat.completions.create(
-        model="tiny", messages=SAID, **{"max_tokens": 120, "seed": 3} | options
+        model="tiny", messages=MESSAGES, **{"max_tokens": 120, "seed": 3} | options
     )
 
 
@@ -95,7 +95,7 @@ def test_a_pattern_of_a_completion(client):
 
 
 @pytest.mark.parametrize(
-    ("options", "param", "said"),
+    ("options", "param", "sentence"),
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": 3}}}},
          "response_format", "type must be a string"),
@@ -105,8 +105,8 @@ def test_a_pattern_of_a_completion(client):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_format_is_a_bad_request(client, options, param, said, stream):
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
+def test_a_wrong_format_is_a_bad_request(client, options, param, sentence, stream):
+    with pytest.raises(openai.BadRequestError, match=sentence) as caught:
         list(chat(client, stream=stream, **options))
     assert caught.value.param == param and "\n" not in caught.value.body["message"]
 

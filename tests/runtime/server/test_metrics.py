@@ -65,8 +65,8 @@ class Known:
     def propose(self, wishes):
         return [self.draft(len(wish.tokens)) if wish.most >= 2 else None for wish in wishes]
 
-    def draft(self, place):
-        return Draft.chain([self.text[place], (self.text[place + 1] + 1) % 300])
+    def draft(self, index):
+        return Draft.chain([self.text[index], (self.text[index + 1] + 1) % 300])
 
     def observe(self, news):
         pass

@@ -31,8 +31,8 @@ def process(folder, *options):
     log = (folder / "log").open("w")
     child = subprocess.Popen([*command, *options], stderr=log, env=environment)
     try:
-        until(lambda: child.poll() is not None or "http://" in said(folder))
-        url = re.search(r"^http://\S+", said(folder), re.MULTILINE)[0]
+        until(lambda: child.poll() is not None or "http://" in first_lines(folder))
+        url = re.search(r"^http://\S+", first_lines(folder), re.MULTILINE)[0]
         until(lambda: ready(url))
         yield url, child
     finally:
@@ -40,7 +40,7 @@ def process(folder, *options):
         child.wait()
 
 
-def said(folder):
+def first_lines(folder):
     return (folder / "log").read_text()
 
 
@@ -72,13 +72,13 @@ async def load(url, clients, then, **more):
         tasks = [asyncio.create_task(one()) for _ in range(clients)]
         while scraped(url).get("time_to_first_token_seconds_count", 0) < 3:
             await asyncio.sleep(0.02)
-        said = await then(http)
-        return await asyncio.gather(*tasks), said
+        first_lines = await then(http)
+        return await asyncio.gather(*tasks), first_lines
 
 
 def test_the_first_lines_say_what_runs(tmp_path):
     with process(tmp_path) as (url, _):
-        lines = said(tmp_path).splitlines()
+        lines = first_lines(tmp_path).splitlines()
         before = lines[: lines.index(url)]
         for name in ("model", "runner", "threads", "kv cache", "context", "speculation"):
             assert sum(line.startswith(name) for line in before) == 1, lines
@@ -98,7 +98,7 @@ def test_sigterm_under_load(tmp_path):
         assert all(isinstance(answer, httpx.Response) and "[DONE]" in answer.text for answer in answers), (
             answers
         )
-        assert child.wait(10) == 0 and "Traceback" not in said(tmp_path)
+        assert child.wait(10) == 0 and "Traceback" not in first_lines(tmp_path)
 
 
 @pytest.mark.parametrize("signals", [1, 2])
@@ -115,4 +115,4 @@ def test_an_end_before_all_are_out(signals, tmp_path):
         answers, _ = asyncio.run(load(url, 40, end, max_tokens=1900))
         assert child.wait(10) == 0 and time.monotonic() - began < 20
         assert sum("shutting_down" in answer.text for answer in answers) > 10
-        assert "Traceback" not in said(tmp_path)
+        assert "Traceback" not in first_lines(tmp_path)

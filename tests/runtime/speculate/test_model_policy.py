@@ -19,7 +19,7 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
 
 
 @pytest.mark.parametrize(
-    ("a", "tokens", "to_come", "worth"),
+    ("a", "tokens", "remaining", "worth"),
     [
         (1.0, 600, 100, True),  # 60 passes to read, some 70 of 100 saved
         (1.0, 900, 100, False),
@@ -31,8 +31,8 @@ def drafting(reading: float = 0.1, a: float | None = None) -> DraftPolicy:
         (1.0, 900, 0, False),
     ],
 )
-def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, to_come, worth):
-    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, to_come) is worth
+def test_a_text_is_read_where_drafts_gain_more_than_that(a, tokens, remaining, worth):
+    assert DraftPrefill().pays(drafting(a=a), 0, 4, tokens, remaining) is worth
 
 
 def test_what_was_read_is_not_read_again():

@@ -42,7 +42,7 @@ def plain_model(family: str):
     return tiny_models.build(family)
 
 
-def made(family: str, proposer=None, *, limits=None, blocks=96, block_size=4, **options) -> LLM:
+def llm_of(family: str, proposer=None, *, limits=None, blocks=96, block_size=4, **options) -> LLM:
     runner = Modules(copy.deepcopy(plain_model(family)), blocks=blocks, block_size=block_size, **options)
     drafter = None if proposer is None else speculator(proposer, most=10)
     most = runner.most
@@ -69,11 +69,11 @@ def answers(llm: LLM, asked, params=GREEDY) -> list[tuple[int, ...]]:
 def test_families(family: str) -> None:
     """Trees of which some tokens are right, in chunks and batches, and what the texts repeat."""
     asked = prompts(family)
-    want = answers(made(family), asked)
+    want = answers(llm_of(family), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model(family).config.vocab_size
     for proposer in (Oracle(texts, vocabulary=vocabulary), NgramProposer(), LookaheadProposer(2, 3, 2)):
-        llm = made(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
+        llm = llm_of(family, proposer, limits=Limits(step_tokens=32, sequences=4, chunk=12))
         assert answers(llm, asked) == want
         assert llm.engine.speculator.counts.drafts > 5
         assert [answers(llm, one)[0] for one in asked] == want  # alone, on what the first run published
@@ -93,10 +93,10 @@ def test_families(family: str) -> None:
 @pytest.mark.parametrize("chains", [True, False])
 def test_stores_and_eviction(options, chains: bool) -> None:
     asked = prompts("llama3", (13, 30))
-    want = answers(made("llama3", **options), asked)
+    want = answers(llm_of("llama3", **options), asked)
     texts = [prompt + list(text) for prompt, text in zip(asked, want, strict=True)]
     vocabulary = plain_model("llama3").config.vocab_size
-    llm = made("llama3", Oracle(texts, vocabulary=vocabulary, chains=chains), **options)
+    llm = llm_of("llama3", Oracle(texts, vocabulary=vocabulary, chains=chains), **options)
     assert answers(llm, asked) == want
     assert llm.engine.speculator.counts.accepted > 5
 

@@ -33,7 +33,12 @@ class World:
     """Passes take 1 + slope (tokens - 1), a step of the draft ``step``; a draft is accepted with a(place)."""
 
     def __init__(self, a, slope, step=0.0, batch=1, known=True, seed=0):
-        self.a, self.slope, self.step, self.batch = a if callable(a) else lambda place: a, slope, step, batch
+        self.a, self.slope, self.step, self.batch = (
+            a if callable(a) else lambda position: a,
+            slope,
+            step,
+            batch,
+        )
         sizes = [batch << power for power in range(7)]
         table = {size: self.time(size) for size in sizes} if known else None
         self.policy = DraftPolicy(Latency(table, {1: step, batch: step} if known and step else None), MOST)
@@ -94,7 +99,7 @@ def test_where_nothing_is_accepted_500_tokens_lose_little(slope, step, known):
     assert World(0.0, slope, step, known=known).run(500) > 1 / (1.03 if known else 1.05)
 
 
-@pytest.mark.parametrize("a", [0.0, 0.4, lambda place: 0.95 if place % 300 < 150 else 0.0])
+@pytest.mark.parametrize("a", [0.0, 0.4, lambda position: 0.95 if position % 300 < 150 else 0.0])
 def test_over_any_stretch_the_loss_is_bounded_by_the_budget(a):
     world = World(a, 0.3, 0.3)
     world.run(2000)
@@ -119,11 +124,11 @@ def test_trials_alone_lose_little():
 
 
 def test_it_follows_a_change_of_regime():
-    world = World(lambda place: 0.0 if place < 500 else 0.9, 0.1, 0.05)
+    world = World(lambda position: 0.0 if position < 500 else 0.9, 0.1, 0.05)
     assert world.run(500) > 0.97
     world.run(250)
     assert world.run(500) > 0.9 * world.best(0.9)
-    world.a = lambda place: 0.0
+    world.a = lambda position: 0.0
     assert world.run(500) > 0.97
 
 

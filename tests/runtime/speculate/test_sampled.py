@@ -54,12 +54,12 @@ Drafter = Callable[[tuple[int, ...], Noise], Draft]
 Judge = Callable[[tuple[int, ...], Draft, Noise], Verdict]
 
 
-def chained(said: tuple[int, ...], noise: Noise) -> Draft:
+def chained(context: tuple[int, ...], noise: Noise) -> Draft:
     """Three tokens, each drawn from SMALL with the round's noise."""
     tokens: tuple[int, ...] = ()
     rows = []
     for depth in range(3):
-        rows.append(SMALL((*said, *tokens)))
+        rows.append(SMALL((*context, *tokens)))
         tokens += (drawn(rows[-1], noise.drafting(depth))[0],)
     return Draft.chain(tokens, rows)
 
@@ -67,12 +67,12 @@ def chained(said: tuple[int, ...], noise: Noise) -> Draft:
 def forked(rule: str) -> Drafter:
     """Two children, the first of which has two more."""
 
-    def drafter(said: tuple[int, ...], noise: Noise) -> Draft:
-        q = SMALL(said)
+    def drafter(context: tuple[int, ...], noise: Noise) -> Draft:
+        q = SMALL(context)
         one, two = drawn(q, noise.drafting(0))[:2]
         if rule == "iid":
             two = drawn(q, noise.drafting(7))[0]
-        deeper = SMALL((*said, one))
+        deeper = SMALL((*context, one))
         three, four = drawn(deeper, noise.drafting(1))[:2]
         if rule == "iid":
             four = drawn(deeper, noise.drafting(8))[0]
@@ -88,23 +88,23 @@ def drawn(q: np.ndarray, key: int) -> list[int]:
     return np.argsort(race).tolist()
 
 
-def guessed(said: tuple[int, ...], noise: Noise) -> Draft:
+def guessed(context: tuple[int, ...], noise: Noise) -> Draft:
     """The likeliest tokens of SMALL: fixed."""
-    first, second = np.argsort(-SMALL(said))[:2].tolist()
-    third = int(SMALL((*said, first)).argmax())
+    first, second = np.argsort(-SMALL(context))[:2].tolist()
+    third = int(SMALL((*context, first)).argmax())
     return Draft((first, second, third), (0, 0, 1))
 
 
 def exactly(rule: Callable[[Draft, Callable[[int], Floats], Noise], Verdict]) -> Judge:
     """Verification by a rule that takes p."""
-    return lambda said, draft, noise: rule(
-        draft, lambda n: TARGET((*said, *draft.text(draft.path(n)))), noise
+    return lambda context, draft, noise: rule(
+        draft, lambda n: TARGET((*context, *draft.text(draft.path(n)))), noise
     )
 
 
-def coupled(said: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
+def coupled(context: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
     def token(node: int) -> int:
-        return noise.token(draft.depths[node], TARGET((*said, *draft.text(draft.path(node)))))
+        return noise.token(draft.depths[node], TARGET((*context, *draft.text(draft.path(node)))))
 
     return follow(draft, token)
 
@@ -129,13 +129,13 @@ RULES: dict[str, tuple[Drafter, Judge]] = {
 }
 
 
-def softmax_for_argmax(said: tuple[int, ...], noise: Noise) -> Draft:
-    draft = guessed(said, noise)
-    return Draft.chain(draft.tokens[::2], [SMALL(said), SMALL((*said, draft.tokens[0]))])
+def softmax_for_argmax(context: tuple[int, ...], noise: Noise) -> Draft:
+    draft = guessed(context, noise)
+    return Draft.chain(draft.tokens[::2], [SMALL(context), SMALL((*context, draft.tokens[0]))])
 
 
-def likeliest_as_drawn(said: tuple[int, ...], noise: Noise) -> Draft:
-    return Draft(guessed(said, noise).tokens[:2], (0, 0), [SMALL(said)] * 2, "iid")
+def likeliest_as_drawn(context: tuple[int, ...], noise: Noise) -> Draft:
+    return Draft(guessed(context, noise).tokens[:2], (0, 0), [SMALL(context)] * 2, "iid")
 
 
 WRONG: dict[str, tuple[Drafter, Judge]] = {

@@ -139,9 +139,9 @@ def after(seed: int, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def law() -> np.ndarray:
-    def model(said: tuple[int, ...]) -> np.ndarray:
-        row = SamplingRow(PARAMS, TokenHistory(PROMPT, list(said)))
-        return warp(after(1, [*PROMPT, *said])[None], [row])[0].numpy()
+    def model(context: tuple[int, ...]) -> np.ndarray:
+        row = SamplingRow(PARAMS, TokenHistory(PROMPT, list(context)))
+        return warp(after(1, [*PROMPT, *context])[None], [row])[0].numpy()
 
     return plain_law(model, LENGTH)
 

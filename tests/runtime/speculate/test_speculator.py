@@ -93,7 +93,7 @@ class Clock:
         return slow
 
 
-class Told(Eager):
+class ToldPolicy(Eager):
     """Writes down what it hears."""
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Told(Eager):
 def test_the_policy_learns_what_every_pass_took() -> None:
     """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; prompts beside."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=9)), ([4, 5, 6, 7], replace(GREEDY, max_tokens=3))]
-    oracle, policy, clock, runner = Oracle(truths(requests), chains=True), Told(), Clock(), FakeRunner()
+    oracle, policy, clock, runner = Oracle(truths(requests), chains=True), ToldPolicy(), Clock(), FakeRunner()
     oracle.propose = clock.spend(3.0, oracle.propose)  # type: ignore[method-assign]
     oracle.observe = clock.spend(2.0, oracle.observe)  # type: ignore[method-assign]
     runner.run = clock.spend(10.0, runner.run)  # type: ignore[method-assign]
@@ -308,7 +308,7 @@ def test_a_pause_earns_a_rate_a_pass_and_no_more(asking: float) -> None:
 
 def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
     """Two seconds after each of two plain passes, and the asking of the third pays for them."""
-    clock, runner, messages, proposer = Clock(), FakeRunner(), Told(), Barren([])
+    clock, runner, messages, proposer = Clock(), FakeRunner(), ToldPolicy(), Barren([])
     proposer.observe = clock.spend(2.0, proposer.observe)  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, messages, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))

@@ -60,10 +60,10 @@ def language(prefix: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng([9, *prefix]).normal(size=40) * 2).float()
 
 
-def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
+def passed(draft: Draft, context: tuple[int, ...] = ()) -> torch.Tensor:
     """What a pass over the draft returns: (n + 1, 40)."""
     paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
-    return torch.stack([language((*said, *path)) for path in paths])
+    return torch.stack([language((*context, *path)) for path in paths])
 
 
 def plain(mine: Completion, count: int) -> list[int]:

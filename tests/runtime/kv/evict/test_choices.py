@@ -79,11 +79,11 @@ def test_reread_is_due_once_the_prompt_is_done():
     assert [method.due(*case) for case in ((300, False), (200, True), (201, True))] == [None, None, 200]
 
 
-def streaming_blocks(method, places, block_size):
+def streaming_blocks(method, positions_held, block_size):
     """Blocks that a sequence of so many places holds after a step."""
-    first = max(0, places - method.window)  # the manager releases entries [S, first), in whole blocks
+    first = max(0, positions_held - method.window)  # the manager releases entries [S, first), in whole blocks
     freed = max(0, first // block_size - -(-method.sinks // block_size))
-    return -(-places // block_size) - freed
+    return -(-positions_held // block_size) - freed
 
 
 @pytest.mark.parametrize(("sinks", "window"), [(4, 6), (0, 5), (3, 1), (9, 8)])
