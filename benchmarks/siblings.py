@@ -1,4 +1,4 @@
-"""Tokens a pass brings with siblings beside a draft model's chains: counted, not timed.
+"""Tokens a pass gives with siblings of a draft model's chains: counted, not timed.
 
     python benchmarks/siblings.py                      attar:tiny, drafted for by part of its own layers
     python benchmarks/siblings.py --share 0.5 --drafts 2

@@ -1,10 +1,10 @@
-"""Speculative decoding: what it brings, beside what the cost model says, and beside transformers.
+"""Speculative decoding: speedups, against the cost model's prediction and against transformers.
 
     python benchmarks/speculate.py --parts ngram            n-grams over code, text only (seconds)
     python benchmarks/speculate.py --parts tiny             attar:tiny, each method and K, and as chosen
     python benchmarks/speculate.py --parts oracle           a 1.1 B-shaped target, acceptance as given
     python benchmarks/speculate.py --parts random           text where drafts fail, and drafts that always do
-    python benchmarks/speculate.py --parts transformers     beside assisted generation and prompt lookup
+    python benchmarks/speculate.py --parts transformers     against assisted generation and prompt lookup
 
 ``oracle``: Llamas of random weights. The target (shape M) writes its greedy text once; then drafts are
 right with chance a for each token, K of them in every pass, free or, with ``--draft-shape S``, at the time of

@@ -25,7 +25,7 @@ Way = Callable[[list[int]], list[int]]
 
 
 def print_pair(prompts: int, tokens: int, rounds: int, draft: str | None) -> None:
-    """attar:tiny in float32 on code: n-grams beside prompt lookup, and a draft model beside assisted
+    """attar:tiny in float32 on code: n-grams against prompt lookup, and a draft model against assisted
     generation."""
     tokenizer = load_tokenizer("attar:tiny")
     ids = [tokenizer(text)["input_ids"] for text in prompt_sets(("code",), prompts)["code"]]

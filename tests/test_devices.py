@@ -1,7 +1,7 @@
 """Every verb that takes a device gives on it what the CPU gives.
 
 ATTAR_DEVICE names the device (make gpu); else a GPU, if any. Devices sum in other orders, so weights are
-compared by how far they are from each other beside their own size."""
+compared by their difference relative to their own size."""
 
 import os
 

@@ -2,7 +2,7 @@
 
     from tests import tiny_models
     model = tiny_models.build("qwen2")                       seeded, float32, evaluation mode
-    folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer beside it
+    folder = tiny_models.save(model, tmp_path / "qwen2")     with a tokenizer
     rows = tiny_models.tokens(model, batch=2, length=12)
 
 Weights are large enough that attention is not flat and that leaving anything out changes the logits.

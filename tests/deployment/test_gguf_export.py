@@ -331,7 +331,7 @@ def test_blocks_that_the_gguf_library_decodes_otherwise_are_noticed(wide, tmp_pa
 
 
 def test_tokenizer_and_header_are_gone_through_once(wide, tmp_path, monkeypatch):
-    """They are most of what a small file's export takes beside its weights."""
+    """They are most of a small file's export time besides its weights."""
     from attar.deployment import gguf
     from attar.formats.gguf import writer
 

@@ -1,4 +1,4 @@
-"""Conversions between integer layouts: no code is touched, the numbers stay the same, changes are told."""
+"""Conversions between integer layouts: no code changes, the numbers stay the same, scale changes are reported."""
 
 from dataclasses import replace
 

@@ -50,7 +50,7 @@ def test_any_codes_of_any_width_and_length(bits, codes):
     data=st.data(),
 )
 def test_any_words_are_read_by_the_description(bits, words, data):
-    """Unpacking sees the words alone, whoever wrote them; what is left over at the end is not looked at."""
+    """Unpacking depends on the words alone; padding bits at the end are ignored."""
     length = data.draw(st.integers(1, len(words) * 32 // bits))
     number = sum((word & 0xFFFFFFFF) << (32 * index) for index, word in enumerate(words))
     wanted = [number >> (index * bits) & (2**bits - 1) for index in range(length)]

@@ -61,7 +61,7 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     handle = module.target(scratch)
     for number, data in enumerate(_inputs(name, module, scratch)):
         (corpus / f"seed-{number:04d}").write_bytes(data)
-        handle(data)  # what is imported or compiled at first use is nobody's time
+        handle(data)  # imports and compilation at first use are not timed
     watched = Watched(handle, folder)
 
     def mutated(data: bytes, longest: int, number: int) -> bytes:

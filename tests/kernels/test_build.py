@@ -136,7 +136,7 @@ def test_a_target_that_was_asked_for_is_not_replaced(prebuilt, room, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "machine, told, best",
+    "machine, flags, best",
     [
         ("x86_64", "flags\t\t: " + " ".join(levels._V3) + " sse", "v3"),
         ("x86_64", "flags: " + " ".join(levels._V4) + " avx512_vnni avx512_bf16", "v4-vnni-bf16"),
@@ -245,7 +245,7 @@ def spoil(path):
 
 
 def test_another_users_folder_is_not_used(room, monkeypatch, caplog):
-    """Whoever may write there could put code into this process."""
+    """Any user who may write there could put code into this process."""
     build.warn_slower.cache_clear()
     build.load("small")
     build._load.cache_clear()

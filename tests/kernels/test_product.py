@@ -262,7 +262,7 @@ def test_an_arena_hands_out_lines_of_its_own():
 
 @compiled
 def test_more_threads_than_processors():
-    """Nobody is waited for who has nothing in hand: ends soon, and with the same numbers."""
+    """No worker waits for one without work: it ends soon, and with the same numbers."""
     packed, x = pack(weight(97, 384), "int8"), torch.randn(3, 384)
     with ThreadPool(1) as one, ThreadPool(9) as many:
         expected = one.multiply(x, packed)

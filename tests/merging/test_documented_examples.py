@@ -323,7 +323,7 @@ ADDED = {
         "b": ["<|start_header_id|>", "<|original|>"],
     }
 }
-"""Tokens that the models of an example have beside those of all tiny models."""
+"""Tokens that the models of an example have in addition to those of all tiny models."""
 
 
 def speaking(folder: Path, words: list[str], target: Path) -> Path:

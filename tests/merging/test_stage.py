@@ -274,7 +274,7 @@ TWO_WITH_WEIGHTS = {  # methods, and what each needs besides two models with a w
 
 @pytest.mark.parametrize("name", sorted({*METHODS, *SEARCHED} - {"passthrough"}))
 def test_a_parameter_of_another_method_is_a_note(family, name, tmp_path):
-    """Configurations in the wild write ``weight`` beside every model, whatever the method."""
+    """Configurations in the wild write ``weight`` next to every model, whatever the method."""
     more = TWO_WITH_WEIGHTS.get(name, {"base_model": "base"})
     models = [
         {"model": "one", "parameters": {"weight": 0.6}},

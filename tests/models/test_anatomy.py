@@ -206,7 +206,7 @@ def test_direction_of_attention_where_modules_do_not_say_it(family, causal):
 
 
 def rename(model, block, old, new):
-    """Give a projection a name that nobody knows."""
+    """Give a projection an unknown name."""
     parent, _, leaf = old.rpartition(".")
     holder = model.model.layers[block].get_submodule(parent)
     holder.add_module(new, getattr(holder, leaf))

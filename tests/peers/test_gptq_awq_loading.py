@@ -140,7 +140,7 @@ PACKS = [(bits, ordered) for bits in (2, 3, 4, 8) for ordered in (False, True)]
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Every checkpoint, and beside it what the environment made of it."""
+    """Every checkpoint, and what the environment loaded from it."""
     path = tmp_path_factory.mktemp("gptq_awq")
     model = dense_model()
     for name, (form, result, some, _) in CASES.items():

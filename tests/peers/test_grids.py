@@ -149,7 +149,7 @@ def test_nf4_bytes_scales_and_values(weight, group, dtype):
 
 
 def test_nf4_levels_decide_as_theirs(weight):
-    """Values at and beside every threshold."""
+    """Values at and next to every threshold."""
     functional = pytest.importorskip("bitsandbytes.functional")
     levels = NF4Grid().level(torch.arange(16))
     middles = (levels[1:] + levels[:-1]) / 2

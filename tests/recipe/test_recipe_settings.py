@@ -1,4 +1,4 @@
-"""Settings from mappings: conversion without guessing, errors in the words of whoever wrote the value."""
+"""Settings from mappings: conversion without guessing, errors in the words of the recipe or command."""
 
 from __future__ import annotations
 

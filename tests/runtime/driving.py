@@ -21,7 +21,7 @@ class Driven:
 
 
 class Driver:
-    """Hands out blocks, never twice, and runs what it is told in one step."""
+    """Allocates blocks, never twice, and runs the given spans in one step."""
 
     def __init__(self, runner, seed=0):
         self.runner = runner

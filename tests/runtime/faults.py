@@ -28,7 +28,7 @@ RUNNER = ("run", "move", "fork", "pack")
 MEMORY = ("admit", "reserve", "commit", "pages")
 OTHERS = ("prompt", "judge", "texts")
 HARMLESS = ("propose", "observe", "note", "plan", "forget")
-"""Nobody's text: they cost no request anything."""
+"""Of no sequence: they end no request."""
 PLACES = (*TEXT, *RUNNER, *MEMORY, *OTHERS, *HARMLESS)
 
 
@@ -42,7 +42,7 @@ class Fault:
 
     Args:
         place: one of PLACES.
-        after: so many calls go well first.
+        after: number of calls that succeed first.
         error: made with the place's name.
     """
 

@@ -136,7 +136,7 @@ def test_no_request_waits_for_a_thread_that_ended() -> None:
 
 
 def test_grammars_are_compiled_outside_the_engine_s_thread() -> None:
-    """A slow one holds up nobody, not even where it is asked for again."""
+    """A slow one delays no other request, not even where it is requested again."""
     threads: list[str] = []
 
     class Slow(EvenGrammars):

@@ -161,7 +161,7 @@ def test_speculation_that_breaks_under_load(
 
 
 def test_the_tokenizer_of_an_llm_is_safe_while_streams_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoding that fails raises where it was asked for; what runs beside it goes on."""
+    """Encoding that fails raises in its caller; running requests continue."""
     llm = LLM("attar:tiny", kv_tokens=512)
     params = SamplingParams(temperature=0.0, max_tokens=12)
     want = llm.generate("def a(", params)[0].text

@@ -225,7 +225,7 @@ def test_cancelled_before_during_and_after() -> None:
     events = running.cancel(name)
     assert sorted(event.sample for event in events) == [0, 1, 2]
     assert events[-1].usage is not None and events[-1].usage.completion_tokens == 12
-    assert running.cancel(name) == [] == running.cancel("nobody")
+    assert running.cancel(name) == [] == running.cancel("unknown")
     assert running.idle
     running.check()
 

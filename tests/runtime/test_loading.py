@@ -35,7 +35,7 @@ from tests.quantization.packing import pack, save
 from tests.runtime.fake_runner import FakeRunner
 
 compiled_only = pytest.mark.skipif(build("decode") is None, reason="no C++ compiler")
-# Of the logits' norm, 3 layers of random weights: inputs rounded to integers of so many bits, beside weights
+# Of the logits' norm, 3 layers of random weights: inputs rounded to integers of 8 or 16 bits, against weights
 # that are rounded to bfloat16 when they are decoded.
 INTEGERS = {8: 0.035, 16: 0.008}
 FINE = {8: 0.035, 16: 5e-4}  # scales that are powers of two: nothing is rounded in decoding

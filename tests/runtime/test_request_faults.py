@@ -138,7 +138,7 @@ def test_keyboard_interrupts_pass(component: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failed_detokenizer_is_reported_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one that cannot even show what was held back, the first error is told."""
+    """Where even the held-back text cannot be decoded, the first error is reported."""
     running = engine_at("detokenize")
     faults = Faults(running, monkeypatch)
     name = running.add([1], PLAIN)

@@ -232,7 +232,7 @@ def test_a_tree_that_is_cut_loses_its_parents_with_its_drafts():
     first, second = engine.add([1, 2], 4), engine.add([3], 20)
     engine.step()
     first.drafts, first.parents = [7, 8, 9], [0, 0, 1]  # the text has room for two
-    second.drafts, second.parents = list(range(9)), [0] * 9  # the step has room for five beside it
+    second.drafts, second.parents = list(range(9)), [0] * 9  # five more fit in the step
     step = engine.scheduler.schedule()
     assert (first.drafts, first.parents) == ([7, 8], [0, 0])
     assert (second.drafts, second.parents) == ([0, 1, 2, 3], [0] * 4)
@@ -314,7 +314,7 @@ def test_cancel_gives_everything_back():
     engine.step()
     gone = engine.scheduler.cancel("r0")
     assert [sequence.reason for sequence in gone] == ["cancelled"] * 3
-    assert engine.scheduler.cancel("r0") == [] and engine.scheduler.cancel("nobody") == []
+    assert engine.scheduler.cancel("r0") == [] and engine.scheduler.cancel("unknown") == []
     engine.scheduler.check()
     engine.finish()
     assert list(engine.texts) == ["r1"]

@@ -73,7 +73,7 @@ def test_a_rows_numbers_are_its_own(tmp_path):
     rows = tiny_models.tokens(teacher, batch=3, length=12)
     together = keeping(teacher, tmp_path / "one")(rows)
     alone = [keeping(teacher, tmp_path / "two")(row[None]) for row in rows.flip(0)][::-1]
-    again = keeping(None, tmp_path / "one")(rows)  # nobody is asked
+    again = keeping(None, tmp_path / "one")(rows)  # without a teacher
     assert torch.equal(together.tokens, again.tokens) and torch.equal(together.weights, again.weights)
     assert torch.equal(together.weights, torch.cat([part.weights for part in alone]))
     assert torch.equal(together.entropy, torch.cat([part.entropy for part in alone]))

@@ -54,7 +54,7 @@ def write_gguf(
     """A dense checkpoint as GGUF, its matrices in one type.
 
     Args:
-        extra: metadata beside those of the config; None takes a key away.
+        extra: metadata besides those of the config; None takes a key away.
         replace: type and data of some tensors.
     """
     source, replace = open_checkpoint(model), replace or {}

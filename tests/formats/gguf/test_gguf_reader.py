@@ -270,7 +270,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
         calls.append(metadata["tokenizer.ggml.tokens"])
         (folder / "tokenizer.json").write_text("{}")
         if calls[-1] == ["odd"]:
-            raise ModelError("of a kind that nobody knows", hint="no")
+            raise ModelError("of an unknown kind", hint="no")
 
     stand_in.write_tokenizer = write_tokenizer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "attar.formats.gguf.tokenizer.from_gguf", stand_in)
@@ -279,7 +279,7 @@ def test_the_tokenizer_is_made_once(tmp_path: Path, model: Path, monkeypatch: py
     assert tokenizer_files(open_checkpoint(file).path) == ["tokenizer.json"]
     assert open_checkpoint(file).fingerprint() and calls == [["a", "b"]]
     write_gguf(model, file, extra={**keys, "tokenizer.ggml.tokens": ["odd"]})
-    with pytest.raises(ModelError, match=r"m\.gguf: of a kind that nobody knows"):
+    with pytest.raises(ModelError, match=r"m\.gguf: of an unknown kind"):
         open_checkpoint(file)
     assert len(list(open_checkpoint(write_gguf(model, file)).path.parent.parent.iterdir())) == 2
 

@@ -97,7 +97,7 @@ def test_report_says_what_was_measured(run: RunRecord) -> None:
 
 
 def test_speed_notes_say_what_was_timed() -> None:
-    """One round has no spread, and only transformers' speed is told as such."""
+    """One round has no spread, and only transformers' speed is marked as such."""
     data = fake_run()
     assert "Rounds of one measurement differ by up to 11 %." in words_of(data)
     for entry in data["stages"]:
@@ -203,7 +203,7 @@ def test_quality_places_smaller_to_the_left_and_closer_below(run: RunRecord) -> 
 
 def test_long_names_stay_inside_the_narrow_picture() -> None:
     data = fake_run()
-    data["stages"][-1]["name"] = "a-very-long-name-of-a-stage-that-nobody-would-type"
+    data["stages"][-1]["name"] = "a-very-long-name-of-a-stage-that-is-hard-to-type--"
     drawn = quality_picture(run_from_dict(data), 370.0, 430.0)
     assert drawn is not None and "a-very-long-name-of…</text>" in drawn
 

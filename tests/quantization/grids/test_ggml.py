@@ -1,4 +1,4 @@
-"""llama.cpp's formats: what a reader computes from the stored numbers, and the error beside the reference's
+"""llama.cpp's formats: what a reader computes from the stored numbers, and the error against the reference's
 way to choose them."""
 
 from itertools import pairwise

@@ -11,7 +11,7 @@ B = 4
 
 
 def grow(manager, sequence, tokens, slots=None):
-    """Reserves and commits what is missing of ``tokens`` (or so many places)."""
+    """Reserves and commits what is missing of ``tokens`` (or ``slots`` slots)."""
     count = (slots or len(tokens)) - manager.table(sequence).length
     assert manager.reserve(sequence, count)
     manager.commit(sequence, count, tokens)

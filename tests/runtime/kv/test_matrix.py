@@ -1,6 +1,6 @@
 """Walks the table of ``kv/compose.py``: every pair runs through the scheduler, or is refused.
 
-A scenario is a store, an eviction, a model and a runner, and all that scheduling can do beside them at once:
+A scenario is a store, an eviction, a model and a runner, and all that scheduling can do with them at once:
 two requests with a common beginning, one of two texts, prompts in chunks, a preemption in the middle, chains
 and trees of drafts. Texts are given, so that only logits are compared: with one request alone, in one chunk.
 """
@@ -48,7 +48,7 @@ def scenarios():
 
 
 def scheduling(parts):
-    """What scheduling does beside them: all that none of them refuses."""
+    """What scheduling does with them: all that none of them refuses."""
     return [one for one in SCHEDULING if not any(reason(one, part) for part in parts if part)]
 
 
@@ -143,7 +143,7 @@ class Drive:
 
 
 def alone(runner, name, index):
-    """The same text with nothing beside it."""
+    """The same sequence alone."""
     drive = Drive(runner, ())
     drive.add(name, 1)
     only = TEXTS[name][1]

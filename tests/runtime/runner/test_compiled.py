@@ -281,7 +281,7 @@ def test_int8_keys_and_values(changes, models):
 
 
 def test_layers_of_different_kinds(models):
-    """int8 beside bf16 is as near as its parts; a layer of another shape is refused."""
+    """int8 mixed with bf16 is as near as its parts; a layer of another shape is refused."""
     model, ids = models("llama3"), tokens()
     tensors = model.state_dict()
     result = {

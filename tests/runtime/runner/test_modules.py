@@ -36,7 +36,7 @@ def test_alone(family):
 
 @pytest.mark.parametrize("family", tiny_models.DECODERS)
 def test_mixed_with_chunks_and_latecomers(family):
-    """Prompts in chunks of 3 beside sequences that decode, and one that joins in the middle."""
+    """Prompts in chunks of 3 in a batch with decoding sequences, and one that joins later."""
     _, runner, prompts, wanted = case(family)
     driver = Driver(runner, seed=1)
     *first, last = [driver.add(prompt) for prompt in prompts]
@@ -152,7 +152,7 @@ def test_wants():
 
 
 def test_a_row_does_not_see_the_batch():
-    """Attention is done span by span: what stands beside a sequence moves its logits by rounding only."""
+    """Attention is done span by span: other sequences of the batch change its logits by rounding only."""
     _, runner, prompts, _ = case("gemma2")
     driver = Driver(runner)
     alone = driver.run((driver.add(prompts[0]), None))[0]

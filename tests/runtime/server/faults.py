@@ -88,7 +88,7 @@ class ServerFaults:
         if fault is None or fault.place != place:
             return
         fault.after -= 1
-        if fault.after == -1:  # once: what is told of it must go out
+        if fault.after == -1:  # once: its error must be sent
             self.raised[next(number for number, one in enumerate(self._faults) if one is fault)] = place
             raise fault.error(place)
 

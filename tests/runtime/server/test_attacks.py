@@ -1,4 +1,4 @@
-"""What a client sends holds up nobody: the event loop answers /health while it is read, refused or run.
+"""No request delays another: the event loop answers /health while one is read, refused or run.
 
 No test looks at a clock, for the machine may be busy; ``benchmarks/serve_attacks.py`` prints the times.
 """

@@ -1,7 +1,7 @@
 """Random errors in every internal call of a server under mixed traffic: no foreign request suffers.
 
-The same requests are answered one by one by a server that nobody disturbs; each answer of the disturbed one
-is held against that, unless its own request was broken, which is told so in OpenAI's shape.
+The same requests are answered one by one by an undisturbed server; each answer of the disturbed one
+is compared with that, unless its own request was broken: then it gets an error in OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def held(sent: list[Sent], url: str, server: Any, faults: ServerFaults, want: li
 
 
 def ran(rounds: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> set[str]:
-    """One life of a server, with so many requests in each round."""
+    """One run of a server, with the given number of requests in each round."""
     threads = set(threading.enumerate())
     (tmp_path / "keys.yaml").write_text(KEYS)
     settings = {"keys": str(tmp_path / "keys.yaml"), "max_queue": 1000, "client_share": 1.0}

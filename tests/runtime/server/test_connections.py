@@ -190,7 +190,7 @@ def test_the_limit_of_files_is_raised_as_far_as_it_may():
 
 
 def test_a_dead_engine_ends_the_process(monkeypatch):
-    """Those inside are told, then ``run`` raises, so that the process ends with a code that is not 0."""
+    """Running requests get an error, then ``run`` raises: the exit code is not 0."""
     monkeypatch.setattr(running_module, "_STOPPED_S", 60.0)
     backend, messages, raised = FakeBackend(), [], []
     settings = ServerSettings(port=0)

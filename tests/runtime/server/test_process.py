@@ -103,7 +103,7 @@ def test_sigterm_under_load(tmp_path):
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_an_end_before_all_are_out(signals, tmp_path):
-    """The time is over, or the second signal comes: all are told, the process ends at once."""
+    """The time is over, or the second signal comes: all requests get an error, the process ends at once."""
     with process(tmp_path, "--drain-s", "1" if signals == 1 else "60") as (url, child):
 
         async def end(http):

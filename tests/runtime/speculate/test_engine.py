@@ -79,7 +79,7 @@ def test_random_batches_with_trees_of_right_and_wrong_tokens(seed: int, chains: 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_few_blocks(seed: int) -> None:
-    """Texts are preempted, and come again; drafts preempt nobody."""
+    """Sequences are preempted and resumed; drafts preempt no sequence."""
     requests = [(prompt, replace(params, n=1)) for prompt, params in asked(8, 50 + seed)]
     subject = speculator(Oracle(truths(requests), seed=seed), verification="coupled")
     running = engine(FakeRunner(blocks=10), speculator=subject)
@@ -143,7 +143,7 @@ def test_prompts_are_not_starved() -> None:
     assert all(step.count <= 16 for step in runner.steps)
     prompts = [step for step in runner.steps if any(span.count > span.wants for span in step.spans)]
     full = [step for step in prompts if step.count == 16]
-    assert len(prompts) <= 6  # 60 tokens beside one that decodes, 15 at a time; and the first's own
+    assert len(prompts) <= 6  # 60 tokens in a batch with one that decodes, 15 at a time; and the first's own
     assert len(full) >= 3 and all(min(span.count for span in step.spans) == 1 for step in full)
 
 

@@ -49,7 +49,7 @@ class World:
         return 1 + self.slope * (tokens - 1)
 
     def run(self, tokens):
-        """Tokens a plain pass's time, until every sequence has so many more."""
+        """Tokens a plain pass's time, until every sequence has that many more."""
         begun, spent = list(self.places), self.spent
         while min(self.places) < begun[0] + tokens:
             self.turn()
@@ -226,8 +226,8 @@ def test_acceptance_is_learnt_by_level_and_passed_on():
     for _ in range(2000):
         for level, a in enumerate((0.9, 0.5, 0.2), 1):
             acceptance.note(1, kind_of(0, level), rng.random() < a)
-    believed = acceptance.rates(9, 0, 3)
-    assert believed == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request believes the pool"
+    rates = acceptance.rates(9, 0, 3)
+    assert rates == pytest.approx([0.9, 0.5, 0.2], abs=0.12), "a new request starts with the pool's rates"
     for _ in range(50):
         acceptance.note(2, 1, False)
     first, second, _ = acceptance.rates(2, 0, 3)

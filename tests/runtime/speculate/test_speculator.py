@@ -111,7 +111,7 @@ class ToldPolicy(Eager):
 
 
 def test_the_policy_learns_what_every_pass_took() -> None:
-    """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; prompts beside."""
+    """A pass of 10 s, 3 s of proposing before it, and 2 s of observing the one before; with prefill."""
     requests = [([1, 2, 3], replace(GREEDY, max_tokens=9)), ([4, 5, 6, 7], replace(GREEDY, max_tokens=3))]
     oracle, policy, clock, runner = Oracle(truths(requests), chains=True), ToldPolicy(), Clock(), FakeRunner()
     oracle.propose = clock.spend(3.0, oracle.propose)  # type: ignore[method-assign]
@@ -124,7 +124,7 @@ def test_the_policy_learns_what_every_pass_took() -> None:
     running.step()
     first, second = policy.passes
     assert first == ([], 10.0, 0.0, 3), "a prompt alone: its token is not decoded, nothing is drafted"
-    assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is beside"
+    assert second == ([0], 10.0, 5.0, 4), "the prompt of the other is in the batch"
     running.step()
     assert policy.passes[2] == ([0, 1], 10.0, 5.0, 0)
     finish(running)
@@ -159,7 +159,7 @@ class Barren(Oracle):
 
 
 def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
-    """In which passes of one text a barren proposer is asked, where asking takes so many plain passes."""
+    """The passes in which a proposer without drafts is called, where a call takes ``cost`` plain passes."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     wishes = watched(proposer)
     proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]
@@ -216,7 +216,7 @@ def test_a_draft_model_that_reads_a_text_is_not_taken_for_a_slow_one() -> None:
 
 
 def test_of_a_pause_only_the_last_pass_is_measured() -> None:
-    """Four passes that are as without speculation: three of them nobody hears of, the last is a plain one."""
+    """Four passes as without speculation: three are not recorded, the last is recorded as a plain one."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     proposer.propose = clock.spend(4.5 * LOSS, proposer.propose)  # type: ignore[method-assign]
     proposer.observe = clock.spend(0.5, proposer.observe)  # type: ignore[method-assign]

@@ -251,7 +251,7 @@ def test_one_hot_rows() -> None:
 
 @pytest.mark.parametrize("judge", [block, walk])
 def test_vocabularies_of_different_sizes(judge: Callable[..., Verdict]) -> None:
-    """Zeros behind the shorter row; what the target does not have is refused, whoever drew it."""
+    """Zeros after the shorter row; a token that the target lacks is rejected, in either case."""
     p, q = np.array([0.2, 0.3, 0.5], np.float32), np.array([0.6, 0.4], np.float32)
     padded = np.append(q, np.zeros(3, np.float32))
     for seed in range(200):

@@ -80,7 +80,7 @@ def test_reread_is_due_once_the_prompt_is_done():
 
 
 def streaming_blocks(method, positions_held, block_size):
-    """Blocks that a sequence of so many places holds after a step."""
+    """Blocks that a sequence with that many positions holds after a step."""
     first = max(0, positions_held - method.window)  # the manager releases entries [S, first), in whole blocks
     freed = max(0, first // block_size - -(-method.sinks // block_size))
     return -(-positions_held // block_size) - freed

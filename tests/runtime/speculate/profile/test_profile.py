@@ -25,7 +25,7 @@ TOKENS = 24
 
 
 class Knows:
-    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; so many drafts."""
+    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number of drafts."""
 
     name, free, draws, learns_tree = "knows", False, False, False
 
@@ -132,7 +132,7 @@ def test_the_picture_is_one_file_with_every_method(measured: Profile) -> None:
     root = ElementTree.fromstring(drawn)
     words = [item.text or "" for item in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"a", "b", "all", "none"} <= set(words)
-    assert words.count("two of three") == 2 + 1, "beside each of its bars, and above its histogram"
+    assert words.count("two of three") == 2 + 1, "next to each of its bars, and above its histogram"
     bars = [item for item in root.iter("{http://www.w3.org/2000/svg}title") if "two of three: " in item.text]
     assert len(bars) == 2
 
