@@ -1,4 +1,4 @@
-"""Conversions between integer layouts: no code changes, the numbers stay the same, scale changes are reported."""
+"""Conversions between integer layouts: codes and numbers stay the same, scale changes are reported."""
 
 from dataclasses import replace
 

@@ -97,7 +97,7 @@ def drafting(way: str) -> LLM:
 
 
 def texts(llm: LLM, params: SamplingParams, count: int) -> list[tuple[int, ...]]:
-    """The first LENGTH tokens of several completions, drawn without a seed; requests of one, two and three."""
+    """The first LENGTH tokens of ``count`` samples, drawn without a seed; requests of one, two and three."""
     engine, message = llm.engine, {}
     assert params.seed is None
     while len(message) < count:

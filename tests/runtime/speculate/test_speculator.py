@@ -159,7 +159,7 @@ class Barren(Oracle):
 
 
 def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
-    """The passes in which a proposer without drafts is called, where a call takes ``cost`` plain passes."""
+    """Which passes call a proposer without drafts, where a call takes as long as ``seconds`` plain passes."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     wishes = watched(proposer)
     proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ TOKENS = 24
 
 
 class Knows:
-    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number of drafts."""
+    """Proposes what plain decoding wrote, right at first and wrong from ``right`` on; a fixed number."""
 
     name, free, draws, learns_tree = "knows", False, False, False
 
