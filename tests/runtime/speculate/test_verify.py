@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,10 +15,10 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.draft import Draft, Floats, Verdict
+from attar.runtime.speculate.draft import Draft, DraftBuilder, Floats, Verdict
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
-from attar.runtime.speculate.target import Rows, TargetLogits
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
 
@@ -42,6 +42,45 @@ class Stubborn(Noise):
         return False
 
 
+@dataclass(frozen=True, eq=False)
+class KnownTarget:
+    """A target whose distributions are known.
+
+    Args:
+        rows: p (n + 1, V), row i after node i.
+        draft: of n tokens.
+        noise: of the round.
+    """
+
+    rows: Floats
+    draft: Draft
+    noise: Noise
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
+
+    def token(self, node: int) -> int:
+        """Plain decoding's token after the node."""
+        return self.noise.token(self.draft.depths[node], self.rows[node])
+
+    def p(self, node: int) -> Floats:
+        """Its row."""
+        row: Floats = self.rows[node]
+        return row
+
+
+def trie(guesses: list[list[int]]) -> Draft:
+    """Several fixed continuations as one tree; common beginnings share their nodes."""
+    builder = DraftBuilder()
+    for guess in guesses:
+        builder.add(guess, [1] * len(guess))
+    draft = builder.draft()
+    assert draft is not None
+    return replace(draft, kinds=None)
+
+
 def text(**params: object) -> Completion:
     return Completion("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
 
@@ -62,7 +101,7 @@ def language(prefix: tuple[int, ...]) -> torch.Tensor:
 
 def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
     """What a pass over the draft returns: (n + 1, 40)."""
-    paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
+    paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
     return torch.stack([language((*said, *path)) for path in paths])
 
 
@@ -91,7 +130,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         right = (wanted + [0] * 9)[len(said) : len(said) + 4]
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
-        draft = Draft.trie(guesses)
+        draft = trie(guesses)
         target = TargetLogits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
         said += tuple(mine.append(found).token_ids)
@@ -109,7 +148,9 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        found = verify(draft, Rows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(draft)
+        found = verify(draft, KnownTarget(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
+            draft
+        )
         keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(found))]
         assert list(found) == draw(torch.from_numpy(p).expand(len(found), 6), keys)
 
@@ -164,7 +205,7 @@ def test_a_chain_at_the_door_is_verified_as_a_block() -> None:
     p, q = np.tile([1 / 3, 2 / 3], (3, 1)), np.array([2 / 3, 1 / 3])
     draft, other = Draft.chain((0, 1), [q, q]), 0
     for seed in range(50):
-        verdict = verify(draft, Rows(p, draft, noise(seed)), noise(seed), "exact")
+        verdict = verify(draft, KnownTarget(p, draft, noise(seed)), noise(seed), "exact")
         assert verdict == block(draft, p.__getitem__, noise(seed))
         other += verdict != walk(draft, p.__getitem__, noise(seed))
     assert other
@@ -275,7 +316,7 @@ def test_inputs_are_not_modified() -> None:
     for seed in range(40):
         for parents, rule in (((0, 1, 2, 3, 4), "iid"), (TREE, "iid"), (TREE, "distinct")):
             draft = Draft((0, 1, 2, 3, 4), parents, q, rule)  # type: ignore[arg-type]
-            verify(draft, Rows(rows, draft, noise(seed)), noise(seed), "exact")
+            verify(draft, KnownTarget(rows, draft, noise(seed)), noise(seed), "exact")
     assert np.array_equal(rows, before[0]) and np.array_equal(q, before[1])
 
 
@@ -290,7 +331,7 @@ def test_streams_are_apart() -> None:
     assert coins[0] != coins[1] and coins[0][-1] and not coins[0][0]
     weights = np.ones(1000)
     for depth in range(3):
-        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
+        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].resample(depth, weights))):
             assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
     drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params
