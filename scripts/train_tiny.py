@@ -148,10 +148,9 @@ def phase(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, settings: TrainSettings, work: Path, what: str
 ) -> TrainHistory:
     """One phase of training, with its held-out loss on rows of the same length."""
-    rows = pack(
-        tokenizer, "python-stdlib", "train", length=settings.sequence_length, rows=None, seed=settings.seed
-    )
-    kept = pack(tokenizer, "python-stdlib", "evaluation", length=settings.sequence_length, rows=None, seed=0)
+    length = settings.sequence_length
+    rows = pack(tokenizer, "python-stdlib", "train", length=length, rows=None, seed=settings.seed).rows
+    kept = pack(tokenizer, "python-stdlib", "evaluation", length=length, rows=None, seed=0).rows
     evaluation = kept[: 65_536 // settings.sequence_length]
     print(f"{what}: {rows.numel():,} training tokens in a pass over the data", file=sys.stderr)
 

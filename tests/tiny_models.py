@@ -1,4 +1,4 @@
-"""Tiny models of every family, built from their configs with random weights, for the tests of all rooms.
+"""Tiny models of every family, built from their configs with random weights, for the tests of all packages.
 
     from tests import tiny_models
     model = tiny_models.build("qwen2")                       seeded, float32, evaluation mode

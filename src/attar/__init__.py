@@ -87,23 +87,8 @@ _HOMES = {
     "attar.recipe.schema": ("Recipe", "load_recipe"),
     "attar.runtime.llm": ("LLM",),
     "attar.runtime.sampling.params": ("SamplingParams",),
-    "attar.verbs": (
-        "demo",
-        "distill",
-        "evaluate",
-        "export",
-        "extract",
-        "generate",
-        "inspect",
-        "merge",
-        "prune",
-        "quantize",
-        "recover",
-        "report",
-        "run",
-    ),
 }
-_HOME = {name: "attar.errors" for name in __all__ if name.endswith("Error")}
+_HOME = {name: "attar.errors" if name.endswith("Error") else "attar.verbs" for name in __all__}
 _HOME |= {name: home for home, names in _HOMES.items() for name in names}
 
 

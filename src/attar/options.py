@@ -23,8 +23,6 @@ class OptionField:
     """One option of a settings class.
 
     Attributes:
-        field: the dataclass field.
-        kind: its type.
         title: heading of the group it belongs to; "": none.
         by: the option that chooses among variants; "": the option is always there.
         variants: the choices of ``by`` whose class has it.

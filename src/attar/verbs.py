@@ -38,13 +38,10 @@ def distill(
     """Make a student with fewer layers and train it on the teacher's distribution.
 
     Args:
-        teacher: the model to learn from.
-        out: the student's folder.
-        force: replace an existing checkpoint.
         settings: see :class:`attar.distillation.settings.DistillSettings`.
 
     Raises:
-        AttarError: bad input; nothing is left behind.
+        AttarError: bad input; no output is left.
     """
     return run_stage("distill", teacher, out, _settings("distill", settings), force=force, progress=progress)
 
@@ -112,13 +109,11 @@ def merge(
 
     Args:
         config: mergekit's YAML: a file, its text, or its content as a dict.
-        out: the folder of the new checkpoint.
         models: models by names of your own, which the configuration may use.
-        force: replace an existing checkpoint.
         settings: see :class:`attar.merging.settings.MergeSettings`.
 
     Raises:
-        AttarError: bad input; nothing is left behind.
+        AttarError: bad input; no output is left.
     """
     checked = _settings("merge", {**settings, "config": config_text(config)})
     return run_merge(out, checked, models=models, force=force, progress=progress)
@@ -136,9 +131,6 @@ def extract(
     """Write the difference of two models as a LoRA adapter.
 
     Args:
-        model: the fine-tuned model.
-        base: the model it came from.
-        out: the adapter's folder.
         settings: see :class:`attar.merging.adapters.settings.ExtractSettings`.
     """
     checked = parse(load(EXTRACT_SETTINGS), settings, PythonOrigin("extract"))
@@ -220,9 +212,7 @@ def run(
     """Run a recipe, or continue an earlier run.
 
     Args:
-        recipe: the YAML file.
         out: the run's folder; None: ``runs/<name of the recipe's file>``.
-        fresh: start over.
         overrides: changes to the recipe such as ``stages.2.ratio=0.3``.
     """
     from attar.recipe.run import run_recipe

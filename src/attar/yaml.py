@@ -80,7 +80,6 @@ def parse_yaml(text: str, name: str, *, line_numbers: bool = True) -> Located:
     """Parse one YAML document.
 
     Args:
-        text: the document.
         name: its name in errors and locations, usually the file's path.
         line_numbers: append ``:line`` to locations (False for a value from the command line).
 
@@ -99,7 +98,6 @@ def parse_documents(text: str, name: str) -> list[Located]:
     """Parse a file of several YAML documents, separated by ``---``; empty ones are left out.
 
     Args:
-        text: the content of the file.
         name: its name in errors and locations; lines are counted from the start of the file.
 
     Raises:

@@ -139,7 +139,7 @@ def test_a_template_that_writes_bos_itself_gives_one(tmp_path):
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     rows = [{"messages": [{"role": "user", "content": f"question {n} " * 40}]} for n in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    packed = pack(tokenizer, str(tmp_path / "a.jsonl"), "train", length=32, rows=8, seed=0)
+    packed = pack(tokenizer, str(tmp_path / "a.jsonl"), "train", length=32, rows=8, seed=0).rows
     assert (packed[:, 0] == 2).all() and not (packed[:, 1:] == 2).any()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attar.data import python_text
-from attar.data.packing import pack_split
+from attar.data.packing import pack
 from attar.data.sources import documents, read_split
 from attar.data.splits import SHARES, by_position, content, take
 from tests import tiny_models
@@ -39,7 +39,7 @@ def test_the_rows_of_one_file_are_in_one_split_only(tmp_path):
     (tmp_path / "a.txt").write_text(prose(100))
     tokenizer, rows = tiny_models.tokenizer(), {}
     for split in SPLITS:
-        packed = pack_split(tokenizer, str(tmp_path / "a.txt"), split, length=32, rows=20, seed=0)
+        packed = pack(tokenizer, str(tmp_path / "a.txt"), split, length=32, rows=20, seed=0)
         assert not packed.shared
         text = tokenizer.decode(packed.rows.flatten().tolist())
         rows[split] = {text[start : start + 60] for start in range(len(text) - 60)}
@@ -86,9 +86,9 @@ def test_a_source_too_short_for_splits_says_so(tmp_path):
     assert split.documents == ["alpha beta"] and "10 characters cannot be cut" in split.shared
     (tmp_path / "a.txt").write_text(prose(12))
     tokenizer = tiny_models.tokenizer()
-    packed = pack_split(tokenizer, str(tmp_path / "a.txt"), "evaluation", length=1024, rows=4, seed=0)
+    packed = pack(tokenizer, str(tmp_path / "a.txt"), "evaluation", length=1024, rows=4, seed=0)
     assert "too short" in packed.shared, "the split has less than a row, the source has some"
-    shorter = pack_split(tokenizer, str(tmp_path / "a.txt"), "evaluation", length=64, rows=4, seed=0)
+    shorter = pack(tokenizer, str(tmp_path / "a.txt"), "evaluation", length=64, rows=4, seed=0)
     assert not shorter.shared
 
 

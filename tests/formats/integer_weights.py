@@ -26,13 +26,13 @@ def random_coded(made: WeightRule, shape: tuple[int, int] = (8, 64), seed: int =
     codes = torch.randint(-half, half, shape, generator=g).to(torch.int8)
     codes[0, 0], codes[-1, -1] = -half, half - 1
     scale = (torch.rand(tiles, generator=g) * 0.05 + 1e-4).half().float()
-    zero = order = None
+    zero = g_idx = None
     if not made.symmetric:
         zero = torch.randint(1 - half, half, tiles, generator=g).float()
         zero[0, 0], zero[-1, -1] = 1 - half, half - 1
     if made.ordered:
-        order = (torch.arange(shape[1]) // made.group_size)[torch.randperm(shape[1], generator=g)]
-    return Coded(codes, scale, zero, order=order)
+        g_idx = (torch.arange(shape[1]) // made.group_size)[torch.randperm(shape[1], generator=g)]
+    return Coded(codes, scale, zero, g_idx=g_idx)
 
 
 def field(words: torch.Tensor, index: int, bits: int) -> int:
@@ -72,7 +72,7 @@ def folder(
 
 
 def equal(one: Coded, other: Coded) -> bool:
-    """Whether two weights have the same codes, scales, zero points and order, to the bit."""
+    """Whether two weights have the same codes, scales, zero points and g_idx, to the bit."""
 
     def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         if a is None or b is None:
@@ -80,5 +80,5 @@ def equal(one: Coded, other: Coded) -> bool:
         return a.shape == b.shape and torch.equal(a, b.to(a.dtype))
 
     return one.codes.dtype == other.codes.dtype and all(
-        same(getattr(one, part), getattr(other, part)) for part in ("codes", "scale", "zero", "order")
+        same(getattr(one, part), getattr(other, part)) for part in ("codes", "scale", "zero", "g_idx")
     )

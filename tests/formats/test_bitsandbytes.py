@@ -169,7 +169,7 @@ def test_int8_refuses_what_it_cannot_hold():
     for bad in (
         replace(coded, zero=torch.zeros_like(coded.scale)),
         replace(coded, scale=coded.scale.expand(6, 2)),
-        replace(coded, order=torch.zeros(40, dtype=torch.int64)),
+        replace(coded, g_idx=torch.zeros(40, dtype=torch.int64)),
         replace(coded, codes=coded.codes.to(torch.float8_e4m3fn)),
     ):
         with pytest.raises(ModelError, match="one scale for each output"):

@@ -16,7 +16,7 @@ from tests.quantization.packing import pack, save
 def values(weight):
     """s (q - z), float32."""
     columns = weight.codes.shape[1]
-    groups = torch.arange(columns) // weight.width if weight.order is None else weight.order.long()
+    groups = torch.arange(columns) // weight.width if weight.g_idx is None else weight.g_idx.long()
     zero = 0.0 if weight.zero is None else weight.zero[:, groups]
     return (weight.codes - zero) * weight.scale[:, groups]
 

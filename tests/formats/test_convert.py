@@ -132,11 +132,11 @@ def test_static_act_order_is_no_order():
     assert "act-order" in misfit(WeightRule.read({**said, "actorder": "group"}), SHAPE, "awq")
 
 
-def test_an_order_of_neighbours_is_none(tmp_path):
+def test_a_g_idx_of_neighbours_is_none(tmp_path):
     made = rule(4, 16, ordered=True)
-    weight = replace(random_coded(made, SHAPE), order=torch.arange(64) // 16)
+    weight = replace(random_coded(made, SHAPE), g_idx=torch.arange(64) // 16)
     found, back, _ = read(write(tmp_path, "compressed-tensors", weight, made))
-    assert back == rule(4, 16) and found.order is None
+    assert back == rule(4, 16) and found.g_idx is None
 
 
 @pytest.mark.parametrize(

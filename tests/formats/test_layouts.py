@@ -93,7 +93,7 @@ def test_inputs_may_name_their_group(symmetric):
     made = coded(rule)
     order = torch.arange(COLUMNS) // 16
     order = order[torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(3))]
-    made = Coded(made.codes, made.scale, made.zero, order=order)
+    made = Coded(made.codes, made.scale, made.zero, g_idx=order)
     tensors = encode(made, rule, PACK, torch.bfloat16)
     assert layout((ROWS, COLUMNS), rule, PACK, "BF16")["weight_g_idx"] == ("I32", (COLUMNS,))
     zero = 0 if symmetric else made.zero[:, order]

@@ -269,7 +269,7 @@ def test_layers_of_the_wrong_form():
     for layers in ([], [0, 0], [2, 1], [3]):
         with pytest.raises(ModelError, match="kept layers of block 0 must be"):
             keep_layers(model, layers)
-    with pytest.raises(ModelError, match="scaled by the layer's place"):
+    with pytest.raises(ModelError, match="scaled by the layer's index"):
         keep_layers(tiny_models.build("gpt2", scale_attn_by_inverse_layer_idx=True), [0, 2])
 
 

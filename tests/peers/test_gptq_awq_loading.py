@@ -83,7 +83,7 @@ def rounded(weight: torch.Tensor, made, seed: int) -> Coded:
     """Rounded to nearest, float16 scales, groups in any order where the rule has one."""
     frame = random_coded(made, tuple(weight.shape), seed)
     width = made.group_size or weight.shape[1]
-    order = torch.arange(weight.shape[1]) // width if frame.order is None else frame.order
+    order = torch.arange(weight.shape[1]) // width if frame.g_idx is None else frame.g_idx
     grouped = weight.float()[:, order.argsort(stable=True)].reshape(weight.shape[0], -1, width)
     half, low, high = 2 ** (made.bits - 1), grouped.amin(-1), grouped.amax(-1)
     if made.symmetric:
@@ -92,7 +92,7 @@ def rounded(weight: torch.Tensor, made, seed: int) -> Coded:
         scale = ((high - low) / (2 * half - 1)).half().float()
         zero = (-half - low / scale).round().clamp(-half, half - 1)
     shifted = weight.float() / scale[:, order] + (0 if zero is None else zero[:, order])
-    return Coded(shifted.round().clamp(-half, half - 1).to(torch.int8), scale, zero, order=frame.order)
+    return Coded(shifted.round().clamp(-half, half - 1).to(torch.int8), scale, zero, g_idx=frame.g_idx)
 
 
 def dense_model(hidden: int = 128):
@@ -128,7 +128,7 @@ def pack_job(path: Path, bits: int, ordered: bool) -> Path:
     made = rule(bits, 32, symmetric=False, ordered=ordered)
     weight = random_coded(made, (64, 128))
     half = 2 ** (bits - 1)
-    order = torch.arange(128) // 32 if weight.order is None else weight.order
+    order = torch.arange(128) // 32 if weight.g_idx is None else weight.g_idx
     parts = {"weight": dequantize(weight, 32), "scale": weight.scale, "zero": weight.zero + half}
     parts |= {"g_idx": order.int(), "codes": weight.codes.int() + half}
     save_file(parts, path / f"{bits}-{ordered}")

@@ -164,8 +164,8 @@ def test_the_quickstart() -> None:
     assert {"distill", "prune", "recover", "quantize"} <= {entry.stage for entry in recipe.stages}
     quantized = {entry.settings.method: entry for entry in recipe.stages if entry.stage == "quantize"}
     rtn, gptq = quantized["rtn"], quantized["gptq"]
-    assert rtn.source == gptq.source and rtn.settings.scheme == gptq.settings.scheme
-    assert rtn.settings.group_size == gptq.settings.group_size
+    assert rtn.source == gptq.source and rtn.settings.storage.scheme == gptq.settings.storage.scheme
+    assert rtn.settings.storage.group_size == gptq.settings.storage.group_size
 
 
 def test_the_quickstart_is_the_file_in_the_repository() -> None:

@@ -28,7 +28,7 @@ GUILTY = 1
 class Even:
     """A grammar of even tokens; stands for llguidance's matcher."""
 
-    complete = may_end = False
+    complete = False
 
     def copy(self) -> Even:
         return Even()

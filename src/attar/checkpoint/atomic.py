@@ -1,8 +1,8 @@
 """Files and folders that appear atomically: written under a hidden name, fsynced, renamed.
 
-A reader never sees half a file or half a folder, after a power cut either. What a killed process leaves
-behind is hidden (``.NAME.partial``, ``.NAME.old``), has a fixed name, and is removed by the next write to the
-same path.
+A reader never sees half a file or half a folder, after a power cut either. The remains of a killed process
+are hidden (``.NAME.partial``, ``.NAME.old``), have fixed names, and are removed by the next write to the same
+path.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ def explain_os_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     """Raise a full disk, a missing permission or a read-only file system as an OutputError about ``path``.
 
     Args:
-        path: the file or folder being written.
         needed: its size in bytes, where known.
     """
     try:

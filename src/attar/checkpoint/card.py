@@ -34,11 +34,8 @@ class Parent:
             outputs.
         name: ``attar:tiny``, ``org/name@revision`` or the folder's name.
         stage: the verb that made it; ``original`` for a model that attar did not make.
-        settings: the settings of that stage.
-        seed: its seed.
         fingerprint: hash of its config, weights and tokenizer.
         licence: of a root: ``ids`` and ``evidence``; empty for a checkpoint that attar made.
-        parents: its own parents.
     """
 
     role: str
@@ -56,12 +53,9 @@ class Card:
     """The content of ``attar.json``.
 
     Attributes:
-        name: name of the checkpoint.
         stage: the verb that made it.
         settings: the settings of that stage, every one of them.
-        seed: its seed.
         key: identity of the work: hash of stage, code version, settings and inputs.
-        parents: the lineage.
         versions: of attar, python, torch and transformers.
         files: file name to SHA-256, without the card itself.
         measurements: results of ``attar evaluate``.

@@ -59,7 +59,6 @@ def identity(stage: str, version: int, settings: dict[str, Any], inputs: list[st
 
     Args:
         version: code version of the stage; raised when its result changes.
-        settings: all settings, the seed included.
         inputs: fingerprints of the inputs, in order.
     """
     return sha256_text(

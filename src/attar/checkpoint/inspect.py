@@ -28,15 +28,11 @@ class Inspection:
     """A checkpoint's description from its headers and small files.
 
     Attributes:
-        path: its folder, or its single file.
-        architecture: the class that loads it.
-        model_type: its family.
         dtype: torch's name of the number type of its dense tensors.
         parameters: as before quantization; tied weights count once.
         bits_per_weight: stored bits per parameter, scales and all other tensors included.
         tensor_bytes: bytes of all tensors.
         disk_bytes: bytes of all files of the folder, or of all parts of the file.
-        weight_files: number of files with weights.
         tied: whether the head is the embedding.
         quantization: method, format and bits of the stored codes, or None.
         container: types and metadata of a single-file model; None for a folder.

@@ -42,9 +42,6 @@ class LicenceSource:
         model: the ancestor.
         status: its permission for this checkpoint.
         clause: the clause that gives the status, paraphrased in ``says``.
-        released: date of the text.
-        source: address of the text.
-        checked_on: date of the last check.
         confidence: how the text was checked: primary, quoted or summary.
     """
 

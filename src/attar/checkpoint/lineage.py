@@ -67,7 +67,7 @@ def compact(lineage: Sequence[Parent]) -> tuple[Parent, ...]:
 
     A pruned model learns from the unpruned one, which is its ancestor too: each such round would double the
     card. A repeated teacher keeps its name, stage and fingerprint, and the licences of its roots instead of
-    its ancestors. Behind a teacher all roots count as signal, so no duty changes.
+    its ancestors. All roots of a teacher count as signal, so no duty changes.
     """
     known = {parent.fingerprint for parent in _along_weights(lineage) if parent.fingerprint}
     return tuple(_without_repeats(parent, known) for parent in lineage)

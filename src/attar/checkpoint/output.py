@@ -42,12 +42,10 @@ class StageOutput:
     Attributes:
         folder: the checkpoint's folder; empty at first.
         work: scratch folder that survives a kill; empty unless ``resumed``.
-        key: identity of this work.
         resumed: an earlier run of the same work left files in ``work``.
         command: a command line that makes this checkpoint again.
         texts: the text that the stage read, as records of :mod:`attar.data.seen`.
         details: the card's details, such as ``layers`` and ``curve``.
-        measurements: the card's measurements.
     """
 
     folder: Path
@@ -81,14 +79,11 @@ def produce(
 
     Args:
         out: the new folder; missing parent folders are created.
-        stage: the verb.
         settings: the stage's settings dataclass, or its fields in a dict; ``seed`` is the stage's seed.
-        version: code version of the stage.
         weights: the checkpoints that the result's weights are made of.
         signals: the checkpoints whose outputs it learns from.
         text: fingerprint of the text that the stage reads: another text is other work.
         needed: bytes that the stage will write, if known: a disk with less free space is refused.
-        force: replace an existing checkpoint.
         key: identity of the work, from a recipe; None: :func:`stage_key` of the arguments.
 
     Raises:

@@ -73,7 +73,6 @@ class ParameterCount:
     Attributes:
         parts: every part with bytes, in the order of :data:`PARTS`.
         quantized: all weights stored as codes.
-        quantized_tensors: their number.
     """
 
     parts: tuple[ModelPart, ...]

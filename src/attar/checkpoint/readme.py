@@ -60,7 +60,6 @@ def write_readme(card: Card, folder: Path, single_file: bool = False) -> None:
 
     Args:
         card: the checkpoint's; its files need not be hashed yet.
-        folder: of the checkpoint.
         single_file: the commands name the GGUF file without the folder.
 
     Raises:

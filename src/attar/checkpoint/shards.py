@@ -107,7 +107,7 @@ class ShardWriter:
         spec = tensor_spec(name, tensor)
         assert spec == (entry.name, entry.dtype, entry.shape), f"layout says {entry}, got {spec}"
         assert name in self._waiting[shard.name], f"{name} is written already"
-        partial = self._partial(shard)
+        partial = atomic.hidden(self.work / shard.name, "partial")
         with atomic.explain_os_errors(self.folder, shard.size):
             with self._lock:
                 if not partial.exists():
@@ -121,11 +121,8 @@ class ShardWriter:
                     self._note()
 
     def finish(self) -> list[Path]:
-        """Link the finished shards into ``folder``, and write the index of more than one.
-
-        Returns:
-            the shard files, sorted by name.
-        """
+        """Link the finished shards into ``folder``, and write the index of more than one. Returns the shard
+        files, sorted by name."""
         assert not self.missing(), (
             f"{len(self.missing())} tensors were never added, first {self.missing()[0]}"
         )
@@ -174,9 +171,6 @@ class ShardWriter:
         finished = [shard.name for shard in self._shards if not self._waiting[shard.name]]
         atomic.write_json(self.work / MANIFEST, {"layout": self._layout, "finished": finished})
 
-    def _partial(self, shard: _Shard) -> Path:
-        return atomic.hidden(self.work / shard.name, "partial")
-
 
 def write_checkpoint_tensors(
     folder: Path,
@@ -184,16 +178,13 @@ def write_checkpoint_tensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write named tensors as ``model.safetensors``, or as shards with an index.
+    """Write named tensors as ``model.safetensors``, or as shards with an index. Returns the files written,
+    sorted by name.
 
     Args:
-        folder: an existing folder.
         tensors: a mapping, or an iterator of (name, tensor), which is read one tensor at a time through a
             spool file in ``folder``: memory of one tensor, temporarily twice the disk space.
         max_shard_bytes: most tensor bytes of a shard.
-
-    Returns:
-        the files written, sorted by name.
 
     Raises:
         OutputError: no space, or no permission.

@@ -57,10 +57,7 @@ class TensorInfo:
 
     Attributes:
         dtype: the format's name of its type, such as ``"BF16"``.
-        shape: its shape as stored.
         nbytes: its size in bytes.
-        file: the file that holds it.
-        offset: of its first byte in that file.
         block: ggml's name of its block type (``"Q4_K"``); empty for plain numbers.
         logical: shape of the weight that the blocks encode.
     """

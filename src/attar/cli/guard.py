@@ -23,7 +23,6 @@ def exit_on_error(*, debug: bool, resumes: bool) -> Iterator[None]:
     """Turn an exception of the block into a message and an exit.
 
     Args:
-        debug: print the traceback as well.
         resumes: the same command continues after an interruption.
     """
     try:

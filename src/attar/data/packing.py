@@ -152,8 +152,9 @@ def pack(
     seed: int,
     packing: str = "stream",
     bos: str = "auto",
-) -> Tensor:
-    """Rows of a source's split: int64 (N, S).
+) -> PackedRows:
+    """Rows of a source's split. If a source of few documents has less than one row in the split, they are of
+    its whole text, and ``shared`` says so.
 
     Args:
         length: S.
@@ -163,26 +164,6 @@ def pack(
 
     Raises:
         DataError: the source holds less than one row.
-    """
-    return pack_split(
-        tokenizer, data, split, length=length, rows=rows, seed=seed, packing=packing, bos=bos
-    ).rows
-
-
-def pack_split(
-    tokenizer: Any,
-    data: str,
-    split: str,
-    *,
-    length: int,
-    rows: int | None,
-    seed: int,
-    packing: str = "stream",
-    bos: str = "auto",
-) -> PackedRows:
-    """:func:`pack`; ``shared`` says if the rows are not of the split alone.
-
-    If a source of few documents has less than one row in the split, the rows are of its whole text.
     """
     front, end = front_tokens(tokenizer, bos), end_token(tokenizer)
     if len(front) >= length:
@@ -216,7 +197,7 @@ def evaluation_rows(
 ) -> PackedRows:
     """Rows of the evaluation split, about ``tokens`` tokens in total."""
     count = max(tokens // sequence_length, 1)
-    return pack_split(tokenizer, data, "evaluation", length=sequence_length, rows=count, seed=seed, bos=bos)
+    return pack(tokenizer, data, "evaluation", length=sequence_length, rows=count, seed=seed, bos=bos)
 
 
 def calibration_batches(
@@ -234,8 +215,8 @@ def calibration_batches(
     Raises:
         DataError: the source holds less than one row.
     """
-    rows = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed, bos=bos)
-    return list(rows.split(batch_size))
+    packed = pack(tokenizer, data, "calibration", length=sequence_length, rows=samples, seed=seed, bos=bos)
+    return list(packed.rows.split(batch_size))
 
 
 @dataclass(frozen=True)

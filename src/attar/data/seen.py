@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attar.data.packing import pack_split
+from attar.data.packing import pack
 
 RUN = 30  # words: shorter runs repeat in unrelated texts
 KEPT = 2_048  # hashes of a record, 8 bytes each
@@ -57,7 +57,7 @@ def record(
     Raises:
         DataError: the text is missing or too short.
     """
-    packed = pack_split(
+    packed = pack(
         tokenizer,
         settings.data,
         split,
@@ -109,7 +109,6 @@ def held_out_note(tokenizer: Any, batches: Sequence[Tensor], shared: str, record
 
     Args:
         shared: of :class:`attar.data.packing.PackedRows`.
-        records: of the model's lineage.
     """
     reasons = seen(tokenizer, batches, records)
     if shared:

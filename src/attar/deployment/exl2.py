@@ -258,7 +258,6 @@ class _EXL2Conversion:
     """The output tensors of each stored tensor.
 
     Attributes:
-        source: the dense checkpoint.
         shapes: (N, K) of each Linear by module name.
         chosen: pattern of each Linear.
         swept: tensors of each Linear.

@@ -69,7 +69,6 @@ class GGUFCodes:
     Attributes:
         make: ``make(placement, type)``.
         reports: one row a layer, complete after the last tensor.
-        notes: sentences for the card and the terminal.
     """
 
     make: Callable[[Any, str], QuantizedTensor]

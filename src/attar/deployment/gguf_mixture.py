@@ -72,7 +72,6 @@ class TypeMixture:
         bits_per_weight: bytes of all tensors times 8, for each weight of the file.
         size: bytes of the file, as far as its metadata is known.
         file_type: ``general.file_type``: that of the mix named after the type of most weights.
-        notes: sentences for the card and the terminal.
         report: for the card: predicted and measured KL, the gap to the optimum, the curve of KL over bits.
     """
 
@@ -99,7 +98,6 @@ def gguf_mixture(
 
     Args:
         checkpoint: dense, or quantized and taken as what it decodes to.
-        placed: every tensor of the file.
         settings: the calibration text, the device, and types given by hand.
         bits: the budget as an average; 0: ``size`` is the budget.
         size: the budget in bytes of the file.
@@ -262,7 +260,6 @@ class FileLayout:
     """The tensors of a file: those whose type is to be chosen, and the others.
 
     Attributes:
-        shapes: of every tensor of the file.
         kinds: types that are settled.
         tensors: names of the tensors of each module that gets a type.
         groups: modules by group.

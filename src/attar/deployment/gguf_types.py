@@ -35,7 +35,6 @@ class TensorTypes:
         label: what goes into the file's name.
         file_type: ``general.file_type``.
         carried: tensors whose codes are those of the checkpoint.
-        notes: sentences for the card and the terminal.
         report: of a choice under a budget, for the card.
     """
 
@@ -87,8 +86,6 @@ def choose_kinds(
 
     Args:
         source: the checkpoint; ``view`` decodes it.
-        placed: every tensor of the file.
-        metadata: of the file.
         weighted: scales will be searched with importance.
 
     Raises:

@@ -54,7 +54,6 @@ def compute(
     """Sums of squared inputs of every Linear of the blocks, and of the head.
 
     Args:
-        checkpoint: dense.
         batches: int64 (B, S), none padded.
         work: folder of its own for this; what a finished run left there is read back.
         precision: of the passes: "fp32", "bf16" or "auto".

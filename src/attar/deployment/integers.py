@@ -43,10 +43,8 @@ class CarriedLinear:
     """A Linear whose codes are carried over.
 
     Attributes:
-        module: its name in the module tree.
         base: the stored name of its dense weight, without ``.weight``.
         shape: (N, K).
-        rule: of its codes in the target.
     """
 
     module: str
@@ -104,7 +102,7 @@ def with_usual_scales(coded: tuple[Coded, WeightRule] | None) -> Any:
 
     A block of zeros has scale 0 there; here its codes are those of zero under scale 1.
     """
-    if coded is None or coded[1].kind != "int" or coded[0].order is not None:
+    if coded is None or coded[1].kind != "int" or coded[0].g_idx is not None:
         return coded
     weight, rule = coded
     empty = weight.scale == 0
@@ -121,7 +119,6 @@ class IntegerConversion:
     """A checkpoint's tensors as another integer layout stores them.
 
     Attributes:
-        config: the result's config.json.
         linears: those whose codes are carried over, by stored name.
         notes: sentences for the card and the terminal: scales that changed.
 

@@ -18,7 +18,6 @@ from typing import Any
 from attar.models.chat_template import render_chat
 
 CONTEXT = 8192  # largest num_ctx; Ollama's own default is smaller
-_ROLES = ("system", "user", "assistant")
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 _TEXTS = {"system": "Sierra", "user": "Uniform", "assistant": "Alpha"}
 _TRIALS = (
@@ -68,7 +67,7 @@ def modelfile(name: str, metadata: Mapping[str, Any], licence: str, context: int
     Args:
         name: of the GGUF file, in the same folder.
         metadata: of that file, values without types.
-        licence: what to say of it; empty: nothing.
+        licence: its line about the licence; empty: none.
         context: of the model, in tokens; None: not known.
     """
     lines = [f"FROM ./{name}"]
@@ -112,8 +111,6 @@ def read_turns(template: str, special: Mapping[str, str], adds_bos: bool = True)
     """The texts around the messages of a template; None where it writes messages in another way.
 
     Args:
-        template: Jinja.
-        special: special tokens by name.
         adds_bos: Ollama adds the beginning-of-text token by itself, so the template must not.
     """
 

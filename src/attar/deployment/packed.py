@@ -40,11 +40,7 @@ INTEGERS = ("compressed-tensors", "gptq", "awq", "gguf")
 
 
 class Conversion(Protocol):
-    """A checkpoint's tensors in another layout.
-
-    Attributes:
-        config: the result's config.json.
-    """
+    """A checkpoint's tensors in another layout."""
 
     config: dict[str, Any]
 

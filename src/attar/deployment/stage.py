@@ -68,9 +68,8 @@ def export(
     """Write a checkpoint for another engine.
 
     Args:
-        model: any checkpoint, a GGUF file included.
         out: the folder to make, or with format gguf a file ``NAME.gguf``.
-        settings: which engine, and what becomes of the weights.
+        settings: the format, and how weights are rounded or converted.
         force: replace an existing ``out``.
         key: identity of this work, when a recipe knows it.
 

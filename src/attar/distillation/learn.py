@@ -44,7 +44,6 @@ def learn(
         student: its parameters with ``requires_grad`` are trained, in float32.
         source: of the signal; none of the teacher's parameters gets a gradient afterwards.
         text: a checkpoint with the tokenizer and the context of both models.
-        what: the name of the progress bar.
         rollouts: makes the student a draft model: its rows, and the objective ``draft_loss``.
     """
     count = training_rows(settings)
@@ -84,6 +83,8 @@ def _text(checkpoint: Checkpoint, settings: LearnSettings, count: int) -> tuple[
 
     def rows(split: str, count: int, seed: int) -> Tensor:
         packing, data, bos = settings.packing, settings.data, settings.bos
-        return pack(tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing, bos=bos)
+        return pack(
+            tokenizer, data, split, length=length, rows=count, seed=seed, packing=packing, bos=bos
+        ).rows
 
     return rows("train", count, settings.seed), rows("calibration", max(HELD_OUT_TOKENS // length, 1), 0)

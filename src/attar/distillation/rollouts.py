@@ -36,7 +36,6 @@ class RolloutWriter:
 
     Attributes:
         length: S.
-        work: folder of the finished batches.
     """
 
     teacher: Any
@@ -55,7 +54,6 @@ class RolloutWriter:
         """``count`` rows int64 (N, S), ``share`` of them rollouts; both kinds repeat as needed.
 
         Args:
-            count: rows of the whole run.
             text: int64 (M, S) rows of text.
         """
         own = round(self.settings.share * count)
@@ -76,10 +74,10 @@ class RolloutWriter:
         self, split: str, rows: int, temperature: float, text_seed: int, seed: int, folder: str
     ) -> Tensor:
         data, bos = self.settings.data, self.settings.bos
-        text = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=text_seed, bos=bos)
+        packed = pack(self.tokenizer, data, split, length=self.length, rows=rows, seed=text_seed, bos=bos)
         return write_rows(
             self.teacher,
-            text[:, : self.prompt],
+            packed.rows[:, : self.prompt],
             self.length,
             vocabulary=len(self.tokenizer),
             ends=end_tokens(
@@ -116,8 +114,6 @@ def write_rows(
         length: S.
         vocabulary: V; rows that only pad the vocabulary are never sampled.
         ends: tokens that end a text; positions after the first one sampled are ``PADDING``.
-        temperature: of the sampling.
-        seed: of the sampling.
         work: folder of the finished batches; a run with the same arguments resumes from it.
     """
     work.mkdir(parents=True, exist_ok=True)

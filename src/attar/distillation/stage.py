@@ -54,7 +54,7 @@ def distill(
             work folder.
 
     Raises:
-        AttarError: see errors.py; nothing is left behind.
+        AttarError: see errors.py; no output is left.
     """
     source = open_checkpoint(teacher)
     load_tokenizer(source)  # refused before the weights are read
@@ -106,12 +106,11 @@ def recover(
 
     Args:
         model: the damaged model; its shape is kept.
-        out: the folder to make.
         teacher: the model to agree with; both have one tokenizer.
         signal: as in :func:`distill`.
 
     Raises:
-        AttarError: see errors.py; nothing is left behind.
+        AttarError: see errors.py; no output is left.
     """
     source, original = open_checkpoint(model), open_checkpoint(teacher)
     settings = fit(settings, source, progress)

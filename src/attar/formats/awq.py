@@ -58,9 +58,8 @@ def encode(weight: Coded, rule: WeightRule) -> dict[str, Tensor]:
 
     Args:
         weight: the codes of a 4-bit weight (N, K) whose groups are neighbours; 8 divides N.
-        rule: of the weight.
     """
-    assert rule.bits == BITS and weight.order is None, "convert.misfit refuses what AWQ cannot hold"
+    assert rule.bits == BITS and weight.g_idx is None, "convert.misfit refuses what AWQ cannot hold"
     zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
     return {
         QWEIGHT: dense_pack(_permuted(code_bytes(weight.codes, BITS).T, NIBBLE_OUTPUTS), BITS),
@@ -111,7 +110,6 @@ def quantization_config(
 
     Args:
         rules: of the quantized Linears, by module name; all of one group size.
-        ignore: Linears that keep their dense weight.
         head: name of the output head, dense for readers unless ``lm_head`` is true.
 
     Raises:

@@ -163,7 +163,6 @@ def nf4_config(ignore: list[str], dtype: torch.dtype, double: bool) -> dict[str,
     """The ``quantization_config`` of config.json.
 
     Args:
-        ignore: Linears that keep their dense weight.
         dtype: in which the reader computes.
         double: the scales are coded.
     """
@@ -204,7 +203,7 @@ def encode_int8(weight: Coded) -> dict[str, Tensor]:
         ModelError: it has zero points or several scales in a row.
     """
     rows = weight.codes.shape[0]
-    more = weight.zero is not None or weight.order is not None or weight.scale.shape[1] != 1
+    more = weight.zero is not None or weight.g_idx is not None or weight.scale.shape[1] != 1
     if more or weight.codes.is_floating_point():
         raise ModelError(
             "bitsandbytes' INT8 has whole codes, one scale for each output and no zeros",
@@ -246,7 +245,6 @@ def int8_config(ignore: list[str], threshold: float = THRESHOLD) -> dict[str, An
     """The ``quantization_config`` of config.json.
 
     Args:
-        ignore: Linears that keep their dense weight.
         threshold: columns of inputs with this magnitude or more are not rounded; 0: all are.
     """
     return {

@@ -32,14 +32,14 @@ class Coded:
         scale: float32 (P, G), what a code is multiplied with.
         zero: float32 (P, G) signed whole numbers, or None.
         global_scale: NVFP4: float32, what the stored scales are divided by.
-        order: int (K,), the group of each input; None: groups of neighbours.
+        g_idx: int (K,), the group of each input; None: groups of neighbours.
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None = None
     global_scale: Tensor | None = None
-    order: Tensor | None = None
+    g_idx: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class UniformWeight:
         scale: s, float32 (P, G).
         zero: z, float32 (P, G); None: 0.
         width: inputs of a group.
-        order: int (K,), the group of each input; None: groups of neighbours.
+        g_idx: int (K,), the group of each input; None: groups of neighbours.
     """
 
     codes: Tensor
@@ -63,7 +63,7 @@ class UniformWeight:
     scale: Tensor
     zero: Tensor | None = None
     width: int = 0
-    order: Tensor | None = None
+    g_idx: Tensor | None = None
 
 
 def dequantize(weight: Coded, width: int) -> Tensor:
@@ -71,11 +71,11 @@ def dequantize(weight: Coded, width: int) -> Tensor:
 
     Args:
         weight: the codes; not changed.
-        width: inputs that share a scale; not used where each input has its group in ``order``.
+        width: inputs that share a scale; not used where each input has its group in ``g_idx``.
     """
-    if weight.order is not None:
-        order = weight.order.long()
-        scale, zero = weight.scale[:, order], None if weight.zero is None else weight.zero[:, order]
+    if weight.g_idx is not None:
+        g_idx = weight.g_idx.long()
+        scale, zero = weight.scale[:, g_idx], None if weight.zero is None else weight.zero[:, g_idx]
         return (weight.codes if zero is None else weight.codes - zero) * scale
     rows, columns = weight.codes.shape
     tiled = torch.nn.functional.pad(weight.codes.float(), (0, -columns % width)).reshape(rows, -1, width)
@@ -111,7 +111,7 @@ def uniform_of_codes(weight: Coded, rule: WeightRule) -> UniformWeight | None:
     """Integer or FP4 codes on their uniform grid; None for float8. Does not modify its inputs."""
     width = rule.tile((weight.codes.shape[0], weight.codes.shape[1]))[1]
     if rule.kind == "int" and rule.bits <= 8:
-        return UniformWeight(weight.codes, rule.bits, weight.scale, weight.zero, width, weight.order)
+        return UniformWeight(weight.codes, rule.bits, weight.scale, weight.zero, width, weight.g_idx)
     if rule.kind == "float" and rule.bits == 4:
         doubled = fp4_levels().mul_(2).to(torch.int8)
         return UniformWeight(doubled[weight.codes.int()], FP4_BITS, weight.scale / 2, width=width)

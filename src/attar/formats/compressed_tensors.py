@@ -27,7 +27,7 @@ from torch import Tensor
 
 from attar.errors import CheckpointError
 from attar.formats.coded import Coded
-from attar.formats.layouts import GLOBAL, ORDER, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
+from attar.formats.layouts import G_IDX, GLOBAL, PACKED, SCALE, SHAPE, WEIGHT, ZERO, decode, layout, unpack
 from attar.formats.packed_reader import PackedReader, check_codes, check_scales
 from attar.formats.quantization_config import matches_start
 from attar.formats.rules import MXFP4, NAIVE, NVFP4, PACK, ActivationRule, WeightRule, format_of
@@ -36,7 +36,7 @@ METHOD = "compressed-tensors"
 TRANSPOSED = "attar-transposed"
 EMBEDDING = WeightRule("int", 8, "channel")
 INPUT_SCALE, INPUT_ZERO, K_SCALE, V_SCALE = "input_scale", "input_zero_point", "k_scale", "v_scale"
-PARTS = (SCALE, SHAPE, ZERO, GLOBAL, ORDER)
+PARTS = (SCALE, SHAPE, ZERO, GLOBAL, G_IDX)
 AUXILIARY = (*PARTS, INPUT_SCALE, INPUT_ZERO, "input_global_scale", K_SCALE, V_SCALE, "output_scale")
 """Last parts of the names of tensors that belong to a weight or an activation."""
 CODES = {"I8", "F8_E4M3", "F8_E5M2"}
@@ -48,9 +48,7 @@ class ConfigGroup:
 
     Attributes:
         targets: module names, ``re:`` patterns, or class names such as ``Linear``.
-        weights: how their weights are coded.
         activations: how their inputs are rounded, or None.
-        form: the layout of their tensors.
     """
 
     targets: tuple[str, ...]
@@ -72,7 +70,6 @@ def quantization_config(
     Args:
         groups: in order; where two target a module, the more exact target decides.
         ignore: modules that keep their dense weight.
-        kv_cache: how keys and values are rounded.
         transposed: the Linears are Conv1D modules.
         dequantize: ask transformers to decode while it loads. Its other way, decoding on the first pass,
             fails in compressed-tensors 0.20 on zero points and on FP4 where the model is not bfloat16. Only
@@ -202,11 +199,11 @@ class CompressedTensorsReader(PackedReader):
         group = self._group(name)
         weight, rule = unpack(self._tensors(name), group.weights, group.form), group.weights
         columns = weight.codes.shape[1]
-        if weight.order is not None:
+        if weight.g_idx is not None:
             neighbours = torch.arange(columns) // (rule.group_size or columns)
-            if torch.equal(weight.order.long(), neighbours):
-                weight = replace(weight, order=None)
-        return weight, replace(rule, ordered=weight.order is not None)
+            if torch.equal(weight.g_idx.long(), neighbours):
+                weight = replace(weight, g_idx=None)
+        return weight, replace(rule, ordered=weight.g_idx is not None)
 
     def check(self, name: str) -> None:
         if not self.is_coded(name):

@@ -9,7 +9,7 @@ What differs between the targets:
     tile      one scale for the whole weight becomes one for each output, where the target has none such;
               groups, and the whole row (``group_size: -1``), are the same everywhere
     zero      symmetric weights get zero points of the middle where the target always has zero points
-    order     the group of each input (act-order ``group``, ``desc_act``) is g_idx in GPTQ and weight_g_idx in
+    g_idx     the group of each input (act-order ``group``, ``desc_act``) is g_idx in GPTQ, weight_g_idx in
               compressed-tensors; AWQ has none. act-order ``static`` leaves groups of neighbours
     scale     GPTQ and AWQ have float16. A bfloat16 number is exact there from 2^-17 to 65504 (it has 8 bits
               of precision, float16 11 down to 2^-14, and one less for each power of two below); a float32
@@ -47,8 +47,6 @@ class ConvertedCodes:
 
     Attributes:
         weight: the same codes; scales are numbers of the target's type.
-        rule: of the weight in the target.
-        dtype: the type of the scales.
         change: the largest relative change of a scale.
     """
 
@@ -106,12 +104,10 @@ def convert(
     """The codes of a weight in a target. Does not modify its inputs.
 
     Args:
-        weight: the codes.
         rule: of the weight; :func:`misfit` returns None for it.
         target: ``gptq``, ``awq`` or ``compressed-tensors``.
         dtype: of the scales there; float16 for GPTQ and AWQ.
         zeros: give a symmetric weight zero points of the middle, for a file that also has asymmetric ones.
-        name: of the weight, for the error.
 
     Raises:
         NumericsError: a scale is too large or too small for its type.
@@ -126,7 +122,7 @@ def convert(
     cast = _cast(scale, dtype, name)
     change = float(((cast - scale) / scale).abs().max()) if scale.numel() else 0.0
     zero = None if zero is None else _expanded(zero, target_rule, shape)
-    converted = Coded(weight.codes, cast, zero, None, weight.order)
+    converted = Coded(weight.codes, cast, zero, None, weight.g_idx)
     return ConvertedCodes(converted, replace(target_rule, symmetric=zero is None), dtype, change)
 
 

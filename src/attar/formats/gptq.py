@@ -73,8 +73,6 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
     """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes.
-        rule: of the weight.
         version: ``gptq`` or ``gptq_v2``; None: as :func:`version_for` chooses.
 
     Raises:
@@ -89,14 +87,14 @@ def encode(weight: Coded, rule: WeightRule, version: str | None = None) -> dict[
         raise NumericsError(
             "a zero point of 0 cannot be written in GPTQ's first version", hint="write gptq_v2 instead"
         )
-    order = weight.order
-    if order is None:
-        order = torch.arange(columns) // rule.tile((rows, columns))[1]
+    g_idx = weight.g_idx
+    if g_idx is None:
+        g_idx = torch.arange(columns) // rule.tile((rows, columns))[1]
     return {
         QWEIGHT: dense_pack(code_bytes(weight.codes, rule.bits), rule.bits).T.contiguous(),
         QZEROS: dense_pack(zeros, rule.bits),
         SCALES: weight.scale.T.half().contiguous(),
-        G_IDX: order.to(torch.int32),
+        G_IDX: g_idx.to(torch.int32),
     }
 
 
@@ -113,22 +111,22 @@ def layout(shape: tuple[int, int], rule: WeightRule) -> WeightLayout:
 
 def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, version: str) -> Coded:
     """The unchanged codes of a Linear. Zero points that all are the middle of the codes are returned as None,
-    and so is the order of groups that are neighbours."""
+    and so is a g_idx of neighbouring groups."""
     bits, scales = rule.bits, half_scales(tensors[SCALES])
     columns = tensors[G_IDX].shape[0] if G_IDX in tensors else tensors[QWEIGHT].shape[0] * 32 // bits
     codes = dense_unpack(tensors[QWEIGHT].T.contiguous(), bits, columns)
     zero = _zeros(tensors[QZEROS], bits, scales.shape[1], version).float() - 2 ** (bits - 1)
     if rule.symmetric and version == V1 and bool((zero == 1).all()):
         zero = torch.zeros_like(zero)
-    order = tensors.get(G_IDX)
-    if order is not None and torch.equal(order.long(), torch.arange(columns) // (rule.group_size or columns)):
-        order = None
+    g_idx = tensors.get(G_IDX)
+    if g_idx is not None and torch.equal(g_idx.long(), torch.arange(columns) // (rule.group_size or columns)):
+        g_idx = None
     middle = not zero.any()
     return Coded(
         codes=signed(codes, bits),
         scale=scales.float().T.contiguous(),
         zero=None if middle else zero.T.contiguous(),
-        order=order,
+        g_idx=g_idx,
     )
 
 
@@ -156,11 +154,6 @@ def quantization_config(
     Linears that differ from most get ``dynamic`` entries, which GPTQModel and vLLM follow and transformers
     does not. Dense Linears of the blocks are named by ``dynamic`` for those two, and left out of
     ``modules_in_block_to_quantize`` for transformers.
-
-    Args:
-        rules: of the quantized Linears, by module name.
-        ignore: Linears that keep their dense weight.
-        head: name of the output head.
     """
     assert rules, "something is quantized"
     entries = {

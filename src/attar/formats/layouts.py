@@ -29,16 +29,14 @@ from attar.formats.dense_pack import dense_pack, dense_unpack
 from attar.formats.rules import MXFP4, NVFP4, PACK, WeightRule
 
 PACKED, SCALE, SHAPE, ZERO = "weight_packed", "weight_scale", "weight_shape", "weight_zero_point"
-GLOBAL, ORDER, WEIGHT = "weight_global_scale", "weight_g_idx", "weight"
+GLOBAL, G_IDX, WEIGHT = "weight_global_scale", "weight_g_idx", "weight"
 
 
 def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a Linear, by the last part of their names. Does not modify its inputs.
 
     Args:
-        weight: the codes.
-        rule: of the weight.
-        form: one of :data:`attar.formats.rules.FORMATS`.
+        form: a layout of compressed-tensors.
         dtype: of scales whose type the layout does not fix.
     """
     if form in (NVFP4, MXFP4):
@@ -55,8 +53,8 @@ def encode(weight: Coded, rule: WeightRule, form: str, dtype: torch.dtype) -> di
         assert weight.zero is not None, "an asymmetric rule has zero points"
         tensors[ZERO] = _encode_zero(weight.zero, rule, form)
     if rule.ordered:
-        assert weight.order is not None, "an ordered rule has the group of each input"
-        tensors[ORDER] = weight.order.to(torch.int32)
+        assert weight.g_idx is not None, "an ordered rule has the group of each input"
+        tensors[G_IDX] = weight.g_idx.to(torch.int32)
     return tensors
 
 
@@ -84,7 +82,7 @@ def layout(shape: tuple[int, int], rule: WeightRule, form: str, dtype: str, code
         packed = form == PACK and not single
         specs[ZERO] = ("I32", (-(-rows * rule.bits // 32), tiles[1])) if packed else ("I8", specs[SCALE][1])
     if rule.ordered:
-        specs[ORDER] = ("I32", (columns,))
+        specs[G_IDX] = ("I32", (columns,))
     return specs
 
 
@@ -105,7 +103,7 @@ def unpack(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Coded:
     if zero is not None and zero.dtype == torch.int32:
         zero = dense_unpack(zero.T.contiguous(), rule.bits, table[0]).T.float() - offset
     signed = None if zero is None else zero.float().reshape(table).contiguous()
-    return Coded(codes, scale.reshape(table), signed, order=tensors.get(ORDER))
+    return Coded(codes, scale.reshape(table), signed, g_idx=tensors.get(G_IDX))
 
 
 def decode(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Tensor:
@@ -114,10 +112,10 @@ def decode(tensors: Mapping[str, Tensor], rule: WeightRule, form: str) -> Tensor
     fp4 = form in (NVFP4, MXFP4)
     dtype = torch.bfloat16 if fp4 else tensors[SCALE].dtype
     codes = fp4_levels(weight.codes.device)[weight.codes.long()] if fp4 else weight.codes.float()
-    if weight.order is not None:
-        order = weight.order.long()
-        shifted = codes if weight.zero is None else codes - weight.zero[:, order]
-        return (shifted * weight.scale[:, order]).to(dtype)
+    if weight.g_idx is not None:
+        g_idx = weight.g_idx.long()
+        shifted = codes if weight.zero is None else codes - weight.zero[:, g_idx]
+        return (shifted * weight.scale[:, g_idx]).to(dtype)
     rows, columns = codes.shape
     height, width = rule.tile((rows, columns))
 

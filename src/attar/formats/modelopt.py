@@ -84,7 +84,6 @@ def encode(weight: Coded, rule: WeightRule, *, input_scale: float | None = None)
     Args:
         weight: float8 codes, or 0 to 15 with ``global_scale``.
         rule: of the weight; one of :data:`ALGORITHMS`.
-        input_scale: static scale of the inputs.
     """
     form = NVFP4 if rule.bits == 4 else FLOAT
     tensors = from_compressed(layouts.encode(weight, rule, form, torch.float32), rule)
@@ -265,11 +264,7 @@ def _config_group(name: str) -> dict[str, Any]:
 
 
 class ModelOptReader(PackedReader):
-    """Reads an FP8 or NVFP4 checkpoint of ModelOpt's tensor by tensor.
-
-    Attributes:
-        dtype: of decoded weights.
-    """
+    """Reads an FP8 or NVFP4 checkpoint of ModelOpt's tensor by tensor."""
 
     hint = "of ModelOpt's layouts attar reads FP8 and NVFP4"
 

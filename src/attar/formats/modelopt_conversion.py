@@ -38,10 +38,7 @@ class FromCompressedTensors:
     """Converts a checkpoint of compressed-tensors to ModelOpt.
 
     Attributes:
-        source: the checkpoint that is converted.
         layers: ModelOpt's algorithm of each quantized module.
-        config: the result's config.json.
-        hf_quant_config: the result's hf_quant_config.json.
 
     Raises:
         ModelError: ModelOpt has no such scheme, or a shape does not divide into blocks.
@@ -140,9 +137,7 @@ class ToCompressedTensors:
     """Converts a checkpoint of ModelOpt's to compressed-tensors; scales stay float32.
 
     Attributes:
-        source: the checkpoint that is converted.
         layers: ModelOpt's algorithm of each quantized module.
-        config: the result's config.json.
 
     Raises:
         CheckpointError: its layout is none that attar reads.

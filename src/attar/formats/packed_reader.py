@@ -24,11 +24,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class PackedReader(ABC):
-    """Reads a quantized checkpoint tensor by tensor.
-
-    Attributes:
-        checkpoint: what is read.
-    """
+    """Reads a quantized checkpoint tensor by tensor."""
 
     hint = "the packed checkpoint is incomplete"  # of errors about missing and unfit tensors
 

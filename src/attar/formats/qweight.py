@@ -137,7 +137,7 @@ class QweightReader(PackedReader):
             rule.strategy,
             rule.group_size,
             symmetric=weight.zero is None,
-            ordered=weight.order is not None,
+            ordered=weight.g_idx is not None,
         )
 
     def check(self, name: str) -> None:

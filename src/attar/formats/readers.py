@@ -118,9 +118,6 @@ class DecodedInfo:
     """A decoded tensor.
 
     Attributes:
-        name: of the dense tensor.
-        dtype: its type, as safetensors names it.
-        shape: its shape.
         stored: name of the stored tensor that it is decoded from.
     """
 

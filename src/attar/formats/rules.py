@@ -14,7 +14,6 @@ from typing import Any
 
 PACK, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-FORMATS = (PACK, INT, FLOAT, NAIVE, NVFP4, MXFP4)
 """Layouts of one Linear, as compressed-tensors calls them; layouts.py has their bytes."""
 
 
@@ -24,7 +23,6 @@ class WeightRule:
 
     Attributes:
         kind: ``int``, ``float`` or ``nf4``.
-        bits: of a code.
         strategy: ``tensor``, ``channel``, ``group``, ``block`` or ``tensor_group``.
         group_size: g of a strategy with groups; 0: no groups.
         symmetric: no zero points.
@@ -97,7 +95,6 @@ class ActivationRule:
 
     Attributes:
         kind: ``int`` or ``float``.
-        bits: of a code.
         strategy: ``token``, ``tensor``, ``group`` or ``attn_head``.
         dynamic: the scale is computed from the values; False: it is stored in the file.
         group_size: g of the strategy ``group``.

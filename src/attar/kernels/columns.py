@@ -27,8 +27,6 @@ class CodeBook:
         q = the nearest of T to (w + m) / s ,            w' = s T[q] - m
 
     Attributes:
-        low: smallest code.
-        high: largest code.
         zero: z of tiles without their own.
         levels: T, ascending, from code 0 on; ties go to the upper. Empty: uniform levels.
     """
@@ -44,7 +42,6 @@ class TileScales:
     """Scales that decode the codes of N rows.
 
     Attributes:
-        book: the codes.
         scale: s, float32 (G, N).
         zero: z, float32 (G, N); None: the book's.
         minimum: m, float32 (G, N); None: 0.

@@ -64,10 +64,8 @@ class ModelWeights:
         norm: float32 (hidden,), before the head.
         head: (vocabulary, hidden).
         layers: of one shape; the kinds of their weights may differ.
-        heads: query heads.
         kv_heads: key and value heads; divides heads.
         head_dim: even.
-        eps: of the norms.
         scale: multiplies queries.
         soft_cap: of attention scores; 0: none.
         final_soft_cap: of logits; 0: none.
@@ -121,7 +119,6 @@ class Program:
     """A model with its KV cache and threads. Close it after use; garbage collection closes it too.
 
     Args:
-        weights: the model.
         blocks: in the pool.
         block_size: B, a multiple of 16.
         threads: None: ``default_threads()``.

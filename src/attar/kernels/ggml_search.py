@@ -79,7 +79,6 @@ def search(
     weight that is not on the CPU. Does not modify its inputs.
 
     Args:
-        kind: the format's name.
         layout: of the format; its block divides K.
         weight: (N, K), any float type.
         v: (K,) float32, at least 0, the importance of each input's squared error.

@@ -26,7 +26,6 @@ class Level:
     Attributes:
         name: part of the library's file name.
         machine: as ``platform.machine()`` has it.
-        flags: for the compiler.
         features: that ``/proc/cpuinfo`` must list.
     """
 

@@ -39,7 +39,6 @@ class PackedWeight:
         data: uint8, the panels.
         rows: N.
         columns: K.
-        kind: number format.
         group: G; 0 for bf16.
         zeros: stored zero points: middle (none: all are 8 or 128), points z, or products s z.
         unit: power of two that stored scales are multiplied by.

@@ -44,7 +44,6 @@ class Quality:
 
     Attributes:
         loss: mean negative log-likelihood, nats per predicted token.
-        tokens: predicted tokens.
         kl_mean, kl_p99: mean and 99th percentile of KL(reference || model) per token, in nats; None without a
             reference.
         top1_agreement: fraction of tokens where both models have the same likeliest token; None without a
@@ -68,8 +67,6 @@ class Measurements(Quality):
     """All that ``attar evaluate`` measures.
 
     Attributes:
-        model, reference: names.
-        data: the text.
         held_out: no stage of the model's lineage has read any of the text, as far as its records tell.
         held_out_note: why it is not held out; else empty.
         bytes: of the stored tensors; parameters: of the dense model; bits_per_weight: 8 * bytes / parameters.
@@ -84,9 +81,7 @@ class Measurements(Quality):
         runner: the engine of all figures but the reference: compiled, modules or transformers.
         runner_note: why transformers runs the model although the runtime was asked for; else None.
         activations, kv_dtype: precision of the inputs of matrix products, and of the KV cache.
-        device, threads: of torch.
         tasks: accuracy on multiple-choice questions, one entry for each file.
-        seconds: duration of the evaluation.
     """
 
     model: str

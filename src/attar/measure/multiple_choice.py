@@ -45,7 +45,6 @@ class MultipleChoice:
     """One question.
 
     Attributes:
-        where: file and line.
         choices: at least two answers, none empty.
         label: index of the right one.
     """

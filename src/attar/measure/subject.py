@@ -63,10 +63,8 @@ class ServingFormats:
     """The engine of a model and its formats.
 
     Attributes:
-        runner: compiled, modules or transformers.
         activations: precision of the inputs of matrix products: float32, bfloat16, int16, int8, or two of
             them.
-        kv_dtype: precision of the KV cache.
     """
 
     runner: str
@@ -99,7 +97,6 @@ def load_subject(
             elsewhere; in the runtime the precision it serves with.
         runner: compiled, modules or transformers; auto: the runtime's choice, transformers for a model that
             it does not support.
-        kv_dtype: precision of the runner's KV cache.
         activations: bits of the inputs of products: auto, 16 or 8.
 
     Raises:

@@ -48,7 +48,6 @@ class ConflictSums:
     """Sums over the entries of one tensor, or of several.
 
     Attributes:
-        size: number of entries.
         base: sum of b^2.
         squares: sum of d_i^2, one a model.
         changed: entries with d_i other than 0, one a model.
@@ -102,7 +101,6 @@ def measure_conflicts(tensors: Sequence[Tensor], base: Tensor, sample: int = SAM
     Args:
         tensors: one a model, of the base's shape, any float dtypes; differences are taken in float32.
         base: any shape.
-        sample: the largest number of entries to compare.
 
     Raises:
         ModelError: a tensor's shape is not the base's.

@@ -45,7 +45,6 @@ class HeldOutText:
     Attributes:
         rows: int64 (N, S), S tokens a row; no padding.
         mask_token: id of the tokenizer's mask token; None where it has none.
-        device: where models run.
     """
 
     rows: Tensor
@@ -78,10 +77,10 @@ class HeldOutText:
         length = min(settings.sequence_length, tokens or settings.sequence_length)
         samples = -(-tokens // length) if tokens else settings.samples
         length = row_length(length, dict(config))
-        rows = pack(
+        packed = pack(
             tokenizer, settings.data, split, length=length, rows=samples, seed=settings.seed, bos=settings.bos
         )
-        return cls(rows, tokenizer.mask_token_id, settings.device)
+        return cls(packed.rows, tokenizer.mask_token_id, settings.device)
 
     def loss(self, model: str | Path | Checkpoint) -> float:
         """Loss of a checkpoint. Raises as :func:`attar.models.load.load_model`."""
@@ -134,9 +133,6 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) ->
     """Give an empty model (:func:`attar.models.load.empty_model`) its weights, in float32.
 
     The model is changed and returned; the tensors are not changed.
-
-    Args:
-        state: tensors by their stored names.
 
     Raises:
         CheckpointError: a parameter has no tensor.

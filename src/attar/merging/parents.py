@@ -32,7 +32,7 @@ class ParentModels:
         named: models by a name of their own, such as the stages of a recipe; they take precedence over
             folders and hub ids of the same spelling.
         results: results of earlier documents by name; they take precedence over everything.
-        notes: what a person should know of the opened models.
+        notes: about the opened models, for the user.
     """
 
     named: Mapping[str, str | Path] = field(default_factory=dict)

@@ -59,7 +59,6 @@ def merge(
     """Merge models.
 
     Args:
-        out: the new folder.
         models: models by names that the configuration may use, such as the stages of a recipe.
         draw: draws where the parents disagree, into ``conflicts.svg``; None: no picture.
         force: replace an existing ``out``.
@@ -90,7 +89,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _MergeRun:
-    """What the documents of one merge share."""
+    """State shared by the documents of one merge."""
 
     parents: ParentModels
     settings: MergeSettings

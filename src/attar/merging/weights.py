@@ -43,7 +43,6 @@ class Merge:
     Attributes:
         vocabulary: aligns embeddings and head; None: the models share their vocabulary.
         compat: ``"mergekit"`` or ``"paper"``.
-        seed: of the random methods.
         observe: called with every output that has a base, its inputs and its base, from several threads.
         scan_result: what the method knows of all tensors (the paper's TIES trims over the whole model).
     """

@@ -1,1 +1,1 @@
-"""Models: what they are made of, how they are cut, how they are loaded and saved."""
+"""Models: their parts, surgery, loading and saving."""

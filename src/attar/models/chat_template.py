@@ -34,9 +34,7 @@ def render_chat(
     """The text of a conversation.
 
     Args:
-        template: Jinja.
         messages: with a role and mostly a content. Fields that are None are left out.
-        tools: JSON schemas of functions.
         add_generation_prompt: end with what begins the assistant's answer.
         variables: others that the template may read: the special tokens by name.
 

@@ -73,7 +73,6 @@ def resolve(precision: str, device: torch.device, work: Path | None = None) -> s
 
     Args:
         precision: of the settings: ``auto``, ``bf16`` or ``fp32``.
-        device: where the run computes.
         work: folder of the run's states. The first call writes its decision there, later calls read it. None:
             nothing is kept.
     """

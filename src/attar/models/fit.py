@@ -34,7 +34,7 @@ def check_fit(checkpoint: Checkpoint, *, text: bool = False) -> None:
     Raises:
         CheckpointError: a tensor is missing, has another shape than the config asks for, or holds codes where
             the config names no quantization; the tokenizer is missing, damaged or of another model.
-        ModelError: a tensor has no place in the architecture.
+        ModelError: the architecture has no such tensor.
     """
     packed = quant_method(checkpoint) is not None
     view: Any = Decoded(checkpoint) if packed else checkpoint
@@ -142,7 +142,6 @@ def report_misfits(
     """Raise where the stored tensors and the architecture's differ.
 
     Args:
-        where: the folder and the architecture.
         wrong: stored and wanted shape by name.
         extra: tensors that no parameter takes; those of a module that the model lacks are spare.
         missing: parameters without a tensor.

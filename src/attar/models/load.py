@@ -203,7 +203,6 @@ def save_model(model: Any, folder: Path, dtype: torch.dtype | None = None) -> No
 
     Args:
         model: a transformers model with real weights; not changed.
-        folder: an existing or new folder.
         dtype: floating-point weights are written in it; None keeps theirs. Tied weights are written once.
 
     Raises:

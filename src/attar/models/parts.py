@@ -112,7 +112,7 @@ class Block:
     """One layer.
 
     Attributes:
-        index: its place in the stack.
+        index: its position in the stack.
         name: its path; ``module`` is the module itself.
         norms: paths of its norms over the residual stream, in the order they were registered.
         linears: paths of all its Linear and Conv1D modules, each once, in forward order.
@@ -136,13 +136,9 @@ class Anatomy:
         causal: whether attention sees the past only.
         blocks: the layers in order.
         blocks_name: path of their list (``"model.layers"``).
-        embedding: token embedding.
         positions: learned position embedding, if any.
-        final_norm: norm after the last block, if any.
         head: projection to the vocabulary, if any.
         tied: whether the head's weight is the embedding's.
-        hidden_size: width of the residual stream.
-        vocab_size: rows of the token embedding.
     """
 
     family: str

@@ -59,11 +59,7 @@ class PlainConfig:
 
 
 def plain_config(config: Mapping[str, Any]) -> PlainConfig | None:
-    """The config, or None where transformers must read it.
-
-    Args:
-        config: content of config.json.
-    """
+    """The config, or None where transformers must read it."""
     kind = config.get("model_type")
     activation = config.get("hidden_activation" if kind in GEMMA else "hidden_act")
     rope, head_dim, layers = _rope(config), _head_dim(config), _layers(config)
@@ -135,9 +131,6 @@ def plain_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None
     compute it.
 
     A tied head is one of them. Rows are outputs, as in ``nn.Linear``.
-
-    Args:
-        config: content of config.json.
     """
     plain, width = plain_config(config), config.get("intermediate_size")
     if plain is None or type(width) is not int or width < 1 or not _builds(config, plain):

@@ -56,9 +56,6 @@ class PlainTokenizer:
         backend: of tokenizer.json; truncation and padding are turned off.
         special: special tokens by role, such as ``eos_token``.
         chat_template: Jinja, several by name, or None.
-
-    Attributes:
-        backend_tokenizer: the argument.
     """
 
     def __init__(

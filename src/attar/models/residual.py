@@ -31,7 +31,6 @@ class NormRead:
     """A norm over the residual stream and the Linears that read it.
 
     Attributes:
-        name: module name.
         readers: Linears that read its output, and nothing else does.
         offset: what it adds to its weight.
     """
@@ -48,7 +47,6 @@ class HeadValues:
     Attributes:
         v: module name; ``v_rows`` are its stored rows, head after head.
         o: module name.
-        head_dim: width of a head.
     """
 
     v: str

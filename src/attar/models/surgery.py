@@ -86,14 +86,12 @@ def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
 
 
 def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
-    """Remove MLP neurons: rows of up and gate with their biases, columns of down.
+    """Remove MLP neurons: rows of up and gate with their biases, columns of down. Returns a new model of the
+    same class.
 
     Args:
         model: a transformers model; not changed.
         keep: for each block the neurons that stay, ascending; as many in every block.
-
-    Returns:
-        A new model of the same class.
 
     Raises:
         ModelError: ``keep`` is not of this form, or the family's config cannot express the result.
@@ -131,7 +129,7 @@ def keep_layers(model: Any, keep: Sequence[int]) -> Any:
     config = text_config(model)
     if getattr(config, "scale_attn_by_inverse_layer_idx", False):
         raise ModelError(
-            f"{config.model_type}: its attention is scaled by the layer's place, so layers cannot move",
+            f"{config.model_type}: its attention is scaled by the layer's index, so layers cannot move",
             hint="use method neurons",
         )
     return _keep_layers(model, keep)
@@ -282,8 +280,8 @@ def fitting_model(model: Any, state: Mapping[str, Tensor], changes: dict[str, An
                 new.set_attn_implementation(model.config._attn_implementation)
             return new
         refusal = refusal or f"it builds {wrong}"
-    wish = ", ".join(f"{key} {value}" for key, value in changes.items() if isinstance(value, int))
-    raise ModelError(f"{family}: its config cannot express {wish}: {refusal}")
+    requested = ", ".join(f"{key} {value}" for key, value in changes.items() if isinstance(value, int))
+    raise ModelError(f"{family}: its config cannot express {requested}: {refusal}")
 
 
 def _configs(model: Any, changes: dict[str, Any]) -> list[dict[str, Any]]:

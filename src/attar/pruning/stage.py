@@ -51,11 +51,10 @@ def prune(
     """Remove the least important head groups or neurons of every layer.
 
     Args:
-        model: a dense or packed checkpoint.
         out: the folder to make; its config has the new sizes.
 
     Raises:
-        AttarError: see errors.py; nothing is left behind.
+        AttarError: see errors.py; no output is left.
     """
     source = open_checkpoint(model)
     tokenizer = load_tokenizer(source)

@@ -33,7 +33,6 @@ class AutoRoundSolver:
         clip: learn the ends of each tile's range too.
         update: "sign", or "adam".
         precision: arithmetic while learning: bf16, fp32, or auto (bf16 where it is faster).
-        seed: of the choice of sequences.
         start: see :data:`StartCodes`; None: nearest codes everywhere.
         masks: bool (N, K) by module name; False: the weight is zero and stays zero.
     """
@@ -82,8 +81,8 @@ def gptq_start(
 ) -> dict[str, QuantizedTensor]:
     """GPTQ's codes of a block's Linears, for :class:`AutoRoundSolver`'s ``start``.
 
-    The Hessians are those of the original block behind the quantized prefix, all from one pass: what the
-    Linears of one block do to each other is left to the learning.
+    The Hessians are those of the original block after the quantized prefix, all from one pass: how the
+    Linears of one block affect each other is left to the training.
     """
     seen = {name: Hessian(weight_of(view.modules[name]).shape[1]) for name in view.names}
     hooks = [

@@ -28,7 +28,6 @@ class RoundingResult:
     """What a second-order rounding returns.
 
     Attributes:
-        quantized: the codes.
         damp: lambda that was used, as a fraction of the Hessian's mean diagonal.
         dead: number of columns without any input.
     """

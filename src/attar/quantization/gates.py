@@ -43,7 +43,7 @@ from attar.quantization.grids import Grid, QuantizedTensor
 
 LOST = 1e-3  # share of a layer's squared weight that may stand in tiles of scale zero
 USED_WARNING, USED_ERROR = 1 / 4, 1 / 8
-WORSE = 1.001  # an output error above so many times RTN's is worse
+WORSE = 1.001  # times RTN's output error, above which a layer counts as worse
 FEW_TOKENS = 128
 STUCK = 1 / 20  # of the blind KL, below which a repeating sample is no error
 CHUNK = 1 << 22  # codes counted at once
@@ -58,7 +58,6 @@ class Finding:
         check: "scales", "codes", "layer", "tokens" or "model".
         severity: "error" or "warning".
         message: one line that says what, without the name.
-        mend: how to fix it.
     """
 
     layer: str
@@ -175,7 +174,6 @@ def check_layers(
             and ``rtn_error``, relative output errors; ``tokens``, seen by its accumulator. What is absent is
             not judged.
         few_tokens: fewer tokens than this are a warning.
-        method: name of the rounding, for the messages.
     """
     checks = (_scales, _codes, lambda report: _error(report, method), lambda r: _tokens(r, few_tokens))
     return [finding for report in reports for check in checks for finding in check(report)]

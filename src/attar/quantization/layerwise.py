@@ -34,9 +34,7 @@ class LayerSolver:
     """Rounds each Linear on its grid.
 
     Attributes:
-        layers: by module name.
         method: the rounding; see rounding.METHODS.
-        settings: its options.
         keep_zeros: weights that are zero stay zero.
         output_hessian: gives H_O (N, N) of a module, for yaqa.
     """
@@ -165,7 +163,6 @@ class StackedLayers:
     """Weights with the same inputs on one grid, rounded in one call.
 
     Attributes:
-        grid: the number format.
         weights: (N, K) by name.
         parameters: of each.
         masks: bool (N, K), False where a weight stays zero; None: no such weight.

@@ -36,7 +36,6 @@ class LayerPlan:
     """A Linear that will be quantized.
 
     Attributes:
-        module: its name in the module tree.
         shape: (N, K).
         transposed: stored as (K, N), as Conv1D does.
         grid: the number format, its scales in the type of the stored weight.
@@ -290,7 +289,7 @@ def _check_fused(anatomy: Anatomy, wanted: Mapping[str, str], setting: str) -> N
 
 
 def _check_alone(chosen: Mapping[str, QuantizationScheme], settings: StorageSettings) -> None:
-    """Raise where NF4, whose file format knows nothing else, would stand beside something else."""
+    """Raise where NF4 is combined with other schemes: its file format holds NF4 only."""
     names = list(dict.fromkeys(scheme.name for scheme in chosen.values()))
     if "NF4" not in names:
         return

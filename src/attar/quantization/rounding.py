@@ -70,10 +70,7 @@ class RoundingTask:
 
     Attributes:
         checkpoint: dense; the plan was made for it.
-        plan: the layers and their grids.
-        settings: of the quantization.
         work: folder of finished parts; survives a kill.
-        progress: where progress is reported.
         after_blocks: called with the hidden states after the last block, where a sweep rounds.
     """
 
@@ -97,7 +94,6 @@ class RoundedModel:
         codes: see :data:`CodeSource`.
         reports: one row a layer, once all codes have been read.
         input_scales: learned static scales of inputs, by module name.
-        curve: of a training run.
         precision: of the calibration's or the training's products: ``bf16`` or ``fp32``; empty where there
             were none.
     """
@@ -114,7 +110,6 @@ class QuantizationMethod:
     """A rounding method.
 
     Attributes:
-        settings: class of its options.
         walk: makes the codes of a checkpoint.
         solver: rounds one weight, for sweep_layers; None: to nearest.
         original_inputs: the solver compares with the original model's inputs: ``cross=``.
@@ -155,20 +150,7 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
         hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    swept = sweep(
-        task.checkpoint,
-        batches,
-        solver,
-        work=task.work / "blocks",
-        select=layers.__contains__,
-        precision=precision,
-        after_blocks=task.after_blocks,
-        device=torch.device(pick_device(settings.device)),
-        progress=task.progress,
-        what=settings.method,
-    )
-    codes = SweepCodes(task.plan, swept)
-    return RoundedModel(codes, codes.reports, precision=swept.precision)
+    return _sweep(task, batches, solver, layers, precision)
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:
@@ -187,17 +169,24 @@ def sweep_blocks(task: RoundingTask) -> RoundedModel:
         start=gptq_start if options.start in ("gptq", "qronos") else None,
         masks=_masks(task) or None,
     )
+    return _sweep(task, task.batches(), solver, grids, precision)
+
+
+def _sweep(
+    task: RoundingTask, batches: list[Tensor], solver: Any, layers: Mapping[str, Any], precision: str
+) -> RoundedModel:
+    """The codes of the Linears in ``layers``, by module name."""
     swept = sweep(
         task.checkpoint,
-        task.batches(),
+        batches,
         solver,
         work=task.work / "blocks",
-        select=grids.__contains__,
+        select=layers.__contains__,
         precision=precision,
         after_blocks=task.after_blocks,
-        device=torch.device(pick_device(settings.device)),
+        device=torch.device(pick_device(task.settings.device)),
         progress=task.progress,
-        what=settings.method,
+        what=task.settings.method,
     )
     codes = SweepCodes(task.plan, swept)
     return RoundedModel(codes, codes.reports, precision=swept.precision)
@@ -216,7 +205,7 @@ def train(task: RoundingTask) -> RoundedModel:
     layers = {layer.module: layer for layer in task.plan.sites.values()}
     rules = {name: layer.scheme.activations for name, layer in layers.items()}
     sizes = settings.calibration
-    rows = pack(
+    packed = pack(
         load_tokenizer(checkpoint),
         settings.data,
         "train",
@@ -229,7 +218,7 @@ def train(task: RoundingTask) -> RoundedModel:
         model,
         {name: layer.grid for name, layer in layers.items()},
         {name: rule for name, rule in rules.items() if rule is not None},
-        rows,
+        packed.rows,
         _schedule(settings, options),
         loss=distillation_loss(soft_loss(teacher), options.distill),
         train="scales" if options.train == "scales" else "weights",

@@ -56,7 +56,6 @@ def write(
 
     Args:
         checkpoint: the dense model that the codes were made of.
-        folder: where the result goes.
         work: where unfinished shards survive a kill.
         input_scales: of the inputs of each layer whose activations are static, by module name.
         kv_scales: of keys and values, by the name of the attention module.

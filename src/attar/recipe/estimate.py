@@ -96,8 +96,6 @@ class Estimate:
     Args:
         seconds: time, corrected by the errors of earlier estimates.
         plain: the same without the correction.
-        memory_bytes: peak memory of the process.
-        disk_bytes: size of the checkpoint.
         scratch_bytes: additional disk space during the stage.
     """
 
@@ -289,13 +287,8 @@ class Shape:
     """A model's size.
 
     Args:
-        attention: parameters of all attention layers.
         mlp: parameters of all other matrices in blocks.
         outside: parameters outside the blocks (embeddings, head, norms).
-        layers: number of blocks.
-        hidden: width of the hidden state.
-        vocabulary: number of tokens.
-        bytes: of the stored tensors.
     """
 
     attention: float

@@ -37,9 +37,6 @@ class RecipeStep:
     """One stage of a plan.
 
     Args:
-        entry: the stage and its settings.
-        folder: of its checkpoint.
-        key: identity of its work.
         state: :data:`DONE`, :data:`HALF`, :data:`CHANGED` or :data:`NEW`.
         estimate: of time, memory and disk.
         evaluation_key: identity of its evaluation; empty without evaluation.
@@ -67,7 +64,6 @@ class RecipePlan:
     """All steps of a run.
 
     Args:
-        original: the recipe's model.
         original_key: its fingerprint.
         original_evaluation_key: identity of its evaluation; empty without evaluation.
         original_seconds: estimated time of its evaluation, 0 if it is done.
@@ -95,10 +91,6 @@ class RecipePlan:
 
 def make_plan(recipe: Recipe, out: Path, original: Checkpoint, *, fresh: bool = False) -> RecipePlan:
     """Compare a recipe with the run's folder ``out``, which need not exist.
-
-    Args:
-        original: the recipe's model, opened.
-        fresh: ignore an earlier run.
 
     Raises:
         AttarError: the data cannot be read.
@@ -196,11 +188,9 @@ def _receipts(recipe: Recipe, out: Path) -> dict[str, Receipt]:
     return {name: receipt for name, receipt in receipts.items() if receipt is not None}
 
 
-def error_factor(recipe: Recipe, out: Path, entry: StageEntry, *, without: str = "") -> float:
-    """The :func:`_factor` of the finished stages in a run's folder, except ``without``."""
-    receipts = _receipts(recipe, out)
-    receipts.pop(without, None)
-    return _factor(_errors(recipe, receipts), entry)
+def error_factor(recipe: Recipe, out: Path, entry: StageEntry) -> float:
+    """The :func:`_factor` of the finished stages in a run's folder."""
+    return _factor(_errors(recipe, _receipts(recipe, out)), entry)
 
 
 def _errors(recipe: Recipe, receipts: Mapping[str, Receipt]) -> dict[str, list[float]]:

@@ -168,7 +168,6 @@ class Receipt:
         estimated: estimated seconds, to correct later estimates; 0 if ``seconds`` is not of the full stage.
         files: file name to size in bytes, without card and README.md.
         measurements_key: identity of the evaluation; empty without.
-        measurements: results of the evaluation.
     """
 
     key: str

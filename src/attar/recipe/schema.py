@@ -54,11 +54,7 @@ class StageEntry:
 
     Args:
         number: counted from 1.
-        stage: the verb.
-        name: its unique name.
-        source: the checkpoint that it takes.
         teacher: the checkpoint that it learns from, or None.
-        settings: the verb's settings dataclass.
         where: ``file:line``.
         merged: the checkpoints of a merge; ``source`` is the first of them.
     """
@@ -134,7 +130,6 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file.
 
     Args:
-        path: the YAML file.
         overrides: ``key=value`` changes, e.g. ``stages.2.ratio=0.3`` or ``stages.recover.steps=50``. Stages
             are counted from 0; their names work as well.
 
@@ -231,10 +226,8 @@ def stage_names(stages: Located) -> list[str]:
     Raises:
         RecipeError: an item is not a stage, a verb is unknown, a name is used twice or cannot name a folder.
     """
-    used = [
-        ORIGINAL,
-        *(item.value["name"].value.plain() for item in stages.value if _is_stage(item, "name")),
-    ]
+    mappings = [item.value for item in stages.value if isinstance(item.value, dict)]
+    used = [ORIGINAL, *(mapping["name"].value.plain() for mapping in mappings if "name" in mapping)]
     names: list[str] = []
     for item in stages.value:
         verb = _verb(item)
@@ -252,10 +245,6 @@ def stage_names(stages: Located) -> list[str]:
             raise RecipeError(f"{entry.where}: two stages are named {name!r}")
         names.append(name)
     return names
-
-
-def _is_stage(item: Located, key: str) -> bool:
-    return isinstance(item.value, dict) and key in item.value
 
 
 def _verb(item: Located) -> StageSpec:
@@ -344,7 +333,6 @@ def read_merge(entry: YamlEntry, recipe: str, known: Sequence[str]) -> MergeEntr
 
     Args:
         entry: the key ``config``: a mapping, a text, or a path relative to the file ``recipe``.
-        known: names of earlier stages.
 
     Raises:
         RecipeError: the configuration is wrong; names file and line.

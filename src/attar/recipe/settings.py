@@ -36,9 +36,7 @@ class SettingField:
     """One field of a settings class.
 
     Args:
-        kind: its type.
         default: its default, or ``dataclasses.MISSING``.
-        help: one line.
         choices: the allowed values, or empty.
         title: heading of its group in help, or empty.
         variants: the methods that take it; empty: all.

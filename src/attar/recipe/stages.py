@@ -17,10 +17,8 @@ class StageSpec:
 
     Args:
         verb: its name in recipes and on the command line.
-        summary: one line for help.
         settings: ``module:class`` of its settings (torch-free); the module's ``VERSION`` is its code version.
         function: ``module:function``, called as ``function(model, out, settings, *, progress, force, key)``.
-        example: a command for help.
         teacher: whether the function also takes ``teacher=``.
         merges: whether it takes the models that its setting ``config`` names instead of one model: called as
             ``function(out, settings, *, models, progress, force, key)``.

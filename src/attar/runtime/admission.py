@@ -27,7 +27,6 @@ class Limits:
     """How much runs at a time, and how much may wait.
 
     Args:
-        step_tokens: most tokens of a step.
         sequences: most sequences that run at the same time.
         chunk: most tokens of one prompt in a step; None: as many as the step has room for.
         waiting: most requests that wait; None: any number.
@@ -61,7 +60,6 @@ def check_params(params: SamplingParams, features: FeatureRequests, *, decodes: 
 
     Args:
         features: of the runner, rows of ``kv/compose.py``.
-        decodes: tokens can be decoded to text.
         grammars: output can be constrained by a grammar.
     """
     if not decodes and params.stop:
@@ -136,7 +134,6 @@ class WaitingQueue:
     a sequence that waited longer than the patience goes first all the same, so that none starves.
 
     Args:
-        manager: knows the published prefixes.
         limits: ``prefix_first`` and ``patience_s``.
     """
 

@@ -32,7 +32,6 @@ class Case:
 
     Attributes:
         batch: completions at a time.
-        context: tokens of each prompt.
         prompt_tokens_per_s, decode_tokens_per_s: of all completions together.
         first_p50_s, first_p99_s: until the first token.
         between_p50_s, between_p99_s: between two tokens.
@@ -127,7 +126,6 @@ class Timed:
     """The tokens of one request.
 
     Attributes:
-        tokens: of its completions.
         times: seconds of ``time.perf_counter``, one for each.
     """
 

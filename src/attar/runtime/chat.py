@@ -28,9 +28,7 @@ class AnswerStats:
     """Tokens and times of one answer.
 
     Attributes:
-        prompt_tokens: of the rendered conversation.
         cached_tokens: of these, served by the prefix cache.
-        tokens: of the answer.
         first_token_s: seconds until the first token; None without one.
         total_s: seconds until the last.
         dropped: of the oldest messages, left out because the context is full.
@@ -99,7 +97,6 @@ class Chat:
         the answer was stopped, unless there is no answer at all.
 
         Args:
-            text: the user's message.
             stopped: called after every step; true ends the answer.
 
         Raises:
@@ -131,9 +128,8 @@ class Chat:
         self.messages = []
 
     def _fit(self, message: dict[str, str]) -> tuple[list[int], int]:
-        """Token ids of the conversation with a new message, and the number of oldest messages that are left
-        out
-        to make room for the answer: whole turns, a question with its answer."""
+        """Token ids of the conversation with a new message, and how many of the oldest messages are left out
+        so that the answer fits: whole turns, a question with its answer."""
         reserved = min(self.params.max_tokens or self.limit, self.limit // RESERVE)
         for dropped in range(0, len(self.messages) + 1, 2):
             ids = self._encode([*self.messages[dropped:], message])

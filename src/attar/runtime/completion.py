@@ -28,12 +28,8 @@ class Completion:
     """One of a request's n completions.
 
     Args:
-        request: the request's id.
         sample: index of the completion in [0, n).
-        prompt: token ids.
-        params: how tokens are sampled.
         seed: the request's; a random one where the parameters have none.
-        ends: the model's end tokens.
         limit: most tokens: what max_tokens and the context allow.
         decode: tokens to text; None without a tokenizer: events have no text.
         matcher: state of the grammar, of this completion alone; None: no grammar.
@@ -158,8 +154,6 @@ class RequestState:
         started: seconds on the engine's clock of its first step; None before.
         first_token: the same of its first token.
         prompt_logprobs: of the prompt's tokens, filled where asked for; None for the first.
-        drafted: draft tokens that were verified.
-        accepted: of these.
     """
 
     request: Request

@@ -14,13 +14,11 @@ class Description:
     """How an engine runs a model.
 
     Attributes:
-        runner: compiled or modules.
         why: why the compiled runner does not run it, in a sentence; empty where it does.
         weights: format of the Linears' weights: int4, int8, bf16, or a dtype.
         activations: format of the inputs of products: int16 or int8 where weights are codes, else a dtype.
         threads: of the runner; 0 on a GPU.
         kv_tokens, kv_bytes: size of the KV cache.
-        block_size: tokens of a block.
         context: most positions; None: no limit.
         sequences: most sequences that run together.
         speculation: the proposer, and its most draft tokens; empty without one.

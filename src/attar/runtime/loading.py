@@ -48,10 +48,7 @@ class Loaded:
     """A model ready to run.
 
     Attributes:
-        runner: the model and its pool of blocks.
         tokenizer: of transformers, or a PlainTokenizer; None: prompts are ids, and results have no text.
-        ends: end tokens.
-        name: in messages.
         eviction: how the runner bounds the cache entries of a sequence.
         lookback: (window, sinks): older blocks are released; no window: never.
         most: most entries of a sequence, from its tokens in a step; None: no bound.

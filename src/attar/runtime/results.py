@@ -20,7 +20,6 @@ class TokenLogprob:
     """The probability of a token under the model itself, before penalties, temperature and cuts.
 
     Attributes:
-        token: its id.
         logprob: natural logarithm of its probability.
         top: (id, log-probability) of the most likely tokens, in descending order.
     """
@@ -64,7 +63,6 @@ class Event:
     """What one step added to one completion.
 
     Attributes:
-        request: id of the request.
         sample: index of the completion in [0, n).
         text: the piece that is certain now; the pieces joined are the completion's text.
         token_ids: tokens generated since the last event; their text may come later (half a character, a

@@ -36,7 +36,6 @@ class TokenSpan:
     """One sequence's part of a step.
 
     Args:
-        sequence: its id.
         start: tokens [start, stop) of the sequence are run now; [0, start) have keys and values in the pool.
         stop: end of the tokens that are run.
         blocks: block table; it covers the entries of all tokens up to ``stop``.
@@ -161,7 +160,6 @@ class StepInput:
 
         Args:
             block_size: B.
-            capacity: blocks of the pool.
         """
         assert self.offsets[-1] == self.count, f"{self.count} tokens for spans of {self.offsets[-1]}"
         ids = [span.sequence for span in self.spans]

@@ -37,7 +37,6 @@ class Comparison:
             where the changed model's logits are.
         top1: fraction of tokens with the same likeliest next token; None without a head.
         blind: KL(original || its average distribution), which ignores the context; None without a head.
-        tokens: tokens compared.
         drift: relative squared error of the hidden states after each block.
     """
 

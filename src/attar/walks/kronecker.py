@@ -79,9 +79,7 @@ def collect(
         rounds: power iterations from H_O = 1, H_I = 1; each is one pass over the batches.
         draws: label sets sampled for a batch in each round; more of them is less noise.
         span: c, tokens whose products with each other count; 0: all of a sequence.
-        seed: of the labels.
         autocast: run the model in this type (bfloat16); the factors are float32 all the same.
-        device: where the model is.
 
     Raises:
         ModelError: a named module is no Linear.

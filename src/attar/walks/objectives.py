@@ -40,8 +40,6 @@ def masked_token_loss(model: nn.Module, tokens: Tensor, mask_token: int, seed: i
     Args:
         model: gives ``.logits`` (B, S, V).
         tokens: int64 (B, S).
-        mask_token: its number.
-        seed: of the choice of positions.
     """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.rand(tokens.shape, generator=generator) < MASKED

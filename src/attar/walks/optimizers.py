@@ -90,7 +90,6 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]
 
     Args:
         parameters: of two dimensions each.
-        lr: learning rate, of AdamW's size.
         weight_decay: d.
         momentum: m.
         products: type in which NS multiplies: bfloat16 or float32.

@@ -28,7 +28,6 @@ class BlockPasses:
 
     Args:
         run: ``run(number)`` is the whole forward pass of a batch and returns the block's output.
-        count: batches.
         stops: for each group, the module at which a pass stops; in forward order.
         waiting: passes wait between two groups, instead of starting again.
         fast: products in bfloat16 inside the block.

@@ -142,7 +142,8 @@ class Skeleton:
         """Everything outside the blocks in memory (the embedding's used rows, final norm, head), for
         :meth:`logits`."""
         self._load_outer(used)
-        after = {name: shape for name, shape in self._after().items() if name not in self._outer_names()}
+        outer = {name for name, _ in self._outer()}
+        after = {name: shape for name, shape in self._after().items() if name not in outer}
         for name in after:
             value = self.checkpoint.load(self.names[self.first_names[name]])
             _set(self.model, name, value.to(self.device, torch.float32))
@@ -171,9 +172,6 @@ class Skeleton:
             for leaf, parameter in self.model.get_submodule(owner).named_parameters():
                 shapes[f"{owner}.{leaf}"] = parameter.shape
         return shapes
-
-    def _outer_names(self) -> set[str]:
-        return {name for name, _ in self._outer()}
 
     def _record(self, batch: Tensor, extra: int | None) -> tuple[list[BlockCall], Tensor]:
         """One pass with every block replaced by a recorder that returns its input."""

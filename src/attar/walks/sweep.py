@@ -49,7 +49,6 @@ class Solution:
     Attributes:
         weight: (N, K) the weight that the rest of the sweep uses.
         tensors: what is stored, by short name ("codes", "scale").
-        report: numbers for the card.
     """
 
     weight: Tensor
@@ -97,7 +96,6 @@ class BlockView:
         module: the block, float32, its original weights.
         names: full names of the selected Linears.
         modules: the Linear and Conv1D modules by those names.
-        count: batches.
     """
 
     module: nn.Module

@@ -42,13 +42,10 @@ class TrainHistory:
     """The course of a run.
 
     Attributes:
-        step: steps done.
         curve: one row per logged step: ``step``, ``loss`` (mean since the last row), and ``held_out`` where
             it was measured.
-        best: smallest held-out loss .
         waited: held-out losses since the best one.
         stopped: the run ended early because the held-out loss did not fall.
-        tokens: tokens seen.
         precision: of the products: ``bf16`` or ``fp32``.
     """
 
@@ -72,7 +69,8 @@ def train(
     progress: Progress = SILENT,
     what: str = "train",
 ) -> TrainHistory:
-    """Train ``model`` in place.
+    """Train ``model`` in place. Returns the history; with ``patience`` the model holds its best weights,
+    else its last.
 
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
@@ -82,10 +80,6 @@ def train(
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
-        what: the name of the progress bar.
-
-    Returns:
-        The history; with ``patience`` the model holds its best weights, else its last.
 
     Raises:
         NumericsError: the loss or the gradient is not finite.

@@ -807,6 +807,6 @@ def test_what_llama_cpp_will_do_otherwise_is_said(tmp_path):
         "token 2 does not end a text: eos, eot and eom are taken"
     ]
     plain["added_tokens"][1]["rstrip"] = True
-    assert limits(plain, END) == ["1 added tokens (<|user|>, ...) leave the spaces beside them as they are"]
+    assert limits(plain, END) == ["1 added tokens (<|user|>, ...) leave adjacent spaces as they are"]
     plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] != "<|end|>"]
     assert limits(plain, END)[1] == "the plain token <|end|> ends a text, by its look"

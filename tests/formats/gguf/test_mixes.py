@@ -3,7 +3,7 @@
 import pytest
 
 from attar.errors import SettingsError
-from attar.formats.gguf.mixes import MIXES, bits, fitting, mix, quantizable, use_more_bits
+from attar.formats.gguf.mixes import DEFAULTS, bits, fitting, mix, quantizable, use_more_bits
 from attar.formats.gguf.types import FILE_TYPES, TYPES
 
 
@@ -129,7 +129,7 @@ def test_a_type_that_does_not_fit_gives_way():
     assert (fitting("Q4_0", 96), fitting("Q4_0", 80), fitting("BF16", 80)) == ("Q4_0", "F16", "BF16")
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("sizes", [{}, {"K": 96, "F": 80}, {"tied": True}, {"fused": True}])
 def test_every_mix_gives_every_tensor_a_type_that_divides_it(name, sizes):
     given = shapes(9, **sizes)

@@ -26,30 +26,12 @@ PROMPT = (3, 1)
 TREE = (0, 0, 1, 1, 2)
 
 
-@dataclass(frozen=True)
-class Refuses(Noise):
-    """Accepts nothing that has any chance to be refused."""
-
-    def accepts(self, node: int, chance: float) -> bool:
-        return chance >= 1
-
-
-@dataclass(frozen=True)
-class Stubborn(Noise):
-    """Refuses also what is sure: as if rounding had gone wrong."""
-
-    def accepts(self, node: int, chance: float) -> bool:
-        return False
-
-
 @dataclass(frozen=True, eq=False)
-class KnownTarget:
+class KnownRows:
     """A target whose distributions are known.
 
     Args:
         rows: p (n + 1, V), row i after node i.
-        draft: of n tokens.
-        noise: of the round.
     """
 
     rows: Floats
@@ -69,6 +51,22 @@ class KnownTarget:
         """Its row."""
         row: Floats = self.rows[node]
         return row
+
+
+@dataclass(frozen=True)
+class Refuses(Noise):
+    """Accepts nothing that has any chance to be refused."""
+
+    def accepts(self, node: int, chance: float) -> bool:
+        return chance >= 1
+
+
+@dataclass(frozen=True)
+class Stubborn(Noise):
+    """Refuses also what is sure: as if rounding had gone wrong."""
+
+    def accepts(self, node: int, chance: float) -> bool:
+        return False
 
 
 def trie(guesses: list[list[int]]) -> Draft:
@@ -148,7 +146,7 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        found = verify(draft, KnownTarget(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
+        found = verify(draft, KnownRows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
             draft
         )
         keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(found))]
@@ -205,7 +203,7 @@ def test_a_chain_at_the_door_is_verified_as_a_block() -> None:
     p, q = np.tile([1 / 3, 2 / 3], (3, 1)), np.array([2 / 3, 1 / 3])
     draft, other = Draft.chain((0, 1), [q, q]), 0
     for seed in range(50):
-        verdict = verify(draft, KnownTarget(p, draft, noise(seed)), noise(seed), "exact")
+        verdict = verify(draft, KnownRows(p, draft, noise(seed)), noise(seed), "exact")
         assert verdict == block(draft, p.__getitem__, noise(seed))
         other += verdict != walk(draft, p.__getitem__, noise(seed))
     assert other
@@ -316,7 +314,7 @@ def test_inputs_are_not_modified() -> None:
     for seed in range(40):
         for parents, rule in (((0, 1, 2, 3, 4), "iid"), (TREE, "iid"), (TREE, "distinct")):
             draft = Draft((0, 1, 2, 3, 4), parents, q, rule)  # type: ignore[arg-type]
-            verify(draft, KnownTarget(rows, draft, noise(seed)), noise(seed), "exact")
+            verify(draft, KnownRows(rows, draft, noise(seed)), noise(seed), "exact")
     assert np.array_equal(rows, before[0]) and np.array_equal(q, before[1])
 
 

@@ -80,7 +80,6 @@ class CachedTeacher:
     Attributes:
         model: gives ``.logits``; called as the loss is, under its autocast.
         folder: of the files; may be shared by several teachers and settings.
-        fingerprint: of the teacher's checkpoint.
         precision: of the model's products: ``bf16`` or ``fp32``.
         top: K.
         temperature: T.
@@ -146,7 +145,6 @@ def summary(logits: Tensor, top: int, seed: int) -> dict[str, Tensor]:
     Args:
         logits: (n, V), divided by T, float32.
         top: K.
-        seed: of the draws.
 
     Returns:
         ``tokens`` (n, K + N) uint16 or int32, the likeliest first; ``likely`` float16 (n, K), their

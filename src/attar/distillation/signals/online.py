@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SignalSource:
-    """What a signal is made from.
+    """The inputs of a signal.
 
     Attributes:
         teacher: the model, gives ``.logits``.
-        checkpoint: the teacher's.
-        cache: folder of what is kept of its predictions; several stages may share it.
-        work: folder of the run's training states.
+        cache: folder of its stored predictions; several stages may share it.
     """
 
     teacher: Any

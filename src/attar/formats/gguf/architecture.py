@@ -73,11 +73,9 @@ class Architecture:
     Attributes:
         family: its ``model_type``.
         arch: ``general.architecture``.
-        model_class: its causal language model in transformers.
         prefix: of all stored names but the head's.
         outer: modules outside the blocks; blocks: modules of a block.
         head: ``output.weight`` is ``optional`` (left out where it is the embedding), ``needed`` or ``never``.
-        head_bias: the head has a bias.
         head_names: names of the stored head, the usual one first.
         layer_norm: LayerNorm, not RMSNorm.
         keys: the config's keys where they are not the usual ones.

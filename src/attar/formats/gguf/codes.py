@@ -46,11 +46,8 @@ ZERO = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 
 
 def exact_type(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
-    """The smallest type that holds a weight's codes exactly.
-
-    Returns:
-        the type and "", or None and the reason.
-    """
+    """The smallest type that holds a weight's codes exactly. Returns the type and "", or None and the
+    reason."""
     if why := _misfit(coded, rule):
         return None, why
     if rule.kind == "float":
@@ -71,7 +68,7 @@ def _misfit(coded: Coded, rule: WeightRule) -> str:
     columns = coded.codes.shape[1]
     if columns % BLOCK:
         return f"its {columns} inputs are no multiple of {BLOCK}"
-    if coded.order is not None:
+    if coded.g_idx is not None:
         return "its groups are not neighbouring inputs (act-order group)"
     if rule.kind == "float":
         fp4 = rule.bits == 4 and rule.strategy == "group" and rule.group_size == BLOCK
@@ -120,7 +117,6 @@ def from_blocks(kind: str, data: Tensor, columns: int) -> tuple[Coded, WeightRul
     """Codes and rule of a weight in blocks; None where no integer or MXFP4 layout holds it exactly.
 
     Args:
-        kind: its type.
         data: uint8 (N, row bytes).
         columns: K.
 
@@ -160,7 +156,6 @@ def with_positive_scales(weight: Coded, rule: WeightRule) -> tuple[Coded, Weight
 
     Args:
         weight: integer codes, groups of neighbours.
-        rule: of the weight.
     """
     negative = weight.scale < 0
     if not bool(negative.any()):

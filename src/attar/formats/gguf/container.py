@@ -48,9 +48,7 @@ class GGUFTensor:
     Attributes:
         kind: its ggml type, such as ``"Q4_K"``.
         shape: in torch's order: (N, K).
-        file: the file that holds it.
         offset: of its bytes in that file.
-        nbytes: of its data.
     """
 
     name: str
@@ -74,7 +72,6 @@ class GGUF:
 
     Attributes:
         files: the file, or its parts in their order.
-        version: of the format.
         metadata: values by key, in the file's order; the keys of a split are left out. An array is a list,
             a long one of u8 is bytes.
         kinds: the type of each value: ``"u32"``, ``"[str]"``.

@@ -47,7 +47,6 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """``general.*`` and the architecture's keys, in a fixed order.
 
     Args:
-        config: content of config.json.
         name: ``general.name``.
 
     Raises:
@@ -181,7 +180,6 @@ def hf_config(
     """The content of config.json.
 
     Args:
-        metadata: of the file, by full keys.
         tensors: by name, each with a ``shape`` (rows first) and perhaps a ``kind``.
         load: reads a tensor; None: ``tensors`` are the tensors themselves.
 

@@ -53,7 +53,6 @@ DEFAULTS = {
 }  # fmt: skip
 """The type of most tensors of each mix."""
 
-MIXES = tuple(DEFAULTS)
 """Their names."""
 
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -106,7 +105,6 @@ class TypeMix:
 
     Attributes:
         kinds: type by tensor name, in the order of the shapes.
-        notes: a sentence for each replacement.
         file_type: ``general.file_type``.
     """
 
@@ -120,14 +118,12 @@ class _MixInput:
     """The properties of a model in the rules.
 
     Attributes:
-        name: of the mix.
         layers: n of ffn_down.
         values: n of attn_v.
         gqa: heads / key-value heads.
         experts: in a layer; 0 or 1: none.
         seventy: llama.cpp takes it for one of 70 billion weights.
         falcon: its architecture is falcon's, with its own rules.
-        imatrix: there is an importance matrix.
         tied: the embedding is the output too.
     """
 
@@ -159,10 +155,8 @@ def mix(
     Args:
         name: of the mix, such as Q4_K_M.
         shapes: of every tensor of the file in torch's order, (N, K) or (E, N, K) of experts, by GGUF name.
-        layers: the model's blocks.
         heads, kv_heads: of the first block's attention.
         architecture: ``general.architecture``.
-        experts: experts of a layer.
         imatrix: whether weights are rounded with an importance matrix.
         overrides: ``PATTERN=TYPE``: a type of their own for tensors whose name holds the regular expression;
             the first match counts. As in llama.cpp, these tensors are not counted in i.

@@ -232,9 +232,6 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     Each entry of ``types`` has ``tensors``, ``parameters``, ``bytes`` and ``bits_per_weight``; an array of
     the metadata with more than a few elements is shown as ``kind`` and ``length``.
 
-    Args:
-        checkpoint: opened from a GGUF file.
-
     Raises:
         CheckpointError: the file has changed since.
     """

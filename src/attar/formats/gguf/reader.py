@@ -35,7 +35,6 @@ class GGUFReader:
     """Reads an opened GGUF file.
 
     Attributes:
-        checkpoint: what is read.
         placements: of the tensors that a model of transformers has, by the file's name.
 
     Raises:

@@ -43,7 +43,6 @@ class Rope:
         kind: ``default``, ``linear``, ``yarn``, ``llama3`` or ``longrope``.
         theta: base of the frequencies; ``local_theta``: in blocks with a sliding window, where it is another.
         dimensions: d.
-        settings: the config's settings of this kind.
         original: context before scaling.
     """
 
@@ -57,9 +56,7 @@ class Rope:
 
 def read_rope(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes) -> Rope | None:
     """The rotary settings of a config, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
-
-    Returns:
-        None for families without rotary embeddings.
+    Returns None for families without rotary embeddings.
 
     Raises:
         ModelError: llama.cpp does not compute this kind in this family.

@@ -43,7 +43,6 @@ class Placement:
     """One tensor of a GGUF file.
 
     Attributes:
-        gguf: its name there.
         stored: its name in the checkpoint; None where it is computed from the config (``value``).
         shape: its shape in the GGUF file, rows first.
         transposed: the checkpoint has it as (in, out).
@@ -192,7 +191,6 @@ def placements(config: Mapping[str, Any], stored: Mapping[str, Any]) -> list[Pla
     """Every tensor of the file, in its order.
 
     Args:
-        config: content of config.json.
         stored: the checkpoint's tensors by name, each with a ``shape``.
 
     Raises:

@@ -18,8 +18,6 @@ class BlockType:
     """A type of tensors.
 
     Attributes:
-        name: as ggml spells it.
-        id: its number in a file.
         block: weights of a block; 1 for plain arrays.
         size: bytes of a block.
     """

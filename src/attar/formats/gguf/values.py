@@ -162,8 +162,6 @@ class Cursor:
     """The header of a file, read from front to back and never beyond its end.
 
     Args:
-        path: the file's, for messages.
-        file: open, at its start.
         size: in bytes.
     """
 

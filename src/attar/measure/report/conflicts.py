@@ -54,7 +54,6 @@ class ConflictTable:
     """The rows, by layer.
 
     Attributes:
-        labels: names of the models.
         slots: the layers, in order.
         parts: kinds of layers with the most parameters, largest first.
         outside: parts before and after the layers that are drawn: embedding, head.
@@ -158,7 +157,6 @@ def conflicts_svg(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], widt
     Args:
         rows: of ``attar.merging.conflicts.summary``.
         labels: names of the models, in order.
-        width: in pixels.
     """
     table = read_conflicts(rows, labels)
     y, parts = 18.0, []

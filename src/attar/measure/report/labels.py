@@ -142,7 +142,6 @@ class LegendEntry(NamedTuple):
 
     Attributes:
         class_: CSS classes of its line: a colour, then ``dashed`` or ``spot``; "" for no line.
-        words: its meaning.
     """
 
     class_: str

@@ -34,11 +34,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def page(run: RunRecord, recipe: str | None = None) -> str:
-    """The whole page.
-
-    Args:
-        recipe: text of the recipe file.
-    """
+    """The whole page."""
     name = _name(run)
     head = el(
         "head",

@@ -69,7 +69,7 @@ def quality_picture(run: RunRecord, width: float, height: float) -> Markup | Non
         width,
         height,
         "size against quality of every stage",
-        _axes(run, frame, key, width, height),
+        _axes(run, frame, key, height),
         [drawn for drawn, _ in arrows],
         [_mark(run, stage, points[stage.name]) for stage in shown],
         _labels(
@@ -112,7 +112,7 @@ def _frame(shown: list[StageRecord], key: str, width: float, height: float) -> F
     return Frame(left, top, right, bottom, x, y, zero)
 
 
-def _axes(run: RunRecord, frame: Frame, key: str, width: float, height: float) -> Markup:
+def _axes(run: RunRecord, frame: Frame, key: str, height: float) -> Markup:
     title = "KL to the original, nats per token" if key == "kl_mean" else "perplexity on held-out text"
     low = frame.y.start
     parts = [left_axis(frame.y, frame.left, frame.right, 6), bottom_axis(frame.x, frame.top, frame.bottom)]

@@ -28,19 +28,14 @@ def stage_table(run: RunRecord) -> Markup:
 
 
 def _row(run: RunRecord, stage: StageRecord) -> Markup:
-    name = el(
-        "th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), _title(stage), scope="row"
-    )
+    title = el("small", stage.title) if stage.title else None
+    name = el("th", el("i", class_=f"dot {verb_class(stage.verb)}"), el("b", stage.name), title, scope="row")
     return el(
         "tr",
         name,
         [_cell(run, stage, column) for column in columns(run, REPORT)],
         class_="last" if stage is run.last else None,
     )
-
-
-def _title(stage: StageRecord) -> Markup | None:
-    return el("small", stage.title) if stage.title else None
 
 
 def _cell(run: RunRecord, stage: StageRecord, column: Column) -> Markup:
@@ -134,8 +129,7 @@ def sample_cards(run: RunRecord) -> Markup | None:
 
 def differences(base: str, text: str) -> Iterator[tuple[str, str]]:
     """Pieces of ``text`` in order, compared with ``base`` word by word: ``same``, ``new`` (added or changed),
-    or ``gone`` (of ``base``, removed).
-    """
+    or ``gone`` (of ``base``, removed)."""
     ours, theirs = _words(text), _words(base)
     for kind, first, last, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
         if kind == "delete":

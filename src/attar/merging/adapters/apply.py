@@ -40,10 +40,8 @@ class AdaptedCheckpoint:
         folder: the adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
     Attributes:
-        path: the model's folder.
         name: ``model+adapter``.
         config: the model's; with ``tie_word_embeddings`` false where the adapter unties head and embedding.
-        tensors: by name.
 
     Raises:
         CheckpointError: a file of the adapter is missing or damaged.

@@ -27,8 +27,6 @@ class TensorPair:
     """A tensor that both models have.
 
     Attributes:
-        base: its name in the base.
-        tuned: its name in the tuned model.
         module: its module, as transformers names it; empty for ``other``.
         leaf: its name in that module.
         kind: ``linear``, ``bias``, ``whole`` or ``other``.
@@ -54,7 +52,6 @@ class ModelPair:
         tensors: in the order of the model's modules, then by name.
         transposed: Linear weights are stored (inputs, outputs).
         tied: modules that share one tensor (embedding and head), the stored one first; or empty.
-        modules: names of all modules.
     """
 
     tuned: ModelView

@@ -28,9 +28,7 @@ class MappingReader:
     """The keys of one mapping, each read with its kind checked.
 
     Args:
-        located: the mapping.
         what: its name in errors, such as ``a slice``.
-        known: the allowed keys.
         hints: for keys that are not allowed but often written: what to do instead.
 
     Raises:

@@ -26,7 +26,6 @@ def karcher(tensors: Sequence[Tensor], base: None = None, *, max_iter: int = 10,
 
     Args:
         tensors: a single one is returned itself.
-        max_iter: maximum number of steps.
         tol: ends the iteration; th_i and |x_i| up to it count as 0.
     """
     if len(tensors) == 1:

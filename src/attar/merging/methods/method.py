@@ -48,7 +48,6 @@ class Parameter:
     """A parameter of a method.
 
     Args:
-        name: as in YAML.
         default: None for a required parameter.
         kind: float (an int will do), int or bool.
         allowed: the allowed values in words, for errors.
@@ -110,8 +109,6 @@ class MergeMethod:
         function: the arithmetic for one output tensor.
         base: one of :data:`BASES`.
         models: minimum and maximum number of tensors besides the base; None: no maximum.
-        summary: one line.
-        source: the paper.
         shared: parameters with one value for an output tensor, looked up by its name.
         per_model: parameters of each model, looked up by the name of its input tensor.
         random: the function takes ``masks``.

@@ -53,11 +53,7 @@ class ModelView(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MergeModel:
-    """A model that takes part in a merge.
-
-    Attributes:
-        index: its index among the plan's models.
-    """
+    """A model that takes part in a merge."""
 
     index: int
     reference: ModelReference

@@ -1,4 +1,4 @@
-"""What a tensor's name tells: its stack of layers, its layer, its kind.
+"""Parse tensor names: stack of layers, layer, kind.
 
 ``model.layers.3.mlp.up_proj.weight`` belongs to layer 3 of the stack ``model.layers``: the outermost number
 of a dotted name is the layer (inner numbers are experts, or the parts of a T5 block). The numbers of a stack
@@ -34,7 +34,6 @@ class ModelStack:
 
     Attributes:
         prefix: the name before the layer's number, without the dot; may be empty.
-        count: number of layers.
     """
 
     prefix: str
@@ -56,7 +55,6 @@ def find_stacks(names: Iterable[str], config: Mapping[str, Any], model: str) -> 
     Args:
         names: of all tensors.
         config: content of ``config.json``.
-        model: its name in errors.
 
     Raises:
         ModelError: there is no stack, or none of the size that the config gives.
@@ -138,14 +136,12 @@ def is_buffer(name: str) -> bool:
 
 
 def token_embedding(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Name of the matrix with one row a token, or None.
+    """Name of the matrix with one row a token, or None. Returns the first by name with as many rows as the
+    config's vocabulary; where none has, with the most rows.
 
     Args:
         tensors: those outside the stacks, by name.
         config: content of ``config.json``.
-
-    Returns:
-        The first by name with as many rows as the config's vocabulary; where none has, with the most rows.
     """
     rows = {
         name: info.shape[0]

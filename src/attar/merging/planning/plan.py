@@ -70,7 +70,7 @@ class MergePlan:
         config: the result's ``config.json``.
         donor: index of the model whose config and other files the result gets: the base, else the first.
         base: index of the base model, or None.
-        notes: what a person should know and need not change.
+        notes: for the user; none requires a change.
     """
 
     method: MergeMethod

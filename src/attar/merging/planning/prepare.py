@@ -25,11 +25,7 @@ QUALITY_TOKENS = 2048
 
 @dataclass(frozen=True)
 class PreparedMerge:
-    """A merge that can be run, and the document it was made from.
-
-    Attributes:
-        notes: what a person should know.
-    """
+    """A merge that can be run, and the document it was made from."""
 
     document: MergeConfig
     merge: Merge

@@ -40,8 +40,6 @@ class SliceLayers:
     """Some layers of the result, and the layers they are merged from.
 
     Attributes:
-        count: number of layers.
-        sources: what is merged.
         base: the base model's layers, or None.
         base_only: the one source is the base model; its layers are copied, and no method runs.
     """
@@ -117,7 +115,6 @@ class SliceResolver:
     """Resolves slices against the opened models.
 
     Args:
-        models: by reference.
         lead: the first model; the result has its names.
 
     Attributes:

@@ -67,9 +67,6 @@ class MappedTensor:
 class TensorMap:
     """The tensors of a merge.
 
-    Args:
-        models: the opened models by reference.
-
     Attributes:
         lead: the first model; the result has its names.
         tensors: every tensor of the result: embeddings, layers in order, the rest; by name inside each.

@@ -59,7 +59,6 @@ class Coordinate:
     Attributes:
         label: its position in the configuration: ``org/one weight``, ``t, mlp, point 2``.
         start: the configuration's value.
-        low: lower bound.
         high: upper bound, above ``low``.
     """
 
@@ -238,11 +237,9 @@ def search(
     """Search for the coefficients with the lowest loss.
 
     Args:
-        space: start and bounds.
         loss: held-out loss of the merge with these values, nats a token; may raise UsageError or
             NumericsError for values that give no merge (for the start they are raised).
         budget: number of candidates, the start included; at least 1. Equal values are measured once.
-        seed: of the candidates.
         cache: known losses; new ones are added.
 
     Raises:

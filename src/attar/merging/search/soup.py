@@ -27,10 +27,7 @@ class SoupTrial:
     """The trial of one ingredient.
 
     Attributes:
-        ingredient: its index.
-        alone: its own loss.
         loss: of the mean with it.
-        kept: whether it is in the soup.
     """
 
     ingredient: int

@@ -57,9 +57,7 @@ def rows_by_rules(
 
     Args:
         tokens: ids of the output's tokens by their text.
-        size: rows of the output.
         ids: ids of each model's tokens, those without a row left out.
-        rows: rows of each model.
         base: index of the base model, or None.
     """
     own = torch.full((len(ids), size), -1, dtype=torch.int64)

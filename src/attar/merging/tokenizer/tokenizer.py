@@ -45,7 +45,6 @@ class TokenizerTokens:
     """A tokenizer's tokens.
 
     Attributes:
-        folder: of its files.
         ids: token ids by the token's text, in ascending order.
         added: flags of the added tokens, which are matched literally, by their text.
         backend: content of ``tokenizer.json``; None for a tokenizer that is Python code.
@@ -207,14 +206,11 @@ def _new_merges(
 
 
 def write_tokenizer(tokens: TokenizerTokens, folder: Path) -> list[str]:
-    """Write a tokenizer's files in place of those in the folder.
+    """Write a tokenizer's files in place of those in the folder. Returns the names written, sorted.
 
     An unchanged tokenizer is copied byte for byte. A changed one is ``tokenizer.json`` and
     ``tokenizer_config.json``, loaded again to check that transformers gives every token its id; if the class
     in the config does not, :data:`FALLBACK` is named instead.
-
-    Returns:
-        the names written, sorted.
 
     Raises:
         ModelError: transformers would read the new tokenizer differently.

@@ -59,10 +59,7 @@ class MergedVocabulary:
 
     Attributes:
         size: rows of the output's embedding.
-        labels: the models' names.
-        rows: rows of each model's embedding.
         source: index of the model whose tokenizer the vocabulary starts from.
-        tokenizer: the output's tokenizer.
         token_rows: the sources of every output row.
         used: number of tokens with a row, of each model.
         dropped: how many of those are not in the output.
@@ -230,7 +227,6 @@ def build_vocabulary(
         choice: the configuration's ``tokenizer`` or ``tokenizer_source``. Source ``base`` without a base
             model is the first model; ``union`` starts from the base, or from the first model.
         models: in the order of the configuration.
-        references: the models' names in the configuration.
         base: index of the base model, or None.
 
     Raises:

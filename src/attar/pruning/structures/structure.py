@@ -1,4 +1,4 @@
-"""What pruning needs to know of a structure.
+"""The interface of a structure that can be pruned.
 
 A unit is the smallest removable piece (a KV head with its query heads, a neuron). Its output is one or more
 input columns of the Linear that follows: that is where a mask multiplies, and where a criterion looks.

@@ -42,8 +42,6 @@ class GGMLLayout:
     Attributes:
         size: bytes of a block.
         block: weights of a block; they share d.
-        tile: weights that share a scale.
-        low: smallest code.
         high: L, largest code.
         zero: h, code of zero.
         minimum: tiles have a minimum.

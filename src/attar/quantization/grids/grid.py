@@ -46,7 +46,7 @@ class TileParameters:
     top: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TileParameters:
-        """The same parameters indexed, broadcast or moved; what is stored stays behind."""
+        """The same parameters indexed, broadcast or moved; without ``stored``."""
         zero = None if self.zero is None else change(self.zero)
         minimum = None if self.minimum is None else change(self.minimum)
         top = None if self.top is None else change(self.top)
@@ -186,7 +186,6 @@ class QuantizedTensor:
     """A weight as codes on a grid.
 
     Attributes:
-        grid: the number format.
         codes: (N, K) in the grid's code type, in the original column order.
         parameters: what decodes them.
         g_idx: int64 (K,), the column of tiles that decodes each column, where groups do not follow the column

@@ -39,7 +39,6 @@ def choose_scales(
 
     Args:
         weight: (N, K), any float type.
-        grid: the number format.
         how: "absmax", "percentile" or "mse".
         importance: (K,), not negative, weight of each input's squared error (the diagonal of H); None: 1.
             Used by "mse".

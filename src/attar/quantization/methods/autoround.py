@@ -8,7 +8,7 @@ for the Quantization of LLMs", arXiv 2309.05516, algorithm 1 and eq. 2 to 5.
 Letters: W (N, K) weights of a block's Linears; V (N, K) rounding offsets in [-0.5, 0.5]; alpha, beta (P, G)
 factors in (0, 1] on the largest and the smallest weight of a tile (one factor, alpha, for grids without a
 zero); h the distance between the two levels around a weight, 1 for integers; X (B, S, D) the block's inputs
-behind the quantized prefix, X~ in the original model.
+after the quantized prefix, X~ in the original model.
 
 Differs from the paper: it runs on every grid (there V moves a weight in units of the local distance between
 levels). It can start from given codes, of GPTQ say: each weight then starts at the point of that code's cell
@@ -85,14 +85,10 @@ def autoround(
 
     Args:
         view: the block.
-        grids: the number format of each Linear.
-        iterations: steps.
         batch: sequences in a step.
         learning_rate: of the first step; None: 1 / iterations.
-        clip: learn alpha and beta too.
         update: "sign", or "adam".
         fast: arithmetic of the block in bfloat16 while learning; comparisons are in float32.
-        seed: of the choice of sequences.
         starts: codes to start from.
         masks: bool (N, K) by name; False: the weight is zero and stays zero.
         hold: bytes of inputs and targets kept at hand; where there are more, whole batches are drawn, not
@@ -147,7 +143,6 @@ class LearnedRounding:
 
     Args:
         weight: W (N, K), float32; not modified.
-        grid: the number format.
         clip: learn alpha and beta, where the grid allows it: not where it searches for its scales itself, and
             where scales have scales only if the start has the grid's own.
         update: "sign" or "adam".

@@ -148,7 +148,6 @@ class PatternError:
     Attributes:
         pattern: its groups.
         bits: stored, of the whole Linear.
-        error: relative squared error of its output.
     """
 
     pattern: BitPattern
@@ -286,7 +285,6 @@ def measure(
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32, not damped.
-        candidates: the patterns.
         inputs: of H, where other Linears share them.
 
     Raises:

@@ -33,7 +33,6 @@ class OutputHessian:
     Args:
         checkpoint: the dense model, which must fit in memory in float32.
         batches: int64 (B, S) calibration batches.
-        settings: of a quantization with YAQA.
         work: its work folder; one file for each Linear is kept there.
     """
 

@@ -1,5 +1,5 @@
 """Quantization-aware training: the Linears of a model compute with quantized weights (and inputs) while the
-train walk trains what lies behind them, so that the result is what the packed checkpoint will compute.
+train walk trains the underlying float weights, so that the result is what the packed checkpoint will compute.
 
     forward:   W' = s * (level(nearest(W / s + z)) - z) ,  x' likewise       lsq.py
     trained:   W and the scales ("weights"), or with the codes fixed the scales alone ("scales")
@@ -51,7 +51,6 @@ class QATResult:
         activations: ("scale", and "zero" where the rule is asymmetric) of each static rule, scalars, by
             module name.
         dense: the other parameters that were trained, by their name in the model; empty unless asked for.
-        history: of the run.
     """
 
     weights: dict[str, QuantizedTensor]
@@ -84,7 +83,6 @@ def learn(
         grids: the number format of each Linear to quantize, by module name; one without minimums.
         activations: how inputs are rounded, by module name; static scales are learned.
         rows: int64 (R, S) training rows.
-        settings: of the train walk.
         loss: see attar.walks.train; distillation from the original model, say.
         train: "weights": weights and scales; "scales": the codes of ``start`` stay, or the nearest ones.
         others: train everything else of the model too (norms, biases, embeddings).
@@ -125,7 +123,6 @@ class WeightQuantizer(nn.Module):  # type: ignore[misc]
 
     Args:
         weight: W (N, K), float32; not modified.
-        grid: the number format.
         start: codes and scales; None: the grid's own choice.
         fixed: the codes do not change.
         transposed: the module stores (K, N).
@@ -303,7 +300,7 @@ def _linear(model: nn.Module, name: str) -> nn.Module:
 
 
 def _original(module: nn.Module) -> Tensor:
-    """The float weight (N, K) behind a parametrized one."""
+    """The float weight (N, K) under a parametrization."""
     weight: Tensor = module.parametrizations["weight"].original  # type: ignore[index,union-attr]
     return weight.detach() if isinstance(module, nn.Linear) else weight.detach().T
 

@@ -37,7 +37,6 @@ class Descent:
     """Codes on their way down. Everything but the parameters is transposed, so that a column is contiguous.
 
     Attributes:
-        grid: the number format.
         parameters: (P, G), as the grid chose them.
         codes: q (K, N), float32.
         current: W' (K, N).
@@ -140,7 +139,7 @@ def sweep_columns(descent: Descent, last: bool = False) -> None:
     """One pass of coordinate descent over the columns, in blocks; in place.
 
     Args:
-        last: the gradient is not needed afterwards: columns behind the pass do not get theirs.
+        last: the gradient is not needed afterwards: columns that the pass has finished do not get theirs.
     """
     H, gradient, K = descent.H, descent.gradient, len(descent.codes)
     tiles = compiled_tiles(descent.grid, descent.rows(), descent.group)

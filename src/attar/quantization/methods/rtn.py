@@ -13,7 +13,6 @@ def rtn(weight: Tensor, grid: Grid, parameters: TileParameters | None = None) ->
 
     Args:
         weight: (N, K), any float type.
-        grid: the number format.
         parameters: of each tile; None: what the grid chooses.
     """
     return grid.quantize(weight, parameters or grid.choose(weight))

@@ -65,7 +65,6 @@ def yaqa(
         weight: W (N, K), any float type.
         H_O: (N, N) float32, symmetric, positive semi-definite; its scale does not matter.
         H_I: (K, K), the same.
-        grid: the number format.
         parameters: of each tile; None: what the grid chooses for W.
         target: (N, K), what to come near to instead of W (a weight corrected for a quantized prefix).
         damp: added to H_I's diagonal, as a fraction of its mean.

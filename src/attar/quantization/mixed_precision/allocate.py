@@ -42,7 +42,6 @@ class Option:
     """One way to store a group.
 
     Attributes:
-        name: of the scheme.
         bits: stored bits of the whole group, scales included.
         loss: what it costs in quality; any unit that adds up.
     """
@@ -58,8 +57,6 @@ class Allocation:
 
     Attributes:
         choice: option's name by group, in the order of the groups.
-        loss: sum of the losses.
-        bits: sum of the bits.
         gap: no choice within the budget has a loss below ``loss - gap``; 0: this is the optimum.
     """
 
@@ -213,7 +210,7 @@ def _search(
     kept: Sequence[Sequence[Option]], budget: int, lam: float, slack: float, states: int
 ) -> tuple[list[int] | None, float]:
     """The best solution whose reduced costs sum to at most ``slack``, and the smallest sum that was dropped
-    for lack of room (infinite: none was).
+    for lack of states (infinite: none was).
 
     A partial solution is (bits, loss, reduced cost); those kept are sorted by bits, with falling losses.
     """

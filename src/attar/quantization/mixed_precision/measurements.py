@@ -33,10 +33,8 @@ class SensitivityKey:
     """What a file of measurements belongs to.
 
     Attributes:
-        model: fingerprint of the checkpoint.
         data: name (or fingerprint) of the text.
         tokens: number of tokens that were run.
-        sequence_length: tokens in a row.
         seed: of the choice of text.
         precision: ``fp32``, or ``bf16`` for arithmetic in bf16 (autocast), whose noise hides small KLs.
     """
@@ -58,9 +56,6 @@ class Measurement:
     """One group on one grid.
 
     Attributes:
-        group: its name.
-        modules: the Linears of the group.
-        grid: the candidate's name.
         definition: the grid in full, and how weights were rounded to it.
         bits: stored bits of the group, scales included.
         weights: number of the group's weights.

@@ -175,7 +175,6 @@ class _TransformResult:
     """A transform before it is written.
 
     Attributes:
-        changes: by module name.
         report: for :data:`REPORT`: ``folds`` with their errors and ``left`` with reasons, or ``rotated`` and
             ``added_bytes``.
         head: name of a head to be untied from the embedding, or None.

@@ -12,7 +12,7 @@ The output error of E is tr(E H E^T), so that no candidate needs a forward pass,
 be used. All Linears with one input share s: their errors are added. a = 0 is s = 1, so that the result is
 never worse than round to nearest.
 
-Differs from the paper: beside s = m^a the search also tries s = m^a / w^(1-a), with w (K,) the mean over rows
+Differs from the paper: besides s = m^a the search tries s = m^a / w^(1-a), with w (K,) the mean over rows
 of |W| relative to its tile's largest weight (as AutoAWQ does, and llm-compressor as "duo scaling"), and takes
 the best of both. Candidates are measured on a sample of rows, the best of them and s = 1 on all. The clip
 search measures a tile's error by its own block of H, and is dropped for a weight
@@ -93,7 +93,6 @@ def search_scale(
 
     Args:
         weights: W (N_i, K) of each, any float type.
-        grids: the number format of each.
         H: (K, K) float32.
         magnitude: m (K,) float32.
         weighted: try s = m^a / w^(1-a) too.
@@ -198,7 +197,6 @@ def search_clip(
     Args:
         weight: W (N, K), any float type.
         H: (K, K) float32.
-        grid: the number format.
         smallest: shrink factor that is never reached.
         points: factors tried: 1, 1 - (1 - smallest) / points, ...; where the grid is signed, their negatives
             too.

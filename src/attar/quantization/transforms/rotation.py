@@ -209,10 +209,7 @@ def rotation_changes(
     Args:
         facts: the readers and writers of the residual stream.
         model: the model whose modules are named; on meta or not. Not changed.
-        width: of the residual stream.
         load: reads a parameter.
-        seed: of the rotations.
-        device: where the arithmetic is done.
 
     Raises:
         ModelError: a norm's bias cannot be moved.

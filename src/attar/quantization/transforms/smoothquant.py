@@ -108,9 +108,7 @@ def search_migration(
     Args:
         seen: the group's inputs.
         weights: W (N_i, K) of each Linear, any float type.
-        grids: the number format of each weight.
         activations: the number format of X (T, K), one row a token; None: X is not rounded.
-        alphas: candidates.
         share: as in :func:`migration`.
 
     Raises:

@@ -44,15 +44,11 @@ class BlockManager:
     """Cache memory of all sequences, which are known by their ids.
 
     Args:
-        capacity: blocks of the pool.
         block_size: B.
         reuse: whether prefixes are shared. Off where a block's content depends on more than its tokens.
         window: most entries that any layer looks back; older blocks are released.
         sinks: first entries that are kept all the same (StreamingLLM); only with ``window``.
         most: entries a sequence holds at once, where eviction bounds them; None: as many as it has tokens.
-
-    Attributes:
-        cached: blocks that only the prefix tree holds.
     """
 
     def __init__(
@@ -162,7 +158,6 @@ class BlockManager:
         """The next ``count`` entries were written.
 
         Args:
-            sequence: its id.
             count: entries, all reserved.
             tokens: the sequence's certain tokens (not drafts): only their full blocks are published.
         """

@@ -24,7 +24,6 @@ class KVPool:
     """Keys and values of all sequences.
 
     Args:
-        geometry: its shape.
         kv_dtype: a name of ``kv.store.STORES``.
         dtype: float dtype that ``gather`` returns, that of the model.
 

@@ -85,7 +85,6 @@ class PrefixTree:
 
         Args:
             tokens: of the sequence; ``len(blocks) * B`` or more.
-            blocks: the first blocks of a table.
             start: how many of them the caller published before.
 
         Returns:

@@ -54,8 +54,8 @@ class PackedCodes:
 def codes_of(weight: UniformWeight) -> PackedCodes | None:
     """A weight for the kernels; None where they have no such groups or zeros. Does not modify its input."""
     (rows, columns), order = weight.codes.shape, None
-    groups = torch.arange(columns) // weight.width if weight.order is None else weight.order.long()
-    if weight.order is not None:
+    groups = torch.arange(columns) // weight.width if weight.g_idx is None else weight.g_idx.long()
+    if weight.g_idx is not None:
         order = torch.argsort(groups, stable=True)
         groups = groups[order]
     size = _group(groups)

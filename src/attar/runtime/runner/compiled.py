@@ -27,7 +27,6 @@ class Compiled:
 
     Args:
         weights: made by :func:`compiled_weights.model_weights`.
-        blocks: blocks of the pool.
         block_size: tokens of a block, a multiple of 16.
         kv_dtype: float16, bfloat16, float32, or int8 with a scale for each token and head.
         threads: None: ``OMP_NUM_THREADS``, or all processors.
@@ -35,7 +34,6 @@ class Compiled:
             where they are bfloat16; 8: int8 and bfloat16. The same for every step, whatever is in it.
 
     Attributes:
-        kv_dtype: as given.
         activations: what products round their inputs to: int16 or int8 (a scale for every group), float32 or
             bfloat16, or two of them where weights differ.
 

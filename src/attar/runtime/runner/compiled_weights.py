@@ -36,7 +36,6 @@ class TensorSource:
     """Tensors by name, with a record of which were used.
 
     Args:
-        load: reads a tensor.
         coded: reads the codes of a tensor; None where it has none.
     """
 
@@ -91,7 +90,6 @@ def model_weights(
     """Weights for the compiled step.
 
     Args:
-        config: of transformers.
         names: the checkpoint's tensors.
         load: reads one, dense.
         coded: reads the codes of one, which are kept; None where it has none.

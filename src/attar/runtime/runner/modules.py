@@ -33,14 +33,11 @@ class Modules:
 
     Args:
         model: a causal language model in evaluation mode; afterwards it runs through the runner only.
-        blocks: blocks of the pool.
-        block_size: tokens of a block.
         kv_dtype: a name of ``kv.store.STORES``; ``auto`` is the model's dtype.
         eviction: how a sequence's cache entries are bounded; None: not at all.
 
     Attributes:
         features: rows of ``kv/compose.py`` with the settings that ask for them.
-        kv_dtype: the format of keys and values.
         activations: what products round their inputs to: int16 or int8 where Linears keep their codes and
             are compiled, else the model's dtype; both where some are.
 

@@ -98,7 +98,6 @@ def packed_model(
     """A model in evaluation mode for a runner.
 
     Args:
-        checkpoint: quantized.
         dtype: of everything that is not quantized, and of the activations.
         threads: of the compiled products; None: ``kernels.product.default_threads``.
         bits: of the activations in these products, 8 or 16.

@@ -29,7 +29,7 @@ AT = 7  # position at which the rotation is verified
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a runner needs to know of a model."""
+    """Facts about a model that a runner needs."""
 
     layers: int
     kv_heads: int
@@ -119,10 +119,6 @@ def _context(config: Any) -> int | None:
 
 class Rotary:
     """The rotation of queries and keys in each layer.
-
-    Args:
-        model: probed.
-        layers: number of layers.
 
     Raises:
         ModelError: its keys are not rotated in this way.

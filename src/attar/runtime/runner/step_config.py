@@ -25,9 +25,6 @@ from attar.models.plain_config import PlainConfig, plain_config
 def step_config(checkpoint: Any) -> Any:
     """A :class:`attar.models.plain_config.PlainConfig`, else a config of transformers.
 
-    Args:
-        checkpoint: open.
-
     Raises:
         ModelError: transformers does not know the family.
         CheckpointError: transformers refuses the config.

@@ -63,7 +63,6 @@ def draw(p: Tensor, keys: Sequence[int]) -> list[int]:
 
     Args:
         p: probabilities (R, V), or weights that are not normalised; not modified.
-        keys: one stream for each row.
     """
     return [_draw_one(row, key) for row, key in zip(p.cpu().numpy(), keys, strict=True)]
 

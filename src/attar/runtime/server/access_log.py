@@ -24,12 +24,7 @@ _MAX_BODY = 1 << 20  # bytes of a body that are logged
 
 
 class AccessLogMiddleware:
-    """Logs a request when its response is complete; gives every response an ``X-Request-Id``.
-
-    Args:
-        app: the next application.
-        prompts: log the body as well.
-    """
+    """Logs a request when its response is complete; gives every response an ``X-Request-Id``."""
 
     def __init__(self, app: ASGIApp, prompts: bool = False) -> None:
         self._app, self._prompts = app, prompts

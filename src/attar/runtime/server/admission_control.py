@@ -89,7 +89,6 @@ class AdmissionControl:
 
         Args:
             shut_down: ends the request early.
-            count: its completions.
         """
         number, self._next = self._next, self._next + 1
         self._active[number] = shut_down
@@ -111,7 +110,7 @@ class AdmissionControl:
             self._budgets[caller.name] = (self._over_budget(caller) + tokens, self._clock())
 
     def retry_s(self) -> int:
-        """Seconds until there is probably room: the time to serve as many requests as wait now."""
+        """Estimated seconds until a request can be admitted: the time to serve the requests that wait now."""
         stats = self._backend.stats()
         seconds = self._mean_s * (stats.waiting + 1) / max(stats.running, 1)
         return max(1, min(math.ceil(seconds), MAX_RETRY_S))

@@ -31,7 +31,6 @@ class ApiKey:
     """A caller.
 
     Args:
-        name: in messages and in the log.
         key: empty: the caller sends none.
         priority: of its requests; smaller runs first.
         set_priority: its requests may have a priority of their own.

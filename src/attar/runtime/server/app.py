@@ -56,7 +56,6 @@ def create_app(
     tokenizer: ServerTokenizer,
     model: str | None = None,
     facts: Mapping[str, Any] | None = None,
-    page: APIRouter | None = None,
 ) -> FastAPI:
     """The server's application, for uvicorn or a test.
 
@@ -64,7 +63,6 @@ def create_app(
         backend: the engine; closed when the application ends.
         model: the name that clients use, where ``settings.name`` is empty.
         facts: a description of the engine, for /v1/models and /metrics.
-        page: further routes.
 
     Raises:
         DataError: the file of keys is wrong.
@@ -87,8 +85,6 @@ def create_app(
     app = FastAPI(title="attar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(make_routes(service))
-    if page is not None:
-        app.include_router(page)
     _handle_errors(app, service)
     app.add_middleware(BodyLimitMiddleware, max_body=settings.max_body)  # type: ignore[arg-type]
     app.add_middleware(ApiKeyMiddleware, keys=keys)  # type: ignore[arg-type]

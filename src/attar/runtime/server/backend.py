@@ -1,4 +1,4 @@
-"""The engine as the server sees it: a Protocol, and attar's engine behind it."""
+"""The server's interface to an engine: a Protocol, and its implementation with attar's engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Stats:
     """The load of an engine.
 
     Attributes:
-        running, waiting: requests.
         cache_usage: fraction of the KV cache's blocks that requests hold.
         blocks: of the KV cache: free, cached (prefixes, evicted on demand), used (by requests).
         prefix_queries: prompt tokens looked up in the prefix cache since the start.

@@ -31,7 +31,6 @@ class Connections:
     """All connections of a server.
 
     Args:
-        settings: their limit and timeouts.
         limit: connections at a time; None: the settings'.
     """
 
@@ -70,12 +69,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """One connection.
-
-    Args:
-        connections: of the server.
-        options: of uvicorn.
-    """
+    """One connection."""
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)

@@ -38,8 +38,6 @@ class ApiError(Exception):
     """An error response.
 
     Args:
-        message: one line.
-        param: the wrong field.
         code: OpenAI's name of the reason.
         retry_s: seconds for ``Retry-After``.
     """

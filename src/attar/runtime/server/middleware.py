@@ -41,7 +41,6 @@ class UnexpectedErrorMiddleware:
     behind a proxy it may hit another client's request.
 
     Args:
-        app: the next application.
         error_for: the answer to an error.
     """
 
@@ -69,7 +68,6 @@ class HostMiddleware:
     """Refuses requests from web pages of other hosts (DNS rebinding): browsers send Host and Origin.
 
     Args:
-        app: the next application.
         allowed: host names; none: any.
     """
 
@@ -109,7 +107,6 @@ class ApiKeyMiddleware:
     """Checks the API key, and sets ``scope["state"]["caller"]``; each key is a tenant with its own prefixes.
 
     Args:
-        app: the next application.
         keys: the valid ones; none: no key is needed, and every address is a caller.
     """
 
@@ -137,12 +134,7 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies above a size, and bodies that together would need too much memory.
-
-    Args:
-        app: the next application.
-        max_body: bytes.
-    """
+    """Refuses bodies above a size, and bodies that together would need too much memory."""
 
     def __init__(self, app: ASGIApp, max_body: int) -> None:
         self._app, self._max_body, self._max_held = app, max_body, CONCURRENT_BODIES * max_body

@@ -110,15 +110,8 @@ class RequestHandler:
     """Runs one HTTP request in the engine.
 
     Args:
-        backend: the engine.
         admission: counts the request until it is closed.
-        metrics: counts its events.
         receive: of ASGI; reports the client's disconnect.
-        id: of the request.
-        params: of all its prompts.
-        caller: its API key.
-        completions: of all its prompts.
-        start: time of arrival, ``time.monotonic``.
         log_fields: fields of its line in the access log; written to.
     """
 
@@ -194,8 +187,7 @@ class RequestHandler:
 
     def _account(self) -> None:
         """Write the token counts to the log, the metrics and the caller's budget. The caller pays for
-        cancelled completions too, once.
-        """
+        cancelled completions too, once."""
         self._log_fields["prompt_tokens"] = self.prompt_tokens
         self._log_fields["completion_tokens"] = self.completion_tokens
         tokens, self._billed_tokens = self._billed_tokens, 0

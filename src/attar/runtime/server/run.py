@@ -46,7 +46,6 @@ class Server(uvicorn.Server):
     """uvicorn's server, which drains before it stops listening, and does not raise the signal again.
 
     Args:
-        app: of ``create_app``.
         settings: ``drain_s`` and the limits of connections.
     """
 

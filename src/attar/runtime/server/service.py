@@ -70,14 +70,7 @@ async def run_in_thread(
 
 @dataclass
 class Service:
-    """One server.
-
-    Args:
-        backend: the engine.
-        model: the name that clients use.
-        created: seconds since 1970.
-        facts: a description of the engine.
-    """
+    """One server."""
 
     backend: Backend
     tokenizer: ServerTokenizer
@@ -181,9 +174,7 @@ class Service:
         """Submit the prompts of a request to the engine.
 
         Args:
-            prefix: of the request's id.
             priority: requested; None or 0: the caller's.
-            start: time of arrival, ``time.monotonic``.
 
         Raises:
             ApiError: 400, the caller may not choose a priority.

@@ -52,7 +52,6 @@ class GrowingDraft:
     """A draft while it grows.
 
     Args:
-        request: for which it is made.
         ids: the sequence in tokens of the draft model, then x_1..x_(i-1).
         certain: how many of ``ids`` are not drafts.
         most: K.
@@ -121,7 +120,6 @@ class DraftModel:
         runner: the draft model, with a pool of its own, without eviction.
         vocabulary: between its tokens and the target's; None: they are the same.
         name: for people and metrics.
-        ends: the target's end tokens.
         doubt: where the likeliest token of a row has less probability, its draft is the last; 0: never.
         branches: drafts of a row at most: one of the chain, and its siblings; 1: chains alone.
         step_tokens: tokens of a pass at most.

@@ -63,7 +63,6 @@ class DraftFeedback:
     """The result of a pass for one sequence.
 
     Args:
-        sequence: its id.
         draft: what was verified; None where the token was decoded without drafts.
         path: indices of the accepted drafts, 1..n, in order.
         tokens: the new tokens: the accepted drafts and the one after them.

@@ -111,9 +111,6 @@ class SpeculationCounts:
     """What happened since the start.
 
     Attributes:
-        drafts: times a draft was verified.
-        drafted: tokens in them.
-        accepted: of these.
         accepted_at: accepted tokens at each position of a draft, from the first.
     """
 

@@ -57,16 +57,12 @@ class Speculator:
     """Drafts for the sequences of one engine.
 
     Args:
-        proposer: proposes draft tokens.
-        policy: chooses how many.
         most: drafts of one sequence in a pass at most, all branches counted.
         verification: coupled, exact, or None: coupled where the request has a seed, else exact.
         clock: seconds.
 
     Attributes:
-        counts: for metrics.
         failure: the error that ended speculation; None where there was none.
-        stopped: speculation is off.
     """
 
     def __init__(
@@ -98,16 +94,14 @@ class Speculator:
         completion: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
-        """Adds drafts to the sequences of a planned step.
+        """Adds drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
+        reserved too.
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
             text: of a sequence.
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
-
-        Returns:
-            the same with drafts, for which slots are reserved too.
         """
         rested = self._resting > 0
         if rested and self._resting_pass():
@@ -143,9 +137,6 @@ class Speculator:
 
     def verify(self, output: StepOutput, logits: Tensor, completion: Completion) -> SampledTokens:
         """The accepted tokens of a sequence's draft, and the one after them.
-
-        Args:
-            logits: all rows of the pass.
 
         Raises:
             NumericsError: a row that decides is NaN or infinite.

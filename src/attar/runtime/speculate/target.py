@@ -26,7 +26,6 @@ class TargetLogits:
     Args:
         logits: (n + 1, V), row i after node i; not modified.
         rules: warps and noise of the completion.
-        draft: that was run.
 
     Raises:
         NumericsError: from ``token`` and ``p``, where the row's logits are NaN or infinite.

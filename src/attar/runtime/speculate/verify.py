@@ -61,9 +61,6 @@ def verify(draft: Draft, target: Target, noise: Noise, mode: VerificationMode = 
     """Decide which drafts are accepted, and the token after them.
 
     Args:
-        draft: that was run.
-        target: after its nodes.
-        noise: of the sequence in this round.
         mode: "coupled" or "exact".
     """
     if target.greedy or mode == "coupled" or draft.rule == "fixed":

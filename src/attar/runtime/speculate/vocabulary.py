@@ -102,7 +102,6 @@ class SharedVocabulary:
     Args:
         draft: the draft's, of transformers' fast ones. target: the target's.
         columns: D and V; tokens beyond are left out.
-        names: for messages, of draft and target.
 
     Attributes:
         pairs: (draft id, target id) of the tokens of both; each id stands in one.
@@ -191,7 +190,6 @@ def map_vocabularies(
     Args:
         draft: its tokenizer. target: the target's. None where a model has none: then ids are equal.
         columns: of their logits, D and V.
-        names: for messages.
 
     Raises:
         ModelError: as :class:`SharedVocabulary`.

@@ -50,10 +50,7 @@ class TokenizerFiles:
         tokenizer: the content of tokenizer.json, empty where there is none.
         pieces: the SentencePiece model, where there is one and no tokenizer.json.
         settings: of tokenizer_config.json, completed by special_tokens_map.json and the SentencePiece model.
-        generation: of generation_config.json.
-        config: of config.json.
         vocabulary: ids by text, without added tokens that the model does not know.
-        added: added tokens by id.
         templates: chat templates by name; the main one is ``default``.
     """
 
@@ -100,10 +97,6 @@ class TokenizerFiles:
 
 def read_tokenizer_files(folder: Path, config: Mapping[str, Any]) -> TokenizerFiles:
     """Read a tokenizer's files.
-
-    Args:
-        folder: the model folder.
-        config: the content of its config.json.
 
     Raises:
         CheckpointError: a file is damaged, or an added token has no id or text.

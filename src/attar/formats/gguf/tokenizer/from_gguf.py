@@ -54,8 +54,6 @@ class StoredTokenizer:
     Attributes:
         kind: ``tokenizer.ggml.model``.
         metadata: of the file, without types.
-        tokens: texts by id.
-        types: by id.
         ids: of the special tokens by role.
     """
 
@@ -88,7 +86,6 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | Path) -> None:
 
     Args:
         metadata: of a GGUF file, with or without types; not modified.
-        folder: where they are written.
 
     Raises:
         CheckpointError: a key is missing or its lists have different lengths; names it.

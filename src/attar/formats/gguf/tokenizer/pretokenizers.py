@@ -100,11 +100,8 @@ def recognise(
     """llama.cpp's name of a pre-tokenizer.
 
     Args:
-        pre_tokenizer: from a tokenizer.json.
-        ignore_merges: from its model.
         complete: whether merges make every token, so that ignore_merges changes nothing. Called only where
             the name implies another ignore_merges than the tokenizer has.
-        where: the file, for messages.
 
     Raises:
         ModelError: llama.cpp has no such pre-tokenizer; names it and the nearest.
@@ -140,11 +137,8 @@ def pre_tokenizer(name: str) -> dict[str, Any]:
 
 
 def nearest_pre_tokenizer(given: Mapping[str, Any] | None) -> tuple[str, float]:
-    """The pre-tokenizer of the table that splits the probe text most similarly.
-
-    Returns:
-        Its name, and the number of common cuts divided by the number of all cuts of both.
-    """
+    """The pre-tokenizer of the table that splits the probe text most similarly. Returns its name, and the
+    number of common cuts divided by the number of all cuts of both."""
     mine = _cuts(given)
     best = ("", -1.0)
     for row in TABLE:

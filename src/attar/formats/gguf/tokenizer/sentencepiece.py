@@ -37,8 +37,6 @@ class SentencePiece:
     """A SentencePiece model.
 
     Attributes:
-        pieces: the texts by id.
-        scores: of each piece.
         types: of each piece, 1 to 6.
         kind: 1 unigram, 2 BPE.
         ids: of ``unk``, ``bos``, ``eos`` and ``pad``, where the model has them.

@@ -61,7 +61,6 @@ def token_list(entries: Mapping[int, TokenEntry], size: int | None, where: Path)
     Args:
         entries: by id.
         size: rows of the embedding; None: the number of tokens.
-        where: the file, for messages.
 
     Raises:
         ModelError: a token of the model has no row in the embedding, or two have the same text.
@@ -103,7 +102,6 @@ def read_merges(merges: Iterable[Any], where: str) -> dict[SymbolPair, int]:
 
     Args:
         merges: ``"a b"``, or ``["a", "b"]`` where tokens have a space.
-        where: the file, for messages.
 
     Raises:
         CheckpointError: a merge is no pair.
@@ -162,7 +160,6 @@ def merges_of(tokens: Sequence[str], score: Mapping[str, float]) -> list[SymbolP
 
     Args:
         tokens: that merges may make or join, in the order of their ids.
-        score: by token.
     """
     pieces = set(tokens)
     order = sorted(range(len(tokens)), key=lambda index: (-score[tokens[index]], index))

@@ -67,7 +67,7 @@ private:
     const Batch* batch_ = nullptr;
     std::int64_t splits_ = 1;
     std::vector<float> x_, normed_, qkv_, gate_up_, acc_;  // acc_: attention's, of each token, head and split
-    std::vector<SoftmaxState> states_;                     // beside acc_
+    std::vector<SoftmaxState> states_;                     // of the same rows
     ActivationBuffer qkv_input_, out_input_, gate_up_input_, down_input_, head_input_;
 };
 

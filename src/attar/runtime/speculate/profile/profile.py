@@ -174,7 +174,6 @@ def profile(
     """Measure; nothing else may use the engine meanwhile.
 
     Args:
-        name: of the model.
         methods: speculators made for this engine's runner, by the names that the rows have.
         sets: prompts as token ids.
         batches: texts that run together.

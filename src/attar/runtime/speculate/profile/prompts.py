@@ -34,8 +34,6 @@ class SpecBenchQuestion:
     """A line of Spec-Bench's format.
 
     Args:
-        id: its number or name.
-        category: the set it belongs to.
         turns: what a person says, turn by turn; at least one.
     """
 
