@@ -18,12 +18,39 @@ from attar.runtime.speculate.chain import block
 from attar.runtime.speculate.draft import Draft, Floats, Verdict
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
-from attar.runtime.speculate.target import Rows, TargetLogits
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
 
 PROMPT = (3, 1)
 TREE = (0, 0, 1, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownRows:
+    """A target whose distributions are known.
+
+    Args:
+        rows: p (n + 1, V), row i after node i.
+    """
+
+    rows: Floats
+    draft: Draft
+    noise: Noise
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
+
+    def token(self, node: int) -> int:
+        """Plain decoding's token after the node."""
+        return self.noise.token(self.draft.depths[node], self.rows[node])
+
+    def p(self, node: int) -> Floats:
+        """Its row."""
+        row: Floats = self.rows[node]
+        return row
 
 
 @dataclass(frozen=True)
@@ -109,7 +136,9 @@ def test_coupled_text_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        found = verify(draft, Rows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(draft)
+        found = verify(draft, KnownRows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
+            draft
+        )
         keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(found))]
         assert list(found) == draw(torch.from_numpy(p).expand(len(found), 6), keys)
 
@@ -164,7 +193,7 @@ def test_a_chain_at_the_door_is_verified_as_a_block() -> None:
     p, q = np.tile([1 / 3, 2 / 3], (3, 1)), np.array([2 / 3, 1 / 3])
     draft, other = Draft.chain((0, 1), [q, q]), 0
     for seed in range(50):
-        verdict = verify(draft, Rows(p, draft, noise(seed)), noise(seed), "exact")
+        verdict = verify(draft, KnownRows(p, draft, noise(seed)), noise(seed), "exact")
         assert verdict == block(draft, p.__getitem__, noise(seed))
         other += verdict != walk(draft, p.__getitem__, noise(seed))
     assert other
@@ -275,7 +304,7 @@ def test_inputs_are_not_modified() -> None:
     for seed in range(40):
         for parents, rule in (((0, 1, 2, 3, 4), "iid"), (TREE, "iid"), (TREE, "distinct")):
             draft = Draft((0, 1, 2, 3, 4), parents, q, rule)  # type: ignore[arg-type]
-            verify(draft, Rows(rows, draft, noise(seed)), noise(seed), "exact")
+            verify(draft, KnownRows(rows, draft, noise(seed)), noise(seed), "exact")
     assert np.array_equal(rows, before[0]) and np.array_equal(q, before[1])
 
 

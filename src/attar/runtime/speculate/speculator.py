@@ -94,16 +94,14 @@ class Speculator:
         text: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
-        """Adds drafts to the sequences of a planned step.
+        """Adds drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
+        reserved too.
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
             text: of a sequence.
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
-
-        Returns:
-            the same with drafts, for which slots are reserved too.
         """
         rested = self._resting > 0
         if rested and self._resting_pass():

@@ -1,4 +1,4 @@
-"""The target after the nodes of a draft: logits warped when they are asked for, or rows known already."""
+"""The target after the nodes of a draft: logits that are warped when a row is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from attar.runtime.completion import Completion
 from attar.runtime.sampling.sample import sample
 from attar.runtime.sampling.warp import SamplingRow, argmax, check_finite, warp
 from attar.runtime.speculate.draft import Draft, Floats
-from attar.runtime.speculate.noise import Noise
 from attar.runtime.speculate.proposer import SamplingRules
 
 
@@ -67,33 +66,6 @@ class TargetLogits:
 
     def _row(self, node: int) -> SamplingRow:
         return self.rules.row(self.draft.text(self.draft.path(node)))
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Distributions that are known: tests, and acceptance reckoned without a model.
-
-    Args:
-        rows: p (n + 1, V), row i after node i.
-    """
-
-    rows: Floats
-    draft: Draft
-    noise: Noise
-
-    @property
-    def greedy(self) -> bool:
-        """Whether every row is one-hot."""
-        return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
-
-    def token(self, node: int) -> int:
-        """Plain decoding's token after the node."""
-        return self.noise.token(self.draft.depths[node], self.rows[node])
-
-    def p(self, node: int) -> Floats:
-        """Its row."""
-        row: Floats = self.rows[node]
-        return row
 
 
 BEHIND = -1  # stands for a token after the end; no draft is it
