@@ -55,7 +55,7 @@ class EvenGrammars:
 
 def engine_at(component: str, runner: FakeRunner | None = None) -> Engine:
     drafter = None
-    if component in ("judge", "move", *HARMLESS):
+    if component in ("verify", "move", *HARMLESS):
         truths = [[*prompt, *alone(prompt, PLAIN)] for prompt in PROMPTS]
         drafter = speculator(Oracle(truths, right=0.7))
     running = engine(runner, speculator=drafter)
@@ -122,7 +122,7 @@ def test_an_error_ends_its_own_request_and_no_other(
     held(running)
 
 
-@pytest.mark.parametrize("component", ["sample", "detokenize", "run", "judge"])
+@pytest.mark.parametrize("component", ["sample", "detokenize", "run", "verify"])
 def test_keyboard_interrupts_pass(component: str, monkeypatch: pytest.MonkeyPatch) -> None:
     running = engine_at(component)
     faults = Faults(running, monkeypatch)

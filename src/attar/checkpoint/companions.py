@@ -46,9 +46,8 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy tokenizer, generation settings, chat templates and licence texts between checkpoint folders.
-
-    Returns:
-        the names copied, relative to the folder, sorted; files of these names in ``target`` are replaced.
+    Returns the names copied, relative to the folder, sorted; files of these names in ``target`` are
+    replaced.
 
     Raises:
         OutputError: no space, or no permission.

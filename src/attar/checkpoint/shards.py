@@ -121,11 +121,8 @@ class ShardWriter:
                     self._note()
 
     def finish(self) -> list[Path]:
-        """Link the finished shards into ``folder``, and write the index of more than one.
-
-        Returns:
-            the shard files, sorted by name.
-        """
+        """Link the finished shards into ``folder``, and write the index of more than one. Returns the shard
+        files, sorted by name."""
         assert not self.missing(), (
             f"{len(self.missing())} tensors were never added, first {self.missing()[0]}"
         )
@@ -181,15 +178,13 @@ def write_checkpoint_tensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write named tensors as ``model.safetensors``, or as shards with an index.
+    """Write named tensors as ``model.safetensors``, or as shards with an index. Returns the files written,
+    sorted by name.
 
     Args:
         tensors: a mapping, or an iterator of (name, tensor), which is read one tensor at a time through a
             spool file in ``folder``: memory of one tensor, temporarily twice the disk space.
         max_shard_bytes: most tensor bytes of a shard.
-
-    Returns:
-        the files written, sorted by name.
 
     Raises:
         OutputError: no space, or no permission.

@@ -164,10 +164,7 @@ def _blocks(one: Any, kind: str, codes: GGUFCodes) -> Tensor:
 
 def verify(file: Path, digests: dict[str, str], progress: Progress) -> list[str]:
     """Open the written file: every tensor must have the bytes that it had in memory, and the gguf library
-    must decode its blocks to what attar does.
-
-    Returns:
-        what was checked, in words.
+    must decode its blocks to what attar does. Returns what was checked, in words.
 
     Raises:
         NumericsError: a tensor reads back differently.

@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 def same_tensors(
     source: Checkpoint, written: Checkpoint, dtype: torch.dtype | None, progress: Progress = SILENT
 ) -> list[str]:
-    """Compare the decoded tensors of two checkpoints, bit for bit.
+    """Compare the decoded tensors of two checkpoints, bit for bit. Returns what was checked, as sentences.
 
     Args:
         dtype: what floating-point tensors were cast to; None: they stay as they are.
-
-    Returns:
-        what was checked, as sentences.
 
     Raises:
         NumericsError: a tensor differs, overflows, or is degenerate.
@@ -80,10 +77,7 @@ def check_fits(name: str, tensor: Tensor) -> None:
 
 def same_weights(source: Checkpoint, written: Checkpoint, progress: Progress = SILENT) -> list[str]:
     """Compare codes where both layouts have them, and decoded tensors within the rounding of the coarser
-    type.
-
-    Returns:
-        what was checked, as sentences.
+    type. Returns what was checked, as sentences.
 
     Raises:
         NumericsError: a tensor differs, or is degenerate.

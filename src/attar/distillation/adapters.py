@@ -32,16 +32,14 @@ CONFIG = "adapter_config.json"
 
 
 def add_adapters(student: Any, names: Sequence[str], rank: int, teacher: Any | None = None) -> Any:
-    """Freeze a model and put adapters on some of its Linears.
+    """Freeze a model and put adapters on some of its Linears. Returns peft's model, of which only A and B
+    are trainable.
 
     Args:
         student: a transformers model; wrapped, its weights stay.
         names: paths of the Linears.
         rank: r, at least 1.
         teacher: with the original weights, for the start at W - W'; None: B starts at zero.
-
-    Returns:
-        peft's model, of which only A and B are trainable.
 
     Raises:
         MissingExtraError: peft is not installed.

@@ -35,7 +35,8 @@ def make_student(teacher: Any, settings: DistillSettings) -> tuple[list[int], An
 
 
 def fresh_student(model: Any, layers: Sequence[int], width: int, seed: int) -> Any:
-    """A narrower student of the same family and vocabulary, with the weights its family begins with.
+    """A narrower student of the same family and vocabulary, with the weights its family begins with. Returns
+    a float32 model in evaluation mode on the teacher's device.
 
     Heads keep their width, so there are fewer of them, and as many query heads read a KV head as in the
     teacher; the MLP narrows in proportion.
@@ -43,9 +44,6 @@ def fresh_student(model: Any, layers: Sequence[int], width: int, seed: int) -> A
     Args:
         model: the teacher; not changed.
         layers: the teacher's blocks whose kinds (sliding or full attention) the student's have, ascending.
-
-    Returns:
-        A float32 model in evaluation mode on the teacher's device.
 
     Raises:
         SettingsError: the width is not below the teacher's, or leaves no head or a part of one.

@@ -22,14 +22,11 @@ LANES = (8, 16, 32)  # bits from one code, pair or four of codes to the next, wi
 
 
 def dense_pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack along the last axis.
+    """Pack along the last axis. Returns int32 (..., ceil(K * bits / 32)), the last word padded with zeros.
 
     Args:
         codes: (..., K) whole numbers from 0 to 2^bits - 1.
         bits: 1 to 8.
-
-    Returns:
-        int32 (..., ceil(K * bits / 32)), the last word padded with zeros.
     """
     *lead, length = codes.shape
     padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -length % 32)).contiguous().reshape(-1)

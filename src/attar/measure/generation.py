@@ -187,8 +187,7 @@ def _transformers_generate(
     subject: Subject, prompt: list[int], max_tokens: int, ends: tuple[int, ...] = (), **options: Any
 ) -> Any:
     """Prompt and completion, int64 (1, S), of transformers' greedy ``generate``, without the model's own
-    generation settings; rows that only pad the vocabulary are excluded.
-    """
+    generation settings; rows that only pad the vocabulary are excluded."""
     columns = int(subject.model.get_output_embeddings().weight.shape[0])
     config = GenerationConfig(
         max_new_tokens=max_tokens,

@@ -40,15 +40,13 @@ def chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
 
 
 def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q) of every token, in nats.
+    """KL(p || q) of every token, in nats. Returns float64 (N,), on q's device. Infinite where q is 0 and p
+    is not.
 
     Args:
         p_logits: (N, V) logits of the reference, any float dtype; not modified.
         q_logits: (N, V') logits of the model; only the first min(V, V') columns count, so padded vocabularies
             compare with others.
-
-    Returns:
-        float64 (N,), on q's device. Infinite where q is 0 and p is not.
     """
     return _compare(_kl_chunk, p_logits, q_logits, torch.float64)
 
@@ -94,21 +92,17 @@ def likeliest(logits: Tensor) -> Tensor:
 
 def percentile(values: Tensor, percent: float) -> float:
     """The value below which ``percent`` % of the values lie, interpolated linearly between neighbours; 0 to
-    100.
-    """
+    100."""
     return float(np.percentile(values.double().cpu().numpy(), percent))
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """-ln p(label) of every token, in nats.
+    """-ln p(label) of every token, in nats. Returns float64 (N,).
 
     Args:
         logits: (N, V), any float dtype, row i predicts label i; not modified. Computed in
             float32, a chunk of tokens at a time.
         labels: int64 (N,).
-
-    Returns:
-        float64 (N,).
     """
     parts = []
     for part in chunks(logits.shape[0], logits.shape[-1]):

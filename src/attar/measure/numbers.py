@@ -9,8 +9,7 @@ NOTHING = "–"
 
 def significant(value: float | None, digits: int = 3) -> str:
     """Plain notation with ``digits`` significant digits: 16.7, 0.0213, 1,234; powers of ten below 1e-5 and
-    above 1e7.
-    """
+    above 1e7."""
     if value is None:
         return NOTHING
     if value == 0 or not math.isfinite(value):

@@ -101,8 +101,7 @@ def print_table(run: RunRecord, file: TextIO | None = None) -> None:
 
 def engine_note(run: RunRecord) -> str:
     """The engine that served the stages while they were measured, and its formats; empty for records without
-    it.
-    """
+    it."""
     groups: dict[str, list[str]] = {}
     for stage in run.stages:
         runner, activations, kv_dtype = (stage.text(key) for key in ("runner", "activations", "kv_dtype"))
@@ -125,8 +124,7 @@ def table_rows(run: RunRecord) -> list[list[str]]:
 
 def plain_table(run: RunRecord) -> str:
     """Columns aligned with spaces, names to the left and numbers to the right; then a line for each stage
-    that was not measured on held-out text.
-    """
+    that was not measured on held-out text."""
     table = table_rows(run)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     rule = ["-" * width for width in widths]

@@ -37,16 +37,14 @@ KVTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def quantize_activation(
     x: Tensor, rule: ActivationRule, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> Tensor:
-    """Round an activation to the values of its codes. Does not modify its inputs.
+    """Round an activation to the values of its codes. Does not modify its inputs. Returns the same shape and
+    type.
 
     Args:
         x: (..., K); for a rule with groups, the group size divides K.
         rule: which codes there are and what shares a scale.
         scale: of a static rule; broadcasts against x.
         zero: likewise, where the rule is asymmetric.
-
-    Returns:
-        the same shape and type.
     """
     if not x.numel():
         return x
@@ -91,15 +89,12 @@ def _round(x: Tensor, rule: ActivationRule, scale: Tensor, zero: Tensor | None) 
 def round_inputs(
     module: nn.Module, rule: ActivationRule, scale: Tensor | None = None, zero: Tensor | None = None
 ) -> RemovableHandle:
-    """Round the input of a Linear from now on.
+    """Round the input of a Linear from now on. Returns a handle whose ``remove()`` ends it.
 
     Args:
         module: a Linear or Conv1D; static scale and zero become buffers of it that are not saved.
         scale: of a static rule, one number.
         zero: likewise, where the rule is asymmetric.
-
-    Returns:
-        a handle whose ``remove()`` ends it.
     """
     for name, value in (("input_scale", scale), ("input_zero", zero)):
         if value is not None:

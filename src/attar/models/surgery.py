@@ -86,14 +86,12 @@ def keep_heads(model: Any, keep: Sequence[Sequence[int]]) -> Any:
 
 
 def keep_neurons(model: Any, keep: Sequence[Sequence[int]]) -> Any:
-    """Remove MLP neurons: rows of up and gate with their biases, columns of down.
+    """Remove MLP neurons: rows of up and gate with their biases, columns of down. Returns a new model of the
+    same class.
 
     Args:
         model: a transformers model; not changed.
         keep: for each block the neurons that stay, ascending; as many in every block.
-
-    Returns:
-        A new model of the same class.
 
     Raises:
         ModelError: ``keep`` is not of this form, or the family's config cannot express the result.

@@ -42,14 +42,11 @@ def check_result(
     texts: Sequence[dict[str, Any]] = (),
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Check the layers, then the whole model on held-out text.
+    """Check the layers, then the whole model on held-out text. Returns for the card: ``kl``, ``top1`` and
+    ``tokens`` of the comparison, ``held_out``, ``sample``, and ``warnings``.
 
     Args:
         texts: records of what the model has read (attar.data.seen).
-
-    Returns:
-        for the card: ``kl``, ``top1`` and ``tokens`` of the comparison, ``held_out``, ``sample``, and
-        ``warnings``.
 
     Raises:
         NumericsError: a gate failed; names the layer and the mend.

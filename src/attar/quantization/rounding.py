@@ -150,20 +150,7 @@ def sweep_layers(task: RoundingTask) -> RoundedModel:
         hessian = OutputHessian(task.checkpoint, task.plan, batches, settings, task.work, task.progress)
         hessian.collect(precision)
     solver = LayerSolver(layers, method, options, settings.storage.keep_zeros, hessian)
-    swept = sweep(
-        task.checkpoint,
-        batches,
-        solver,
-        work=task.work / "blocks",
-        select=layers.__contains__,
-        precision=precision,
-        after_blocks=task.after_blocks,
-        device=torch.device(pick_device(settings.device)),
-        progress=task.progress,
-        what=settings.method,
-    )
-    codes = SweepCodes(task.plan, swept)
-    return RoundedModel(codes, codes.reports, precision=swept.precision)
+    return _sweep(task, batches, solver, layers, precision)
 
 
 def sweep_blocks(task: RoundingTask) -> RoundedModel:
@@ -182,17 +169,24 @@ def sweep_blocks(task: RoundingTask) -> RoundedModel:
         start=gptq_start if options.start in ("gptq", "qronos") else None,
         masks=_masks(task) or None,
     )
+    return _sweep(task, task.batches(), solver, grids, precision)
+
+
+def _sweep(
+    task: RoundingTask, batches: list[Tensor], solver: Any, layers: Mapping[str, Any], precision: str
+) -> RoundedModel:
+    """The codes of the Linears in ``layers``, by module name."""
     swept = sweep(
         task.checkpoint,
-        task.batches(),
+        batches,
         solver,
         work=task.work / "blocks",
-        select=grids.__contains__,
+        select=layers.__contains__,
         precision=precision,
         after_blocks=task.after_blocks,
-        device=torch.device(pick_device(settings.device)),
+        device=torch.device(pick_device(task.settings.device)),
         progress=task.progress,
-        what=settings.method,
+        what=task.settings.method,
     )
     codes = SweepCodes(task.plan, swept)
     return RoundedModel(codes, codes.reports, precision=swept.precision)

@@ -49,14 +49,12 @@ def quantize(
     force: bool = False,
     key: str | None = None,
 ) -> Checkpoint:
-    """Quantize the Linears of a model's blocks.
+    """Quantize the Linears of a model's blocks. Returns the packed checkpoint; its card lists every layer
+    with its error, and the results of the gates.
 
     Args:
         force: replace an existing ``out``.
         key: identity of this work, when a recipe knows it.
-
-    Returns:
-        the packed checkpoint; its card lists every layer with its error, and the results of the gates.
 
     Raises:
         NumericsError: a layer or the whole result failed its gate; names the layer.

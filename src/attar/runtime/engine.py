@@ -98,7 +98,7 @@ class Engine:
         salt: str = "",
         matcher: Matcher | None = None,
     ) -> str:
-        """Add a request to the waiting ones.
+        """Add a request to the waiting ones. Returns its id.
 
         Args:
             prompt: token ids, at least one.
@@ -107,9 +107,6 @@ class Engine:
             deadline_s: seconds from now after which the request is ended.
             salt: the tenant; prefixes are shared inside a salt only.
             matcher: of the parameters' grammar where it is compiled already; None: it is compiled now.
-
-        Returns:
-            its id.
 
         Raises:
             DataError: the prompt is empty, or a token is outside the vocabulary.
@@ -174,10 +171,8 @@ class Engine:
     def check_idle(self) -> float | None:
         """Check the bookkeeping of an idle engine: count its blocks, or run the full :meth:`check` if the
         last one is CHECK_S seconds ago. Call it once a step's events are delivered: a full check of a large
-        pool takes a while.
-
-        Returns:
-            seconds after which it should be called again; None: nothing is left to check.
+        pool takes a while. Returns seconds after which it should be called again; None: nothing is left to
+        check.
 
         Raises:
             AssertionError: as :meth:`check`.
@@ -336,7 +331,7 @@ def sample_tokens(
             plain.append(index)
             continue
         try:
-            results[index] = speculator.judge(output, logits, completion)
+            results[index] = speculator.verify(output, logits, completion)
         except Exception as error:
             results[index] = error
     rows = [outputs[index].rows[-1] for index in plain]

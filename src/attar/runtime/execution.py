@@ -24,11 +24,8 @@ Failures = dict[int, Exception]
 
 
 def run(runner: Runner, step: StepInput) -> tuple[StepInput, Tensor, Failures]:
-    """Run a step.
-
-    Returns:
-        the part of the step that was run, its logits (W, V), and the sequences that failed.
-    """
+    """Run a step. Returns the part of the step that was run, its logits (W, V), and the sequences that
+    failed."""
     try:
         return step, runner.run(step), {}
     except Exception as failure:
@@ -62,13 +59,11 @@ class Packer(Protocol):
 
 
 def pack_due(scheduler: Scheduler, eviction: Eviction, runner: Packer) -> list[tuple[Sequence, Exception]]:
-    """Pack every running sequence that holds more cache entries than the eviction method allows.
+    """Pack every running sequence that holds more cache entries than the eviction method allows. Returns the
+    sequences whose packing failed: their remaining keys and values are useless.
 
     The method says how many entries are kept, the scheduler allocates blocks (preempting, if need be), and
     the runner chooses the entries and moves them. A sequence without room is tried again after the next step.
-
-    Returns:
-        the sequences whose packing failed: their remaining keys and values are useless.
     """
     failed = []
     for sequence in list(scheduler.running):

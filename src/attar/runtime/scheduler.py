@@ -139,8 +139,7 @@ class Scheduler:
 
     def ended(self) -> list[Sequence]:
         """Sequences that ``schedule`` and ``commit`` finished by themselves since the last call: "deadline",
-        "capacity" or "error".
-        """
+        "capacity" or "error"."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -172,8 +171,7 @@ class Scheduler:
 
     def commit(self, step: StepInput) -> list[StepOutput]:
         """Record that a step was run: full blocks are published, finished prompts fork into n completions. A
-        request whose memory fails is among ``ended`` and has no output.
-        """
+        request whose memory fails is among ``ended`` and has no output."""
         outputs: list[StepOutput] = []
         row = 0
         for span in step.spans:
@@ -189,8 +187,7 @@ class Scheduler:
 
     def append(self, sequence: Sequence, tokens: Tokens[int]) -> None:
         """New tokens of a running sequence: accepted drafts and the token sampled after them. The entries of
-        rejected drafts are removed from the cache.
-        """
+        rejected drafts are removed from the cache."""
         assert sequence.state is State.RUNNING and tokens, f"sequence {sequence.id} cannot grow by {tokens}"
         assert len(sequence.tokens) + len(tokens) <= sequence.limit, f"sequence {sequence.id} is full"
         sequence.tokens += tokens
@@ -202,8 +199,7 @@ class Scheduler:
 
     def fork(self, sequence: Sequence, index: int | None = None) -> Sequence:
         """Another running sequence with the same tokens and blocks (n completions, beams). Where the runner's
-        own memory cannot be forked, nothing changes and that error is raised.
-        """
+        own memory cannot be forked, nothing changes and that error is raised."""
         assert sequence.state is State.RUNNING, f"sequence {sequence.id} does not run, and cannot fork"
         child = Sequence(
             self._new_id(),

@@ -129,8 +129,7 @@ class Sequence:
 
     def wants(self, stop: int) -> int:
         """Logits needed of a span [computed, stop): of the last token and of drafts, and of every prompt
-        token whose logits the request needs and did not get yet.
-        """
+        token whose logits the request needs and did not get yet."""
         first = len(self.tokens) - 1
         if self.request.prompt_logits and self.scored < self.prompt:
             first = min(first, self.scored)

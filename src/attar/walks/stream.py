@@ -60,7 +60,7 @@ def stream(
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
-    """Transform a checkpoint's tensors one by one and write the results.
+    """Transform a checkpoint's tensors one by one and write the results. Returns the files written.
 
     Args:
         checkpoint: read, never changed.
@@ -69,9 +69,6 @@ def stream(
         folder: for the shards and their index.
         work: for unfinished shards, which a resumed run completes; by default ``folder``.
         shard_bytes: bytes of a shard at most.
-
-    Returns:
-        the files written.
 
     Raises:
         OutputError: no space, or no permission.
@@ -96,16 +93,13 @@ def stream_steps(
     progress: Progress = SILENT,
     what: str = "write",
 ) -> list[Path]:
-    """Write a checkpoint's tensors step by step, from any source.
+    """Write a checkpoint's tensors step by step, from any source. Returns the files written.
 
     Args:
         steps: in the order of the output.
         together: bytes that concurrent steps may read, one thread each; a step that reads more runs alone.
             0: one after the other.
         folder, work, shard_bytes, progress, what: as in :func:`stream`.
-
-    Returns:
-        the files written.
 
     Raises:
         OutputError: no space, or no permission.

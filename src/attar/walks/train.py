@@ -69,7 +69,8 @@ def train(
     progress: Progress = SILENT,
     what: str = "train",
 ) -> TrainHistory:
-    """Train ``model`` in place.
+    """Train ``model`` in place. Returns the history; with ``patience`` the model holds its best weights,
+    else its last.
 
     Args:
         model: its parameters with ``requires_grad`` are trained, in float32 (bf16 is used for the arithmetic
@@ -79,9 +80,6 @@ def train(
         rows: int64 (N, S) training rows.
         work: folder for resumable states; None: the run cannot be resumed.
         held_out: measures the held-out loss, every ``evaluate_every`` steps and at the end.
-
-    Returns:
-        The history; with ``patience`` the model holds its best weights, else its last.
 
     Raises:
         NumericsError: the loss or the gradient is not finite.

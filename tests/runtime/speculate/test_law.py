@@ -98,18 +98,18 @@ def drafting(way: str) -> LLM:
 
 def texts(llm: LLM, params: SamplingParams, count: int) -> list[tuple[int, ...]]:
     """The first LENGTH tokens of ``count`` samples, drawn without a seed; requests of one, two and three."""
-    engine, message = llm.engine, {}
+    engine, samples = llm.engine, {}
     assert params.seed is None
-    while len(message) < count:
+    while len(samples) < count:
         for n in (1, 2, 3):
             name = engine.add(PROMPT, replace(params, n=n))
-            message |= {(name, sample): [] for sample in range(n)}
+            samples |= {(name, sample): [] for sample in range(n)}
     while not engine.idle:
         for event in engine.step():
-            message[event.request, event.sample] += event.token_ids
+            samples[event.request, event.sample] += event.token_ids
     engine.check()
     assert engine.speculator is not None and engine.speculator.failure is None
-    return [tuple(item[:LENGTH]) for item in message.values()]
+    return [tuple(item[:LENGTH]) for item in samples.values()]
 
 
 def keeps_the_law(way: str, name: str, count: int) -> bool:
@@ -154,7 +154,9 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     propose = proposer.propose
 
     def spoiled(wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [draft and spoil(draft) for draft in propose([replace(wish, wide=False) for wish in wishes])]
+        return [
+            draft and spoil(draft) for draft in propose([replace(wish, siblings=False) for wish in wishes])
+        ]
 
     proposer.propose = spoiled  # type: ignore[method-assign]
     assert not fits(texts(llm, WARPED, FEW), law("warped"))

@@ -98,25 +98,25 @@ def guessed(context: tuple[int, ...], noise: Noise) -> Draft:
 def exactly(rule: Callable[[Draft, Callable[[int], Floats], Noise], Verdict]) -> Judge:
     """Verification by a rule that takes p."""
     return lambda context, draft, noise: rule(
-        draft, lambda n: TARGET((*context, *draft.text(draft.path(n)))), noise
+        draft, lambda n: TARGET((*context, *draft.path_tokens(draft.path(n)))), noise
     )
 
 
 def coupled(context: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
     def token(node: int) -> int:
-        return noise.token(draft.depths[node], TARGET((*context, *draft.text(draft.path(node)))))
+        return noise.token(draft.depths[node], TARGET((*context, *draft.path_tokens(draft.path(node)))))
 
     return follow(draft, token)
 
 
 def speak(seed: int, drafter: Drafter, judge: Judge, sample: int = 0) -> tuple[int, ...]:
     """A text in rounds."""
-    message: tuple[int, ...] = ()
-    while len(message) < LENGTH:
-        noise = Noise(seed, sample, len(PROMPT) + len(message))
-        draft = drafter(message, noise)
-        message += judge(message, draft, noise).tokens(draft)
-    return message[:LENGTH]
+    context: tuple[int, ...] = ()
+    while len(context) < LENGTH:
+        noise = Noise(seed, sample, len(PROMPT) + len(context))
+        draft = drafter(context, noise)
+        context += judge(context, draft, noise).tokens(draft)
+    return context[:LENGTH]
 
 
 RULES: dict[str, tuple[Drafter, Judge]] = {
@@ -181,10 +181,10 @@ def test_a_verdict_depends_on_its_own_sequence_alone(rule: str) -> None:
     """In any order, among others, and again after a preemption: the same."""
     drafter, judge = RULES[rule]
     rounds = [
-        (message, Noise(seed, 0, 2 + len(message))) for seed in range(6) for message in ((), (2,), (3, 2))
+        (context, Noise(seed, 0, 2 + len(context))) for seed in range(6) for context in ((), (2,), (3, 2))
     ]
     drafts = [drafter(*item) for item in rounds]
-    forward = [judge(message, draft, noise) for (message, noise), draft in zip(rounds, drafts, strict=True)]
+    forward = [judge(context, draft, noise) for (context, noise), draft in zip(rounds, drafts, strict=True)]
     backward = [judge(*rounds[i][:1], drafts[i], rounds[i][1]) for i in reversed(range(len(rounds)))]
     assert forward == backward[::-1]
 
@@ -195,13 +195,13 @@ def test_blocks_of_drafts_with_the_target_s_noise_are_refused() -> None:
     p, q = np.array([1, 2]) / 3, np.array([2, 1]) / 3
 
     def text(seed: int, key: Callable[[Noise, int], int]) -> tuple[int, ...]:
-        message: tuple[int, ...] = ()
-        while len(message) < 4:
-            noise = Noise(seed, 0, len(message))
+        context: tuple[int, ...] = ()
+        while len(context) < 4:
+            noise = Noise(seed, 0, len(context))
             race = [-np.log(uniforms(key(noise, depth), np.arange(2))) / q for depth in range(3)]
             draft = Draft.chain([int(item.argmin()) for item in race], [q] * 3)
-            message += block(draft, lambda _: p, noise).tokens(draft)
-        return message[:4]
+            context += block(draft, lambda _: p, noise).tokens(draft)
+        return context[:4]
 
     def placed(noise: Noise, depth: int) -> int:
         return noise_key(noise.seed, noise.sample, noise.position + depth)

@@ -148,22 +148,22 @@ def law() -> np.ndarray:
 
 def spoken(seed: int) -> tuple[int, ...]:
     """A text in rounds of a chain of two and siblings, without an engine."""
-    message: list[int] = []
-    while len(message) < LENGTH:
-        rules = Completion("r", 0, [*PROMPT, *message], PARAMS, seed=seed, limit=99)
-        noise = Noise(seed, 0, len(PROMPT) + len(message))
+    context: list[int] = []
+    while len(context) < LENGTH:
+        rules = Completion("r", 0, [*PROMPT, *context], PARAMS, seed=seed, limit=99)
+        noise = Noise(seed, 0, len(PROMPT) + len(context))
         growing = GrowingDraft(
             DraftRequest(0, [], 2, rules=DraftRules(rules, noise)), [], 0, 2, frozenset(), 0.0, 3
         )
         for _ in range(2):
-            growing.extend(after(2, [*PROMPT, *message, *growing.tokens])[None])
+            growing.extend(after(2, [*PROMPT, *context, *growing.tokens])[None])
         whole = growing.draft()
         assert whole is not None
         draft = cut_siblings(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
-        paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
-        logits = torch.stack([after(1, [*PROMPT, *message, *path]) for path in paths])
-        message += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
-    return tuple(message[:LENGTH])
+        paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
+        logits = torch.stack([after(1, [*PROMPT, *context, *path]) for path in paths])
+        context += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
+    return tuple(context[:LENGTH])
 
 
 @pytest.mark.parametrize("count", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])

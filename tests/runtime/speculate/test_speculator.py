@@ -159,7 +159,7 @@ class Barren(Oracle):
 
 
 def asked_in(passes: int, seconds: float) -> tuple[list[bool], DraftPolicy]:
-    """Which passes call a proposer without drafts, where a call takes as long as ``seconds`` plain passes."""
+    """The passes in which a proposer without drafts is called, where a call takes ``cost`` plain passes."""
     clock, runner, proposer = Clock(), FakeRunner(blocks=200, context=None), Barren([])
     wishes = watched(proposer)
     proposer.propose = clock.spend(seconds, proposer.propose)  # type: ignore[method-assign]
@@ -226,7 +226,7 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    policy.rest = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
+    policy.passes_to_skip = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
@@ -313,7 +313,7 @@ def test_the_speculators_time_is_charged_without_a_proposal_too() -> None:
     running = engine(runner, speculator=Speculator(proposer, messages, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
     messages.open = False  # type: ignore[assignment]
-    messages.rest = lambda batch, asking: 0  # type: ignore[method-assign]
+    messages.passes_to_skip = lambda batch, proposing: 0  # type: ignore[method-assign]
     for _ in range(2):
         running.step()
     messages.open = True  # type: ignore[assignment]

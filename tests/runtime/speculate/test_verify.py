@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,15 +15,42 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.draft import Draft, Floats, Verdict
+from attar.runtime.speculate.draft import Draft, DraftBuilder, Floats, Verdict
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
-from attar.runtime.speculate.target import Rows, TargetLogits
+from attar.runtime.speculate.target import TargetLogits
 from attar.runtime.speculate.tree import walk
 from attar.runtime.speculate.verify import verify
 
 PROMPT = (3, 1)
 TREE = (0, 0, 1, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class KnownRows:
+    """A target whose distributions are known.
+
+    Args:
+        rows: p (n + 1, V), row i after node i.
+    """
+
+    rows: Floats
+    draft: Draft
+    noise: Noise
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every row is one-hot."""
+        return bool((np.count_nonzero(self.rows, axis=-1) == 1).all())
+
+    def token(self, node: int) -> int:
+        """Plain decoding's token after the node."""
+        return self.noise.token(self.draft.depths[node], self.rows[node])
+
+    def p(self, node: int) -> Floats:
+        """Its row."""
+        row: Floats = self.rows[node]
+        return row
 
 
 @dataclass(frozen=True)
@@ -40,6 +67,16 @@ class Stubborn(Noise):
 
     def accepts(self, node: int, chance: float) -> bool:
         return False
+
+
+def trie(guesses: list[list[int]]) -> Draft:
+    """Several fixed continuations as one tree; common beginnings share their nodes."""
+    builder = DraftBuilder()
+    for guess in guesses:
+        builder.add(guess, [1] * len(guess))
+    draft = builder.draft()
+    assert draft is not None
+    return replace(draft, kinds=None)
 
 
 def text(**params: object) -> Completion:
@@ -62,7 +99,7 @@ def language(prefix: tuple[int, ...]) -> torch.Tensor:
 
 def passed(draft: Draft, context: tuple[int, ...] = ()) -> torch.Tensor:
     """What a pass over the draft returns: (n + 1, 40)."""
-    paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
+    paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
     return torch.stack([language((*context, *path)) for path in paths])
 
 
@@ -87,18 +124,18 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_completion(
     params: dict[str, float], mode: str
 ) -> None:
     """Guesses right, wrong and mixed, in trees: the tokens are those of plain decoding, in fewer passes."""
-    wanted, mine, message, passes = plain(text(**params), 40), text(**params), (), 0
+    wanted, mine, context, passes = plain(text(**params), 40), text(**params), (), 0
     generator = np.random.default_rng(3)
-    while len(message) < 40:
-        right = (wanted + [0] * 9)[len(message) : len(message) + 4]
+    while len(context) < 40:
+        right = (wanted + [0] * 9)[len(context) : len(context) + 4]
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
-        draft = Draft.trie(guesses)
-        target = TargetLogits(passed(draft, message), mine, draft)
-        actual_tokens = verify(draft, target, noise(ahead=len(message)), mode).tokens(draft)  # type: ignore[arg-type]
-        message += tuple(mine.append(actual_tokens).token_ids)
+        draft = trie(guesses)
+        target = TargetLogits(passed(draft, context), mine, draft)
+        actual_tokens = verify(draft, target, noise(ahead=len(context)), mode).tokens(draft)  # type: ignore[arg-type]
+        context += tuple(mine.append(actual_tokens).token_ids)
         passes += 1
-    assert list(message[:40]) == wanted and passes < 20
+    assert list(context[:40]) == wanted and passes < 20
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -111,9 +148,9 @@ def test_a_coupled_completion_does_not_depend_on_the_draft(seed: int) -> None:
     for rule in ("fixed", "iid", "distinct"):
         q = None if rule == "fixed" else random_rows(seed + 1, n, 6)
         draft = Draft(tuple(generator.integers(0, 6, n).tolist()), parents, q, rule)  # type: ignore[arg-type]
-        actual_tokens = verify(draft, Rows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)).tokens(
-            draft
-        )
+        actual_tokens = verify(
+            draft, KnownRows(np.stack([p] * (n + 1)), draft, noise(seed)), noise(seed)
+        ).tokens(draft)
         keys = [noise_key(seed, 0, 2 + depth) for depth in range(len(actual_tokens))]
         assert list(actual_tokens) == draw(torch.from_numpy(p).expand(len(actual_tokens), 6), keys)
 
@@ -168,7 +205,7 @@ def test_a_chain_at_the_door_is_verified_as_a_block() -> None:
     p, q = np.tile([1 / 3, 2 / 3], (3, 1)), np.array([2 / 3, 1 / 3])
     draft, other = Draft.chain((0, 1), [q, q]), 0
     for seed in range(50):
-        verdict = verify(draft, Rows(p, draft, noise(seed)), noise(seed), "exact")
+        verdict = verify(draft, KnownRows(p, draft, noise(seed)), noise(seed), "exact")
         assert verdict == block(draft, p.__getitem__, noise(seed))
         other += verdict != walk(draft, p.__getitem__, noise(seed))
     assert other
@@ -279,7 +316,7 @@ def test_inputs_are_not_modified() -> None:
     for seed in range(40):
         for parents, rule in (((0, 1, 2, 3, 4), "iid"), (TREE, "iid"), (TREE, "distinct")):
             draft = Draft((0, 1, 2, 3, 4), parents, q, rule)  # type: ignore[arg-type]
-            verify(draft, Rows(rows, draft, noise(seed)), noise(seed), "exact")
+            verify(draft, KnownRows(rows, draft, noise(seed)), noise(seed), "exact")
     assert np.array_equal(rows, before[0]) and np.array_equal(q, before[1])
 
 
@@ -294,7 +331,10 @@ def test_streams_are_apart() -> None:
     assert coins[0] != coins[1] and coins[0][-1] and not coins[0][0]
     weights = np.ones(1000)
     for depth in range(3):
-        for purpose, actual in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
+        for purpose, actual in (
+            (0, rounds[0].token(depth, weights)),
+            (2, rounds[0].resample(depth, weights)),
+        ):
             assert [actual] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
     drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params

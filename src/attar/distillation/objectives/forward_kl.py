@@ -50,15 +50,13 @@ class _ForwardKL(torch.autograd.Function):  # type: ignore[misc]
 
 
 def forward_kl(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(teacher || student) in nats, mean over tokens.
+    """T^2 KL(teacher || student) in nats, mean over tokens. Returns a scalar, float32 (float64 for float64
+    logits).
 
     Args:
         student: (..., V) logits, any float type; receives the gradient.
         teacher: (..., V) logits of the same shape.
         temperature: T.
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits).
     """
     assert student.shape == teacher.shape, (student.shape, teacher.shape)
     loss: Tensor = _ForwardKL.apply(student, teacher.detach(), temperature)
@@ -92,7 +90,8 @@ class _SparseForwardKL(torch.autograd.Function):  # type: ignore[misc]
 def sparse_forward_kl(
     student: Tensor, tokens: Tensor, weights: Tensor, entropy: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """:func:`forward_kl` where the teacher is known by some tokens of each position.
+    """:func:`forward_kl` where the teacher is known by some tokens of each position. Returns a scalar,
+    float32 (float64 for float64 logits); below 0 by chance where p' was drawn.
 
     Args:
         student: (n, V) logits, any float type; receives the gradient.
@@ -100,9 +99,6 @@ def sparse_forward_kl(
         weights: (n, K), what p' has on each; a row sums to 1.
         entropy: (n,) of the whole p, in nats.
         temperature: T, at which the weights were made.
-
-    Returns:
-        A scalar, float32 (float64 for float64 logits); below 0 by chance where p' was drawn.
     """
     loss: Tensor = _SparseForwardKL.apply(student, tokens, weights, entropy, temperature)
     return loss

@@ -67,15 +67,13 @@ class _Drafting(torch.autograd.Function):  # type: ignore[misc]
 
 
 def total_variation(student: Tensor, teacher: Tensor, temperature: float = 1.0) -> Tensor:
-    """1 - a = TV(teacher, student), mean over tokens: the fraction of drafts that is refused.
+    """1 - a = TV(teacher, student), mean over tokens: the fraction of drafts that is refused. Returns a
+    scalar in [0, 1], float32 (float64 for float64 logits).
 
     Args:
         student: (..., V) logits, any float type; receives the gradient.
         teacher: (..., V) logits of the same shape.
         temperature: T at which both will be sampled.
-
-    Returns:
-        A scalar in [0, 1], float32 (float64 for float64 logits).
     """
     return _apply(student, teacher, temperature, None)
 

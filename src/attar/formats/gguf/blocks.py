@@ -102,7 +102,7 @@ SIGNED = {("Q8_0", "codes"), ("Q6_K", "scale_codes")}
 
 
 def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
-    """The bytes of a weight. Does not modify its inputs.
+    """The bytes of a weight. Does not modify its inputs. Returns uint8 (N, row bytes).
 
     Args:
         kind: a name of :data:`LAYOUTS`, or F32, F16, BF16.
@@ -110,9 +110,6 @@ def pack(kind: str, codes: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
         stored: the other fields of the file by name: "d", "dmin", "m" float16 (N, K / block); "scale_codes"
             and "minimum_codes" (N, tiles), c with its k (0 to 63 for Q3_K and IQ4_XS), int8 for Q6_K; for
             MXFP4 "exponent" uint8 (N, K / 32).
-
-    Returns:
-        uint8 (N, row bytes).
 
     Raises:
         ModelError: K is no multiple of the block.

@@ -46,11 +46,8 @@ ZERO = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 0}
 
 
 def exact_type(coded: Coded, rule: WeightRule) -> tuple[str | None, str]:
-    """The smallest type that holds a weight's codes exactly.
-
-    Returns:
-        the type and "", or None and the reason.
-    """
+    """The smallest type that holds a weight's codes exactly. Returns the type and "", or None and the
+    reason."""
     if why := _misfit(coded, rule):
         return None, why
     if rule.kind == "float":

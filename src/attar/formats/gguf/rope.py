@@ -56,9 +56,7 @@ class Rope:
 
 def read_rope(config: Mapping[str, Any], architecture: Architecture, sizes: Sizes) -> Rope | None:
     """The rotary settings of a config, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
-
-    Returns:
-        None for families without rotary embeddings.
+    Returns None for families without rotary embeddings.
 
     Raises:
         ModelError: llama.cpp does not compute this kind in this family.

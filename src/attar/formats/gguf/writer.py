@@ -132,11 +132,7 @@ class GGUFWriter:
         del self._missing[name]
 
     def finish(self) -> list[Path]:
-        """Give the files their names.
-
-        Returns:
-            the files, sorted by name.
-        """
+        """Give the files their names. Returns the files, sorted by name."""
         assert not self._missing, f"{len(self._missing)} tensors were never added, first {self.missing()[0]}"
         with self._guarded():
             for part in self._parts:

@@ -129,8 +129,7 @@ def sample_cards(run: RunRecord) -> Markup | None:
 
 def differences(base: str, text: str) -> Iterator[tuple[str, str]]:
     """Pieces of ``text`` in order, compared with ``base`` word by word: ``same``, ``new`` (added or changed),
-    or ``gone`` (of ``base``, removed).
-    """
+    or ``gone`` (of ``base``, removed)."""
     ours, theirs = _words(text), _words(base)
     for kind, first, last, start, end in SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes():
         if kind == "delete":

@@ -65,8 +65,7 @@ def from_zero(values: Iterable[float], start: float, end: float, margin: float =
 
 def _log_ticks(low: float, high: float) -> list[list[float]]:
     """Ticks at 1-1.5-2-3-4-5-7, at 1-2-3-5, at 1-2-5, at powers of ten, at every other power ... the densest
-    first.
-    """
+    first."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     sets = [[m * 10.0**e for e in range(first, last + 1) for m in steps] for steps in LOG_STEPS]
     sets += [

@@ -59,7 +59,7 @@ def extract(
     force: bool = False,
     key: str | None = None,
 ) -> Path:
-    """Write an adapter that takes ``base`` to ``model``, as far as its rank allows.
+    """Write an adapter that takes ``base`` to ``model``, as far as its rank allows. Returns ``out``.
 
     The card's details ``extraction`` give for every Linear its rank, the energy held, the error relative to
     the update and to the weight; which tensors are saved whole; and which differ and are not covered.
@@ -69,9 +69,6 @@ def extract(
         out: the new folder: peft's ``adapter_config.json`` and ``adapter_model.safetensors``, tokenizer,
             licence texts and card.
         key: identity of this work, when a recipe knows it.
-
-    Returns:
-        ``out``.
 
     Raises:
         ModelError: the models do not have the same tensors and shapes, or no Linear weight differs.

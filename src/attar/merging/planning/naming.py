@@ -136,14 +136,12 @@ def is_buffer(name: str) -> bool:
 
 
 def token_embedding(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Name of the matrix with one row a token, or None.
+    """Name of the matrix with one row a token, or None. Returns the first by name with as many rows as the
+    config's vocabulary; where none has, with the most rows.
 
     Args:
         tensors: those outside the stacks, by name.
         config: content of ``config.json``.
-
-    Returns:
-        The first by name with as many rows as the config's vocabulary; where none has, with the most rows.
     """
     rows = {
         name: info.shape[0]

@@ -108,13 +108,11 @@ def mixture(
     progress: Progress,
     candidates: Mapping[str, CandidateGrid] | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """The scheme of each Linear under the average bits of the settings.
+    """The scheme of each Linear under the average bits of the settings. Returns scheme by module name, and
+    for the card: the mix, its predicted and measured KL, the trade-off curve.
 
     Args:
         candidates: grids by scheme; None: integers of 2 to 8 bits.
-
-    Returns:
-        scheme by module name, and for the card: the mix, its predicted and measured KL, the trade-off curve.
 
     Raises:
         SettingsError: not even the smallest candidates fit the budget.

@@ -49,14 +49,12 @@ RoundFunction = Callable[[Tensor, Grid], QuantizedTensor]
 
 
 def shared_groups(blocks: Sequence[Any], modules: Sequence[str]) -> dict[str, list[str]]:
-    """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up.
+    """Linears that must share a scheme, because runtimes fuse them: q, k and v; gate and up. Returns modules
+    by group, in the order of the blocks; a group is named after its modules.
 
     Args:
         blocks: those of an Anatomy.
         modules: names of the Linears that will be quantized.
-
-    Returns:
-        modules by group, in the order of the blocks; a group is named after its modules.
     """
     groups: dict[str, list[str]] = {}
     for block in blocks:
@@ -95,7 +93,8 @@ def measure(
     memory: int = MEMORY,
     progress: Progress = SILENT,
 ) -> list[Measurement]:
-    """The sensitivity of every group to every candidate; what the file holds is not measured again.
+    """The sensitivity of every group to every candidate; what the file holds is not measured again. Returns
+    the measurements of these groups and candidates, group by group.
 
     Args:
         model: loaded dense, in evaluation mode. Its weights are changed while this runs and restored to the
@@ -111,9 +110,6 @@ def measure(
         dtype: of the stored weights; None: that of the loaded ones.
         fits: whether a grid suits an (N, K) weight; a candidate is left out for a group where it does not.
         memory: bytes of reference logits kept in memory; more are spilled to disk.
-
-    Returns:
-        the measurements of these groups and candidates, group by group.
 
     Raises:
         ModelError: the file belongs to another model or text.

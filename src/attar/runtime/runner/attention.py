@@ -49,13 +49,11 @@ def paged_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; query (1, h, T, d), key and value (1, kv_heads, T, d).
+    """What transformers calls in each layer; query (1, h, T, d), key and value (1, kv_heads, T, d). Returns
+    (1, T, h, d), and no weights.
 
     Args:
         paged: passed through the model's forward: an :class:`AttentionPass`, or the probe of ``probe.py``.
-
-    Returns:
-        (1, T, h, d), and no weights.
 
     Raises:
         ModelError: the model does not pass ``paged`` through, or needs attention that is not supported.
@@ -226,15 +224,12 @@ def attention(
     softcap: float | None = None,
     causal: bool = False,
 ) -> Tensor:
-    """Grouped-query attention of one sequence.
+    """Grouped-query attention of one sequence. Returns (t, h, d) of q's dtype.
 
     Args:
         q: (t, h, d).
         k, v: (n, kv_heads, d); h is a multiple of kv_heads.
         mask: bool (t, n), True where seen; None: everything, or with ``causal`` the lower triangle (t = n).
-
-    Returns:
-        (t, h, d) of q's dtype.
     """
     if softcap is not None:
         p = weights(

@@ -81,8 +81,7 @@ class StopFinder:
 
     def add(self, piece: str) -> str:
         """The text that can be returned now. Where a stop string is complete, it is ``match``, and the text
-        ends before the earliest; of two that begin together the longer one is the match.
-        """
+        ends before the earliest; of two that begin together the longer one is the match."""
         assert self.match is None, "a stop string ended the text"
         text = self._held + piece
         matches = [(text.find(stop), -len(stop), stop) for stop in self.stops if stop in text]

@@ -79,8 +79,7 @@ class Matcher:
 
     def after(self, tokens: Sequence[int]) -> Matcher:
         """A second matcher after further tokens, for the positions of a draft; it stops at the first token
-        that the grammar forbids.
-        """
+        that the grammar forbids."""
         ahead = self.copy()
         for token in tokens:
             if not bool(ahead._mask[token]):
@@ -94,14 +93,11 @@ class Matcher:
         return self._may_end and not self._continues and self._failure is None
 
     def allowed(self, ends: Sequence[int] = ()) -> Tensor:
-        """Tokens that may come next.
+        """Tokens that may come next. Returns bool (V,), a new tensor where there are ends.
 
         Args:
             ends: tokens that end the completion: allowed where it may end; before, only if the grammar
                 allows them as text.
-
-        Returns:
-            bool (V,), a new tensor where there are ends.
 
         Raises:
             GrammarError: as :meth:`check`.
@@ -149,8 +145,7 @@ class Grammars:
 
     def prepare(self) -> None:
         """Build the vocabulary trie ahead of the first grammar, because llguidance holds the interpreter lock
-        meanwhile. Nothing happens where it is not installed or does not support the tokenizer.
-        """
+        meanwhile. Nothing happens where it is not installed or does not support the tokenizer."""
         with suppress(ImportError, ValueError):
             self._vocabulary_trie()
 

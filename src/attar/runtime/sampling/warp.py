@@ -61,14 +61,11 @@ class SamplingRow:
 
 
 def warp(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The distributions.
+    """The distributions. Returns float32 (R, V), one row of sum 1.
 
     Args:
         logits: (R, V); not modified.
         rows: one for one row.
-
-    Returns:
-        float32 (R, V), one row of sum 1.
 
     Raises:
         NumericsError: a row's logits are NaN or +infinity, or no token can be sampled in it.

@@ -223,8 +223,7 @@ class ChatBuilder(_Builder):
 
 def _reasons(finish: FinishReason | None, stop: str | int | None) -> dict[str, Any]:
     """``finish_reason`` as at OpenAI, where whatever cuts a completion short is ``length``, and
-    ``stop_reason`` as in vLLM: the stop string or token, or attar's reason where OpenAI has none.
-    """
+    ``stop_reason`` as in vLLM: the stop string or token, or attar's reason where OpenAI has none."""
     reason: FinishReasonBody | None = None if finish is None else "stop" if finish == "stop" else "length"
     return {"finish_reason": reason, "stop_reason": finish if finish in ("deadline", "capacity") else stop}
 

@@ -187,8 +187,7 @@ class RequestHandler:
 
     def _account(self) -> None:
         """Write the token counts to the log, the metrics and the caller's budget. The caller pays for
-        cancelled completions too, once.
-        """
+        cancelled completions too, once."""
         self._log_fields["prompt_tokens"] = self.prompt_tokens
         self._log_fields["completion_tokens"] = self.completion_tokens
         tokens, self._billed_tokens = self._billed_tokens, 0

@@ -46,15 +46,13 @@ class DraftTables:
         self._round = list(sequences)
 
     def open(self, sequence: int, tokens: Sequence[int], ahead: int, salt: str = "") -> bool:
-        """Reserves slots for the new tokens of a sequence.
+        """Reserves slots for the new tokens of a sequence. Returns false where there is no room; the
+        sequence then has an older table, or none.
 
         Args:
             tokens: all of it, at least one; the last is always run again, for its logits.
             ahead: slots after the tokens that drafts will need.
             salt: the tenant.
-
-        Returns:
-            False where no blocks are left; the sequence then has an older table, or none.
         """
         self._truncate(sequence, tokens)
         while not self._reserved(sequence, tokens, ahead, salt):

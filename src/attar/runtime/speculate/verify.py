@@ -1,12 +1,12 @@
 """Verification: which drafts are accepted, by mode and rule.
 
-    greedy request, coupled mode, or a fixed draft    ``follow``     the target's own token is followed
+    greedy request, coupled mode, or a fixed draft    follow         accepted if equal to the target's token
     exact, a chain drawn from q                       chain.py       block verification
     exact, any other draft drawn from q               tree.py        by the draft's rule, iid or distinct
 
-All give tokens with the target's distribution. Coupled mode gives the completion of plain decoding itself;
-exact mode accepts more where the draft has a q, but its completion depends on the drafts. p is always the
-distribution after all warps, with penalties and grammar as they are after the drafted path.
+All give tokens with the target's distribution. Coupled verification gives the very tokens of plain decoding;
+exact verification accepts more where the draft has a q, but the tokens then depend on the drafts. p is always
+the distribution after all warps, with penalties and grammar as they are after the drafted path.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from attar.runtime.speculate.tree import walk
 
 
 def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
-    """Walk as long as the target's own token is among the drafts.
+    """Descend the tree while the target's own token is among the children.
 
     Args:
         draft: of any rule; q is not used.
-        token: plain decoding's token after a node 0..n; called once for each node walked.
+        token: plain decoding's token after a node 0..n; called once for each node on the path.
     """
     node = 0
     path: list[int] = []
@@ -41,7 +41,7 @@ VerificationMode = Literal["coupled", "exact"]
 
 
 class Target(Protocol):
-    """The target model after the nodes of a draft; evaluated only where the verifier goes."""
+    """The target model after the nodes of a draft; evaluated only on the accepted path."""
 
     @property
     def greedy(self) -> bool:

@@ -137,11 +137,8 @@ def pre_tokenizer(name: str) -> dict[str, Any]:
 
 
 def nearest_pre_tokenizer(given: Mapping[str, Any] | None) -> tuple[str, float]:
-    """The pre-tokenizer of the table that splits the probe text most similarly.
-
-    Returns:
-        Its name, and the number of common cuts divided by the number of all cuts of both.
-    """
+    """The pre-tokenizer of the table that splits the probe text most similarly. Returns its name, and the
+    number of common cuts divided by the number of all cuts of both."""
     mine = _cuts(given)
     best = ("", -1.0)
     for row in TABLE:

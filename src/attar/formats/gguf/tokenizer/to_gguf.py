@@ -45,15 +45,13 @@ CHARSMAP = "precompiled_charsmap"
 def tokenizer_metadata(
     folder: str | Path, config: Mapping[str, Any], pre: str | None = None
 ) -> dict[str, MetadataValue]:
-    """The GGUF metadata of a model folder's tokenizer.
+    """The GGUF metadata of a model folder's tokenizer. Returns all keys below ``tokenizer.``, and
+    ``attar.tokenizer.pipeline``.
 
     Args:
         folder: with tokenizer.json or a SentencePiece model.
         config: the content of config.json; its vocab_size is the number of tokens written.
         pre: llama.cpp's name for the pre-tokenizer of a byte-level BPE; None: it is recognised.
-
-    Returns:
-        All keys below ``tokenizer.``, and ``attar.tokenizer.pipeline``.
 
     Raises:
         CheckpointError: there is no tokenizer, or a file is damaged.

@@ -90,16 +90,14 @@ def combine(
     elect: bool,
     majority: float | None = None,
 ) -> Tensor:
-    """base + the combination of the sparsified task vectors, in chunks. Does not modify its inputs.
+    """base + the combination of the sparsified task vectors, in chunks. Does not modify its inputs. Returns
+    of base's shape and dtype.
 
     Args:
         vectors: of one base.
         normalize: divide by the weights that took part.
         lambda_: scale of the combination.
         majority: sign (+1 or -1) where the unweighted sum is 0; None: mergekit's weighted election.
-
-    Returns:
-        Of base's shape and dtype.
     """
     base = vectors[0].base
     out = torch.empty(base.shape, dtype=base.dtype)

@@ -49,8 +49,7 @@ class SnapKV:
 
     def due(self, entries: int, prompt_done: bool) -> int | None:
         """Entries to keep now, when a prompt longer than C is computed; not called for a shorter one, nor for
-        a packed sequence.
-        """
+        a packed sequence."""
         return self.capacity if prompt_done and entries > self.capacity else None
 
     def most(self, chunk: int, block_size: int) -> int | None:
