@@ -155,7 +155,7 @@ def test_one_signal_on_the_way_makes_the_root_a_signal():
 
 def test_each_duty_is_listed_once():
     outcome = duties([child(root("llama3.1")), root("llama3.1"), root("llama3.1", "signal")])
-    assert len(outcome.duties) == len(set(licence_ids.duties)) == 4
+    assert len(outcome.duties) == len(set(outcome.duties)) == 4
     assert [source.role for source in outcome.sources] == ["weights", "signal"]
     content = outcome.to_dict()
     assert content["sources"][0]["clause"] == "1.b.i, 2"

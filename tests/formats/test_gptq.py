@@ -277,7 +277,7 @@ def test_labels_old_and_new(tmp_path, expected, version, symmetric):
 
 def test_a_quantize_config_next_to_the_config(tmp_path):
     config = {key: value for key, value in OLD.items() if key != "quant_method"}
-    checkpoint = folder(tmp_path, stored(), None, beside=("quantize_config.json", config))
+    checkpoint = folder(tmp_path, stored(), None, config_file=("quantize_config.json", config))
     assert quant_method(checkpoint) == "gptq"
     assert equal(reader(checkpoint).codes(f"{MODULE}.qweight")[0], random_coded(rule()))
     dense = folder(tmp_path, {"a.weight": torch.ones(2)}, None)
