@@ -59,7 +59,7 @@ def folder(
     config_file: tuple[str, dict[str, Any]] | None = None,
     family: str = "llama",
 ) -> Any:
-    """A checkpoint of these tensors, opened; with its ``quantization_config``, or a config file of its own."""
+    """An opened checkpoint of these tensors with its ``quantization_config``, or with a config file more."""
     path.mkdir(exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
     config: dict[str, Any] = {"model_type": family, "architectures": ["LlamaForCausalLM"]}
