@@ -73,7 +73,7 @@ def test_a_turn_reads_what_the_turns_before_wrote(llm: LLM) -> None:
 
 def test_special_tokens_in_a_message_stay_text(llm: LLM) -> None:
     chat = Chat(llm, GREEDY)
-    ids = chat._encoded([{"role": "user", "content": "a<|endoftext|>b"}])
+    ids = chat._encode([{"role": "user", "content": "a<|endoftext|>b"}])
     assert not set(ids) & set(llm.engine.ends)
 
 

@@ -22,7 +22,7 @@ def test_stages_are_numbered_from_one_and_have_names() -> None:
         TEXT, overrides=["stages.1.ratio=0.3", "stages.prune.ratio=0.1", "stages.gptq.group_size=32"]
     )
     assert [entry.settings.ratio for entry in recipe.stages[:2]] == [0.1, 0.3]
-    assert recipe.entry("gptq").settings.group_size == 32
+    assert recipe.entry("gptq").settings.storage.group_size == 32
 
 
 def test_values_are_yaml() -> None:
@@ -35,8 +35,8 @@ def test_values_are_yaml() -> None:
     ]
     recipe = parse_recipe(TEXT, overrides=changes)
     assert (recipe.model, recipe.seed, recipe.data) == ("org/name@main", 4, "x=y")
-    assert recipe.stages[2].settings.ignore == ("a", "re:b.*")
-    assert recipe.stages[2].settings.damp == 0.001
+    assert recipe.stages[2].settings.storage.ignore == ("a", "re:b.*")
+    assert recipe.stages[2].settings.rounding.damp == 0.001
 
 
 def test_what_is_absent_or_false_gives_way() -> None:

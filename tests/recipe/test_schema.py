@@ -165,7 +165,7 @@ def test_the_quickstart() -> None:
     quantized = {entry.settings.method: entry for entry in recipe.stages if entry.stage == "quantize"}
     rtn, gptq = quantized["rtn"], quantized["gptq"]
     assert rtn.source == gptq.source and rtn.settings.storage.scheme == gptq.settings.storage.scheme
-    assert rtn.settings.group_size == gptq.settings.group_size
+    assert rtn.settings.storage.group_size == gptq.settings.storage.group_size
 
 
 def test_the_quickstart_is_the_file_in_the_repository() -> None:

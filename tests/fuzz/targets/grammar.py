@@ -51,7 +51,7 @@ def target(folder: Path) -> Callable[[bytes], bool]:
                 allowed = matcher.allowed((0,)).nonzero()
                 if not len(allowed) or int(allowed[0]) == 0:
                     break
-                matcher.take(int(allowed[0]))
+                matcher.consume(int(allowed[0]))
             return True
         except AttarError:
             return False

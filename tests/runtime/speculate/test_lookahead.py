@@ -31,7 +31,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
         if skip(passes):
             draft = None
         nodes = range(len(draft) + 1) if draft else [0]
-        choices = [model([*text, *(draft.text(draft.path(node)) if draft else ())]) for node in nodes]
+        choices = [model([*text, *(draft.path_tokens(draft.path(node)) if draft else ())]) for node in nodes]
         path, node = [], 0
         while draft:
             match = [child for child in draft.children(node) if draft.tokens[child - 1] == choices[node]]
@@ -39,7 +39,7 @@ def decode(model, proposer, text, count, sequence=0, most=200, skip=lambda turn:
                 break
             assert len(match) == 1, "equal siblings are one node"
             path += (node := match[0],)
-        new = [*(draft.text(path) if draft else ()), choices[node]]
+        new = [*(draft.path_tokens(path) if draft else ()), choices[node]]
         proposer.observe([DraftFeedback(sequence, draft, tuple(path), new, choices)])
         text += new
     return text, passes
@@ -83,7 +83,7 @@ def test_the_window_is_a_jacobi_iteration():
         newest = []
         for column in range(4):
             newest.append(hashed([*text, *rows[0][: column + 1], *(row[column] for row in rows[1:])]))
-        choices = [hashed([*text, *draft.text(draft.path(node))]) for node in range(len(draft) + 1)]
+        choices = [hashed([*text, *draft.path_tokens(draft.path(node))]) for node in range(len(draft) + 1)]
         assert [choices[node] for node in window.cells] == newest
         warm, accepted = len(rows) == 3, rng.randrange(3)
         window.advance(accepted, choices)

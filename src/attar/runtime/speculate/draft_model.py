@@ -153,7 +153,7 @@ class DraftModel:
         self._translators: dict[int, TokenTranslator] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft | None]:
-        """A chain of at most ``most`` drafts for each request, with all siblings where it is ``wide``.
+        """A chain of at most ``most`` drafts for each request, with siblings where it asks for them.
 
         An error of the runner is raised; the tables of the round are dropped then, and the next may go on.
         """
@@ -203,7 +203,7 @@ class DraftModel:
             return None
         if not self.tables.open(request.sequence, ids, most - 1, request.salt):
             return None
-        branches = self.branches if request.wide else 1
+        branches = self.branches if request.siblings else 1
         return GrowingDraft(request, ids, len(ids), most, self.ends, self.doubt, branches)
 
     def _run(self, drafts: Sequence[GrowingDraft]) -> None:

@@ -6,7 +6,7 @@
 A draft model prefills a sequence before it drafts for it, where prefill <= gain, or where the budget has all
 of it: not long prompts with short answers, nor anything whose drafts have never been accepted. Half a budget
 at most is charged, so that some is left for drafts, and nothing is learnt from it about the time of a step. A
-sequence that grew by more than BEHIND tokens without drafts is prefilled again as far as it grew.
+sequence that grew by more than CATCH_UP tokens without drafts is prefilled again as far as it grew.
 
 Siblings: the policy chooses ranks and depths before the first token is drawn, so that drawn drafts keep their
 distribution (``draft.py``); the rule of verification depends on it too: "distinct" where a sibling is chosen,
@@ -24,8 +24,8 @@ from attar.runtime.speculate.draft import LEVELS, Draft, kinds_of
 from attar.runtime.speculate.policy import AcceptanceRates, DraftPolicy
 from attar.runtime.speculate.proposer import DraftFeedback
 
-BEHIND = 16
-LEFT = 1.0  # plain passes, in the budget after the charge, for drafts
+CATCH_UP = 16  # tokens without drafts, after which a sequence is prefilled again
+RESERVE = 1.0  # plain passes that remain in the budget after the charge, for drafts
 
 
 class DraftPrefill:
@@ -42,12 +42,12 @@ class DraftPrefill:
             tokens: of the sequence so far; remaining: at most.
         """
         plain, new = policy.latency.target(1, 1), tokens - self._lengths.get(sequence, 0)
-        if new <= BEHIND or not most or plain <= 0:
+        if new <= CATCH_UP or not most or plain <= 0:
             return True
         prefill = new * policy.latency.reading / plain
         gain = remaining * (1 - 1 / policy.speedup(sequence, most))
         charged = min(prefill, policy.budget.size / 2) if prefill <= gain else prefill
-        return policy.budget.open and charged + LEFT <= policy.budget.left
+        return policy.budget.open and charged + RESERVE <= policy.budget.left
 
     def begin(self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether drafting K = ``counts`` tokens prefills any of the sequences; those with K > 0 are
@@ -55,7 +55,7 @@ class DraftPrefill:
         prefills = False
         for sequence, count, length in zip(sequences, counts, tokens, strict=True):
             if count:
-                prefills |= length - self._lengths.get(sequence, 0) > BEHIND
+                prefills |= length - self._lengths.get(sequence, 0) > CATCH_UP
                 self._lengths[sequence] = length
         return prefills
 

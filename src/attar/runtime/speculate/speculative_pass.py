@@ -55,14 +55,14 @@ def draft_limit(sequence: Running, scheduler: Scheduler, most: int, inside: bool
     return max(longest, 0)
 
 
-def mode_of(text: Completion, verification: VerificationMode | None) -> VerificationMode:
+def mode_of(completion: Completion, verification: VerificationMode | None) -> VerificationMode:
     """As configured; else coupled where the request has a seed, and exact where it has none."""
-    return verification or ("exact" if text.params.seed is None else "coupled")
+    return verification or ("exact" if completion.params.seed is None else "coupled")
 
 
-def noise_of(sequence: Running, text: Completion) -> Noise:
+def noise_of(sequence: Running, completion: Completion) -> Noise:
     """Of the sequence in this round."""
-    return Noise(text.seed, text.sample, len(sequence.tokens))
+    return Noise(completion.seed, completion.sample, len(sequence.tokens))
 
 
 @dataclass(eq=False)
@@ -70,35 +70,40 @@ class GuardedRules:
     """A completion's rules as a proposer gets them; an error in them is the completion's, not the proposer's.
 
     Args:
-        text: whose; what is wrong with it comes out when its token is drawn.
-        failed: whether they did.
+        completion: its rules; their error is raised again when its token is sampled.
+        failed: whether they raised an error.
     """
 
-    text: Completion
+    completion: Completion
     failed: bool = False
 
     def row(self, drafted: Sequence[int] = ()) -> SamplingRow:
         """The warps of the token after ``drafted``."""
         try:
-            return self.text.row(drafted)
+            return self.completion.row(drafted)
         except Exception:
             self.failed = True
             raise
 
     def key(self, ahead: int = 0) -> int:
         """The noise key ``ahead`` positions after the next."""
-        return self.text.key(ahead)
+        return self.completion.key(ahead)
 
 
 def draft_request(
-    sequence: Running, most: int, proposer: Proposer, rules: GuardedRules, mode: VerificationMode, wide: bool
+    sequence: Running,
+    most: int,
+    proposer: Proposer,
+    rules: GuardedRules,
+    mode: VerificationMode,
+    siblings: bool,
 ) -> DraftRequest:
     """The request for a sequence; with rules only where the proposer draws."""
-    shown: SamplingRules | None = None
+    passed: SamplingRules | None = None
     if proposer.draws:
-        exact = mode == "exact" and not rules.text.params.greedy
-        shown = DraftRules(rules, noise_of(sequence, rules.text)) if exact else rules
-    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, shown, wide)
+        exact = mode == "exact" and not rules.completion.params.greedy
+        passed = DraftRules(rules, noise_of(sequence, rules.completion)) if exact else rules
+    return DraftRequest(sequence.id, sequence.tokens, most, sequence.request.salt, passed, siblings)
 
 
 @dataclass

@@ -46,7 +46,7 @@ class FixedPolicy(DraftPolicy):
     def open(self) -> bool:
         return True
 
-    def rest(self, batch: int, asking: float) -> int:
+    def passes_to_skip(self, batch: int, proposing: float) -> int:
         return 0
 
     def choose(
@@ -55,7 +55,7 @@ class FixedPolicy(DraftPolicy):
         limits: Sequence[int],
         prompt_tokens: int = 0,
         branches: int = 1,
-        room: int | None = None,
+        room: float = math.inf,
     ) -> list[set[int]]:
         return [{kind_of(0, depth) for depth in range(1, min(limit, self.most) + 1)} for limit in limits]
 
