@@ -74,10 +74,10 @@ def test_the_window_is_a_jacobi_iteration():
     rng = random.Random(0)
     window = LookaheadWindow(4, 4, NgramPool(4), seed=1)
     text = [3, 1, 4]
-    window.follow(text)
+    window.extend(text)
     for turn in range(12):
         trie = DraftBuilder()
-        window.plant(trie)
+        window.add_to(trie)
         draft = trie.draft()
         rows = [list(row) for row in window.rows]
         newest = []
@@ -96,14 +96,14 @@ def test_the_window_is_a_jacobi_iteration():
         for row, before in zip(window.rows, [*left, newest], strict=True):
             assert len(row) == 4 and row[: 4 - gone] == before[gone:], turn
         text += [rng.randrange(7) for _ in range(accepted + 1)]
-        window.follow(text)
+        window.extend(text)
 
 
 def test_cells_of_equal_context_share_a_node():
     window = LookaheadWindow(3, 3, NgramPool(2))
-    window.text, window.rows = [1], [[5, 6, 7], [6, 8, 7]]
+    window.tokens, window.rows = [1], [[5, 6, 7], [6, 8, 7]]
     trie = DraftBuilder()
-    window.plant(trie)
+    window.add_to(trie)
     draft = trie.draft()
     assert draft.tokens == (5, 6, 7, 8, 7) and draft.parents == (0, 1, 2, 2, 3)
     assert window.cells == [2, 4, 5], "cell (1, 0) is (0, 1)"

@@ -63,7 +63,7 @@ class DraftFeedback:
     """The result of a pass for one sequence.
 
     Args:
-        draft: the verified one; None where the token was decoded without drafts.
+        draft: what was verified; None where the token was decoded without drafts.
         path: indices of the accepted drafts, 1..n, in order.
         tokens: the new tokens: the accepted drafts and the one after them.
         choices: the target's likeliest token after the last decided token (0) and after each draft (1..n);

@@ -1,21 +1,20 @@
-"""Speculation inside the engine: joins a proposer, the policy and the verifier with the loop.
+"""Speculation in the engine's loop: connects a proposer, the policy and verification.
 
-    schedule    tokens and prompts are planned → plan(): drafts for the sequences that decode, in what is
-                left of the step's tokens and of the free blocks; so drafts delay no prompt and preempt
-                no sequence
+    schedule    decode tokens and prompt chunks are planned → plan(): drafts for the sequences that decode, in
+                the remaining step tokens and free blocks: drafts delay no prompt and preempt no sequence
     run, commit
-    draw        verify(): the accepted drafts of a sequence, and the token after them
-    note        proposer and policy learn from the pass
-    append      the accepted path's slots are moved together, the rest is truncated
+    sample      verify(): the accepted drafts of a sequence, and the token after them
+    note        the proposer and the policy learn from the pass
+    append      the accepted path's slots are moved together, the others are truncated
 
-Where nothing pays, even proposing does not: then some passes are as without speculation, and the
-last of these is measured, so that what is compared with it stays true (``_rests``).
+Where no draft pays, the proposer's own time does not pay either: some passes then run without speculation,
+and the last of them is measured, which keeps the time of plain passes current (``_resting_pass``).
 
-A sequence that ended, or lost its blocks, is forgotten before the next drafts are made. Sequences fork with
+The state of a sequence that ended or was preempted is dropped before the next proposal. Sequences fork with
 their first token, before anything is drafted for them.
 
-A proposer that fails ends no request: from then on nothing is drafted, and ``failure`` has the reason. So
-with any other failure here, after which the caller calls ``stop``; only ``verify`` raises, for its sequence.
+A failing proposer ends no request: from then on nothing is drafted, and ``failure`` has the error. For any
+other failure the caller calls ``stop``; only ``verify`` raises, for its sequence.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ class Speculator:
         self._known: dict[int, None] = {}
         self._round = SpeculativePass()
         self._proposes = self._prefills = False  # of this pass
-        self._uncut: dict[int, Draft] = {}  # drafts of the pass before siblings were cut
+        self._uncut: dict[int, Draft] = {}  # drafts of the pass with all siblings
         self._since_siblings = SIBLINGS_EVERY
-        self._spent = 0.0  # seconds spent here that were not charged yet: the next proposal is
+        self._spent = 0.0  # own seconds, charged with the next proposal
         self._pause = self._resting = 0  # passes without speculation, and those that remain
 
     def plan(
@@ -94,12 +93,12 @@ class Speculator:
         completion: Callable[[Running], Completion],
         inside: bool = False,
     ) -> Planned:
-        """Adds drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
+        """Add drafts to the sequences of a planned step. Returns the same with drafts, for which slots are
         reserved too.
 
         Args:
             planned: sequences, each with its tokens of the step, for which slots are reserved.
-            text: the completion of a sequence.
+            text: of a sequence.
             inside: drafts stay before the last slot of a block: where full blocks are quantized, all later
                 tokens must be run after that, as without drafts.
         """
@@ -113,11 +112,11 @@ class Speculator:
         total = sum(share for _, share in planned)
         left = scheduler.limits.step_tokens - total
         prompt_tokens = total - len(decoding)
-        limits = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
+        rooms = [draft_limit(one, scheduler, min(self.most, left), inside) for one in decoding]
         drafts: dict[int, Draft] = {}
-        if self.failure is None and not rested and any(limits):
+        if self.failure is None and not rested and any(rooms):
             for one, draft in zip(
-                decoding, self._proposed(decoding, limits, left, prompt_tokens, completion), strict=True
+                decoding, self._proposed(decoding, rooms, left, prompt_tokens, completion), strict=True
             ):
                 draft = draft and self._fitting(draft, left)
                 if draft is not None and _reserved(one, scheduler, 1 + len(draft)):
@@ -198,18 +197,18 @@ class Speculator:
         self._known = now
 
     def _resting_pass(self) -> bool:
-        """Whether the coming pass is one without proposals, learning and measurement."""
+        """Whether the next pass runs without proposals and measurement."""
         self._resting -= 1
         if self._resting:
             self._round = RESTING
         else:
-            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is noted as any other
+            self.policy.budget.note(self._pause - 1, self._pause - 1)  # the last one is measured
         return self._resting > 0
 
     def _proposed(
         self,
         decoding: Sequence[Running],
-        limits: list[int],
+        rooms: list[int],
         left: int,
         prompt_tokens: int,
         completion: Callable[[Running], Completion],
@@ -220,18 +219,18 @@ class Speculator:
             return [*nothing]
         self._proposes, free, siblings = True, self.proposer.free, False
         if not free:
-            limits = [self._prefilled_limit(one, most) for one, most in zip(decoding, limits, strict=True)]
+            rooms = [self._prefilled_limit(one, most) for one, most in zip(decoding, rooms, strict=True)]
             branches = getattr(self.proposer, "branches", 1)
-            kinds = self.policy.choose(ids, limits, prompt_tokens, branches, left)
-            limits = [sum(kind < LEVELS for kind in one) for one in kinds]
-            if not any(limits):
+            kinds = self.policy.choose(ids, rooms, prompt_tokens, branches, left)
+            rooms = [sum(kind < LEVELS for kind in one) for one in kinds]
+            if not any(rooms):
                 return [*nothing]
             siblings = self._with_siblings(kinds)
-            self._prefills = self.prefill.begin(ids, limits, [len(one.tokens) for one in decoding])
+            self._prefills = self.prefill.begin(ids, rooms, [len(one.tokens) for one in decoding])
         rules = [GuardedRules(completion(one)) for one in decoding]
         requests = [
             draft_request(one, most, self.proposer, its, mode_of(its.completion, self.verification), siblings)
-            for one, most, its in zip(decoding, limits, rules, strict=True)
+            for one, most, its in zip(decoding, rooms, rules, strict=True)
         ]
         try:
             drafts = self.proposer.propose(requests)
@@ -260,7 +259,7 @@ class Speculator:
         return most if self.prefill.pays(self.policy, sequence.id, most, count, remaining) else 0
 
     def _fitting(self, draft: Draft, left: int) -> Draft | None:
-        """The part that fits in the step; where the proposer learns from its whole tree, all or nothing."""
+        """The part that fits in the step; all or nothing if the proposer learns from its whole tree."""
         return draft if len(draft) <= left else None if self.proposer.learns_tree else draft.cut(left)
 
     def _feedback(self, output: StepOutput, drawn: SampledTokens, logits: Tensor) -> DraftFeedback:
@@ -278,8 +277,8 @@ class Speculator:
 
 
 def _reserved(sequence: Running, scheduler: Scheduler, count: int) -> bool:
-    """Whether the next slots are writable. An error is the sequence's own: it is raised again when the
-    scheduler reserves slots, and ends the request."""
+    """Whether slots are reserved. An error is raised again when the scheduler reserves the slots of the
+    sequence, and ends its request there."""
     try:
         return scheduler.manager.reserve(sequence.id, count)
     except Exception:

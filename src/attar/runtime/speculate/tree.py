@@ -3,7 +3,7 @@
     at a node:  r = p
     for each child c in order:
         accept with min(1, r(c) / q(c))
-        else r = norm(max(r - q, 0))                    iid: children drawn independently
+        else r = norm(max(r - q, 0))                    iid: children drawn each by itself
              and q = norm(q without c)                  distinct: drawn without replacement
     none accepted: the token is drawn from r
 

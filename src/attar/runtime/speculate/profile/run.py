@@ -41,7 +41,7 @@ def run_profile(
         chosen: methods and prompts.
         bench: tokens, rounds and the prompts' seed.
         engine: how the target is run.
-        batches: sequences that run together.
+        batches: texts that run together.
 
     Raises:
         as :class:`attar.runtime.llm.LLM`, :func:`read_questions` and :func:`profile`.
@@ -73,7 +73,7 @@ def run_profile(
 
 
 def held_out_note(tokenizer: Any, sets: Mapping[str, Sequence[Sequence[int]]], models: Sequence[str]) -> str:
-    """Which sets of prompts the models' lineages have read, by the records next to their cards.
+    """Which sets of prompts the models' lineages have read, by the records beside their cards.
 
     A draft model that was trained on the prompts is accepted more often than it will be on other text.
 
