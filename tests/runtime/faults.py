@@ -26,7 +26,7 @@ from attar.runtime.sampling.params import SamplingParams
 TEXT = ("sample", "logprobs", "detokenize", "stop", "grammar", "row")
 RUNNER = ("run", "move", "fork", "pack")
 MEMORY = ("admit", "reserve", "commit", "pages")
-OTHERS = ("prompt", "judge", "texts")
+OTHERS = ("prompt", "verify", "texts")
 HARMLESS = ("propose", "observe", "note", "plan", "forget")
 """Nobody's text: they cost no request anything."""
 PLACES = (*TEXT, *RUNNER, *MEMORY, *OTHERS, *HARMLESS)
@@ -198,7 +198,7 @@ class Faults:
         if speculator is None:
             return
         live = engine.scheduler._live
-        self._wrap(speculator, "judge", "judge", lambda output, *rest: [output.sequence.id])
+        self._wrap(speculator, "verify", "verify", lambda output, *rest: [output.sequence.id])
         self._wrap(speculator, "note", "note", lambda *rest: [*live])
         self._wrap(speculator, "plan", "plan", lambda planned, *rest: [one.id for one, _ in planned])
         self._wrap(speculator.proposer, "propose", "propose", lambda wishes: [one.sequence for one in wishes])

@@ -55,7 +55,7 @@ class EvenGrammars:
 
 def made(place: str, runner: FakeRunner | None = None) -> Engine:
     drafter = None
-    if place in ("judge", "move", *HARMLESS):
+    if place in ("verify", "move", *HARMLESS):
         truths = [[*prompt, *alone(prompt, PLAIN)] for prompt in PROMPTS]
         drafter = speculator(Oracle(truths, right=0.7))
     running = engine(runner, speculator=drafter)
@@ -118,7 +118,7 @@ def test_an_error_ends_its_own_request_and_no_other(
     held(running)
 
 
-@pytest.mark.parametrize("place", ["sample", "detokenize", "run", "judge"])
+@pytest.mark.parametrize("place", ["sample", "detokenize", "run", "verify"])
 def test_keyboard_interrupts_pass(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     running = made(place)
     faults = Faults(running, monkeypatch)

@@ -50,7 +50,7 @@ class Chances:
     def token(self, depth: int, p: np.ndarray) -> int:
         return self._pick((p / p.sum()).tolist())
 
-    rest = token
+    resample = token
 
     def _pick(self, odds: list[float]) -> int:
         number = len(self.taken)
@@ -118,7 +118,7 @@ class Shape:
 
 def rows(model: Model, draft: Draft) -> Callable[[int], np.ndarray]:
     """p behind a node."""
-    return lambda node: model(draft.text(draft.path(node)))
+    return lambda node: model(draft.path_tokens(draft.path(node)))
 
 
 def text_law(drafts: Iterable[tuple[Draft, float]], p: Model, judge: Judge, length: int) -> np.ndarray:

@@ -84,7 +84,7 @@ def rule_a(draft: Draft, p, noise) -> Verdict:  # type: ignore[no-untyped-def]
                 break
             left = without(left, [draft.tokens[child - 1]])
         if node == parent:
-            return Verdict(tuple(path), noise.rest(len(path), left))
+            return Verdict(tuple(path), noise.resample(len(path), left))
 
 
 def test_a_draw_that_is_looked_up_is_rule_a() -> None:

@@ -35,7 +35,7 @@ def exact(params: SamplingParams = SAMPLED, seed: int = 5) -> DraftRules:
 
 def drafted(rules: SamplingRules | None, *, most: int = 4, wide: bool = True, **settings: object) -> Draft:
     model = DraftModel(FakeRunner(), **settings)  # type: ignore[arg-type]
-    (found,) = model.propose([DraftRequest(0, PROMPT, most, rules=rules, wide=wide)])
+    (found,) = model.propose([DraftRequest(0, PROMPT, most, rules=rules, siblings=wide)])
     model.check()
     assert found is not None
     found.check()
@@ -77,7 +77,7 @@ def test_a_chain_with_the_next_best_beside_it(name: str, branches: int) -> None:
     assert tree.counts == (branches,) * K and all(parent < K for parent in tree.parents)
     for depth in range(K):
         row = tree.children(depth)
-        assert list(tree.text(row)) == best(rules, chain.tokens[:depth], branches)
+        assert list(tree.path_tokens(row)) == best(rules, chain.tokens[:depth], branches)
         assert tree.kinds is not None
         assert [tree.kinds[node - 1] for node in row] == [kind_of(r, depth + 1) for r in range(branches)]
     assert tree.rule == ("distinct" if name == "exact" else "fixed")
@@ -91,7 +91,7 @@ def test_siblings_cost_no_pass() -> None:
     runs = []
     for wide in (False, True):
         runner = FakeRunner()
-        DraftModel(runner).propose([DraftRequest(0, PROMPT, 4, wide=wide)])
+        DraftModel(runner).propose([DraftRequest(0, PROMPT, 4, siblings=wide)])
         runs.append((runner.ran, len(runner.steps)))
     assert runs[0] == runs[1] == (len(PROMPT) + 3, 4)
 

@@ -154,7 +154,9 @@ def test_wrong_drafts_are_refused(spoil: Spoil) -> None:
     propose = proposer.propose
 
     def spoiled(wishes: Sequence[DraftRequest]) -> list[Draft | None]:
-        return [draft and spoil(draft) for draft in propose([replace(each, wide=False) for each in wishes])]
+        return [
+            draft and spoil(draft) for draft in propose([replace(each, siblings=False) for each in wishes])
+        ]
 
     proposer.propose = spoiled  # type: ignore[method-assign]
     assert not fits(texts(llm, WARPED, FEW), law("warped"))

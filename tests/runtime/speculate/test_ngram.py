@@ -119,7 +119,7 @@ def test_several_texts_that_differ_are_branches_the_latest_first():
     assert shared.after("", [1, 2]) == (6, 7, 5)
     assert NEXT == 3
     draft = ask(NgramProposer(shared=shared), [1, 2])
-    assert draft.text(draft.children(0)) == (6, 7, 5) and draft.tokens[:2] == (6, 16)
+    assert draft.path_tokens(draft.children(0)) == (6, 7, 5) and draft.tokens[:2] == (6, 16)
 
 
 def test_the_shared_table_is_bounded_and_keeps_what_is_used():

@@ -251,16 +251,16 @@ def test_what_was_true_long_ago_is_forgotten():
 def test_a_closed_budget_says_how_long_it_stays_so() -> None:
     policy = DraftPolicy(Latency({1: 1.0, 16: 1.5}), MOST)
     budget = policy.budget
-    assert (budget.rest, policy.rest(1, 0.0), policy.rest(0, 0.0)) == (0, 0, 0)
+    assert (budget.closed_passes, policy.passes_to_skip(1, 0.0), policy.passes_to_skip(0, 0.0)) == (0, 0, 0)
     budget.note(BUDGET + 1.0, 0.0)
     budget.note(100, 100)
     assert 0 < budget.left < REOPENS * BUDGET and not budget.open, "closed, though something is in it"
     passes = math.ceil((REOPENS * BUDGET - budget.left) / LOSS)
-    assert budget.rest == policy.rest(1, 0.0) == policy.rest(0, 9.0) == passes
+    assert budget.closed_passes == policy.passes_to_skip(1, 0.0) == policy.passes_to_skip(0, 9.0) == passes
     budget.note(passes - 1, passes - 1)
     assert not budget.open
     budget.note(1, 1)
-    assert budget.open and policy.rest(1, 0.0) == 0
+    assert budget.open and policy.passes_to_skip(1, 0.0) == 0
 
 
 def test_a_draft_survives_with_all_on_its_path_whatever_the_order_of_the_levels() -> None:

@@ -98,13 +98,13 @@ def guessed(said: tuple[int, ...], noise: Noise) -> Draft:
 def exactly(rule: Callable[[Draft, Callable[[int], Floats], Noise], Verdict]) -> Judge:
     """Verification by a rule that takes p."""
     return lambda said, draft, noise: rule(
-        draft, lambda n: TARGET((*said, *draft.text(draft.path(n)))), noise
+        draft, lambda n: TARGET((*said, *draft.path_tokens(draft.path(n)))), noise
     )
 
 
 def coupled(said: tuple[int, ...], draft: Draft, noise: Noise) -> Verdict:
     def token(node: int) -> int:
-        return noise.token(draft.depths[node], TARGET((*said, *draft.text(draft.path(node)))))
+        return noise.token(draft.depths[node], TARGET((*said, *draft.path_tokens(draft.path(node)))))
 
     return follow(draft, token)
 

@@ -160,7 +160,7 @@ def spoken(seed: int) -> tuple[int, ...]:
         whole = growing.draft()
         assert whole is not None
         draft = cut_siblings(whole, {kind_of(1, 1), kind_of(2, 1), kind_of(1, 2)})
-        paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
+        paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
         logits = torch.stack([after(1, [*PROMPT, *said, *path]) for path in paths])
         said += verify(draft, TargetLogits(logits, rules, draft), noise, "exact").tokens(draft)
     return tuple(said[:LENGTH])

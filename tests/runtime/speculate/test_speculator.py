@@ -224,7 +224,7 @@ def test_of_a_pause_only_the_last_pass_is_measured() -> None:
     policy.note = lambda news, target, draft, prompts: (  # type: ignore[method-assign]
         heard.append((target, draft > 0)) or note(news, target, draft, prompts)
     )
-    policy.rest = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
+    policy.passes_to_skip = lambda batch, proposing: 4 if proposing else 0  # type: ignore[method-assign]
     running = engine(runner, speculator=Speculator(proposer, policy, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=21))
     running.step()
@@ -311,7 +311,7 @@ def test_what_is_done_here_is_charged_also_where_nobody_is_asked() -> None:
     running = engine(runner, speculator=Speculator(proposer, told, most=4, clock=clock))
     running.add([1, 2, 3], replace(GREEDY, max_tokens=9))
     told.open = False  # type: ignore[assignment]
-    told.rest = lambda batch, asking: 0  # type: ignore[method-assign]
+    told.passes_to_skip = lambda batch, proposing: 0  # type: ignore[method-assign]
     for _ in range(2):
         running.step()
     told.open = True  # type: ignore[assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from attar.runtime.sampling.params import SamplingParams
 from attar.runtime.sampling.sample import draw, noise_key, sample
 from attar.runtime.sampling.warp import warp
 from attar.runtime.speculate.chain import block
-from attar.runtime.speculate.draft import Draft, Floats, Verdict
+from attar.runtime.speculate.draft import Draft, DraftBuilder, Floats, Verdict
 from attar.runtime.speculate.noise import DraftRules, Noise
 from attar.runtime.speculate.residual import excess, normal
 from attar.runtime.speculate.target import TargetLogits
@@ -69,6 +69,16 @@ class Stubborn(Noise):
         return False
 
 
+def trie(guesses: list[list[int]]) -> Draft:
+    """Several fixed continuations as one tree; common beginnings share their nodes."""
+    builder = DraftBuilder()
+    for guess in guesses:
+        builder.add(guess, [1] * len(guess))
+    draft = builder.draft()
+    assert draft is not None
+    return replace(draft, kinds=None)
+
+
 def text(**params: object) -> Completion:
     return Completion("r", 0, PROMPT, SamplingParams(**params), seed=5, limit=99)  # type: ignore[arg-type]
 
@@ -89,7 +99,7 @@ def language(prefix: tuple[int, ...]) -> torch.Tensor:
 
 def passed(draft: Draft, said: tuple[int, ...] = ()) -> torch.Tensor:
     """What a pass over the draft returns: (n + 1, 40)."""
-    paths = [draft.text(draft.path(node)) for node in range(len(draft) + 1)]
+    paths = [draft.path_tokens(draft.path(node)) for node in range(len(draft) + 1)]
     return torch.stack([language((*said, *path)) for path in paths])
 
 
@@ -118,7 +128,7 @@ def test_greedy_and_fixed_drafts_give_plain_decoding_s_text(params: dict[str, fl
         right = (wanted + [0] * 9)[len(said) : len(said) + 4]
         wrong = generator.integers(0, 40, 3).tolist()
         guesses = [right[: generator.integers(0, 5)] + wrong, [*wrong, 39], right[:2]]
-        draft = Draft.trie(guesses)
+        draft = trie(guesses)
         target = TargetLogits(passed(draft, said), mine, draft)
         found = verify(draft, target, noise(ahead=len(said)), mode).tokens(draft)  # type: ignore[arg-type]
         said += tuple(mine.append(found).token_ids)
@@ -319,7 +329,7 @@ def test_streams_are_apart() -> None:
     assert coins[0] != coins[1] and coins[0][-1] and not coins[0][0]
     weights = np.ones(1000)
     for depth in range(3):
-        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].rest(depth, weights))):
+        for purpose, found in ((0, rounds[0].token(depth, weights)), (2, rounds[0].resample(depth, weights))):
             assert [found] == draw(torch.ones(1, 1000), [noise_key(5, 0, 2 + depth, purpose)])
     drafting = DraftRules(mine, rounds[0])
     assert drafting.key(2) == rounds[0].drafting(2) and drafting.row((4,)).params is mine.params

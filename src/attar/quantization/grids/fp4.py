@@ -52,8 +52,25 @@ def level_fp4(codes: Tensor) -> Tensor:
     return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
+class _FP4Grid(Grid):
+    """e2m1 codes, 0 to 15."""
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """Unsigned bytes."""
+        return torch.uint8
+
+    def nearest(self, values: Tensor) -> Tensor:
+        """Codes 0 to 15, halves to even."""
+        return nearest_fp4(values)
+
+    def level(self, codes: Tensor) -> Tensor:
+        """e2m1 values."""
+        return level_fp4(codes)
+
+
 @dataclass(frozen=True)
-class NVFP4Grid(Grid):
+class NVFP4Grid(_FP4Grid):
     """w = s * F[q], groups of 16; s = t / a with t in e4m3.
 
     ``TileParameters.stored`` holds "global_scale", a, float32 (1,), and "local_scale", t, float8_e4m3fn
@@ -69,11 +86,6 @@ class NVFP4Grid(Grid):
     peak: float = 0.0
     group_size: int = field(default=16, init=False)
     rows: int = field(default=1, init=False)
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        """Unsigned bytes."""
-        return torch.uint8
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes, e4m3 scales and the global scale."""
@@ -94,17 +106,9 @@ class NVFP4Grid(Grid):
         stored = {"global_scale": whole, "local_scale": local.to(torch.float8_e4m3fn)}
         return TileParameters(local / whole, stored=stored)
 
-    def nearest(self, values: Tensor) -> Tensor:
-        """Codes 0 to 15, halves to even."""
-        return nearest_fp4(values)
-
-    def level(self, codes: Tensor) -> Tensor:
-        """e2m1 values."""
-        return level_fp4(codes)
-
 
 @dataclass(frozen=True)
-class MXFP4Grid(Grid):
+class MXFP4Grid(_FP4Grid):
     """w = 2^e * F[q], groups of 32.
 
     ``TileParameters.stored`` holds "exponent", e + 127, uint8 (N, K / 32).
@@ -116,11 +120,6 @@ class MXFP4Grid(Grid):
     storage: torch.dtype = torch.float32
     group_size: int = field(default=32, init=False)
     rows: int = field(default=1, init=False)
-
-    @property
-    def code_dtype(self) -> torch.dtype:
-        """Unsigned bytes."""
-        return torch.uint8
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Stored bits of a weight: codes and exponents."""
@@ -137,11 +136,3 @@ class MXFP4Grid(Grid):
         exponent = torch.where(top > 0, exponent.clamp(1 - BIAS, BIAS), torch.zeros_like(exponent))
         stored = {"exponent": (exponent + BIAS).to(torch.uint8)}
         return TileParameters(torch.exp2(exponent.float()), stored=stored)
-
-    def nearest(self, values: Tensor) -> Tensor:
-        """Codes 0 to 15, halves to even."""
-        return nearest_fp4(values)
-
-    def level(self, codes: Tensor) -> Tensor:
-        """e2m1 values."""
-        return level_fp4(codes)

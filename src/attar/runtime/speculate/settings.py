@@ -19,7 +19,7 @@ class SpeculationSettings:
     Args:
         speculate: a name of METHODS; None: by ``draft``, or not at all.
         draft: a model that drafts; None: none.
-        drafts: of one text in a pass at most; None: what suits the method.
+        drafts: of one sequence in a pass at most; None: the method's default.
         verification: coupled, exact, or None: coupled where a request has a seed, else exact.
 
     Raises:
@@ -34,8 +34,8 @@ class SpeculationSettings:
     def __post_init__(self) -> None:
         if self.speculate is not None and self.speculate not in METHODS:
             close = nearest(self.speculate, METHODS)
-            wish = f" (did you mean {close}?)" if close else ""
-            raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{wish}")
+            suggestion = f" (did you mean {close}?)" if close else ""
+            raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
         if self.speculate is not None and self.draft is not None:
             raise SettingsError("speculate", self.speculate, "None beside a draft model: one of them drafts")
         if self.drafts is not None and self.drafts < 1:
@@ -57,7 +57,7 @@ class SpeculationSettings:
             SettingsError: names both settings, with the sentence.
         """
         if self:
-            drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or text
+            drafter = getattr(self.draft, "name", self.draft)  # a path, an open checkpoint, or a name
             how = ("draft", drafter) if self.speculate is None else ("speculate", self.speculate)
             check_together({**features, "speculation": how, "tree": how})
 
@@ -71,7 +71,7 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Methods of speculation beside plain decoding."""
+    """Methods of speculation to compare with plain decoding."""
 
     speculate: tuple[str, ...] = _option((), "measure this method of speculation beside plain decoding",
                                          choices=METHODS)  # fmt: skip
