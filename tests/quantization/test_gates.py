@@ -11,8 +11,8 @@ from attar.errors import NumericsError
 from attar.quantization.gates import (
     Finding,
     check_layers,
+    check_model,
     code_numbers,
-    judge_output,
     levels,
     raise_on_error,
     suspect,
@@ -195,17 +195,17 @@ def test_the_error_names_layer_and_mend():
     [(0.0, None), (0.5, None), (1.2, "warning"), (2.0, "error"), (math.nan, "error"), (math.inf, "error")],
 )
 def test_the_whole_model(kl, severity):
-    found = judge_output(kl, 2.0, top1=0.5, culprit="layer")
+    found = check_model(kl, 2.0, top1=0.5, culprit="layer")
     assert [f.severity for f in found] == ([severity] if severity else [])
     assert all(f.layer == "layer" for f in found)
 
 
 def test_a_stuck_sample_is_an_error_unless_the_original_is_stuck_too():
     stuck, fine = [7] * 15 + [8], list(range(16))
-    assert judge_output(0.2, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
-    assert judge_output(0.01, 2.0, sample=stuck, original_sample=fine)[0].severity == "warning"
-    assert judge_output(0.1, 2.0, sample=stuck, original_sample=stuck) == []
-    assert judge_output(0.1, 2.0, sample=fine, original_sample=fine) == []
+    assert check_model(0.2, 2.0, sample=stuck, original_sample=fine)[0].severity == "error"
+    assert check_model(0.01, 2.0, sample=stuck, original_sample=fine)[0].severity == "warning"
+    assert check_model(0.1, 2.0, sample=stuck, original_sample=stuck) == []
+    assert check_model(0.1, 2.0, sample=fine, original_sample=fine) == []
 
 
 def test_suspect():
@@ -253,7 +253,7 @@ def test_a_destroyed_model_is_garbage_and_a_rounded_one_is_not():
         W.copy_(weight(*W.shape) / W.shape[1] ** 0.5)
     for model, severity in ((fine, None), (broken, "error")):
         there = model_kl(model.original, model.quantized, model.rows)
-        found = judge_output(there.kl, there.blind, top1=there.top1)
+        found = check_model(there.kl, there.blind, top1=there.top1)
         assert [f.severity for f in found] == ([severity] if severity else [])
 
 

@@ -7,10 +7,21 @@ from pathlib import Path
 import pytest
 
 from attar.checkpoint.open import open_checkpoint
+from attar.deployment.settings import ROUNDINGS
 from attar.errors import RecipeError
 from attar.measure.settings import EvaluateSettings
+from attar.quantization.settings import METHOD_SETTINGS
 from attar.recipe import machine
-from attar.recipe.estimate import Shape, Work, after, estimate, evaluation_seconds, shape_of, stage_work
+from attar.recipe.estimate import (
+    METHOD_COSTS,
+    Shape,
+    Work,
+    after,
+    estimate,
+    evaluation_seconds,
+    shape_of,
+    stage_work,
+)
 from attar.recipe.machine import Rates, measure_rates, threads
 from attar.recipe.schema import StageEntry, parse_recipe
 from tests.recipe.recipe_fakes import make_model
@@ -150,6 +161,13 @@ def test_an_export_sweeps_only_where_its_rounding_reads_text() -> None:
     assert dense == gguf == Work(elements=10 * SHAPE.parameters)
     assert 0 < imatrix.products < gptq.products
     assert gptq.calls > 0 < exl2.calls
+
+
+def test_every_method_and_every_rounding_of_an_export_has_a_cost() -> None:
+    assert set(METHOD_COSTS) == set(METHOD_SETTINGS)
+    assert [name for name in ROUNDINGS if name not in METHOD_COSTS] == ["nearest"]
+    for rounding in ROUNDINGS[1:]:
+        assert work(f"stage: export, samples: 16, format: gguf, rounding: {rounding}").products > 0
 
 
 def test_an_evaluation_stops_measuring_speed_after_its_budget() -> None:

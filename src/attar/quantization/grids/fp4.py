@@ -11,7 +11,7 @@ stores and reads them.
 
 Letters: a global scale of the whole weight W; t stored scale of a group of weights w; s scale as the reader
 computes it; e exponent of a group; F the eight magnitudes 0 .5 1 1.5 2 3 4 6; q code 0 to 15: bit 3 the sign,
-bits 0 to 2 the place in F.
+bits 0 to 2 the index in F.
 
 Differs from the MX specification: the exponent is that of max|w| after 1/4 of its leading bit was added, so
 that a group whose largest magnitude is 1.75 or more times a power of two gets the next larger scale
@@ -37,7 +37,7 @@ BIAS = 127  # of E8M0 exponents
 def nearest_fp4(values: Tensor) -> Tensor:
     """Codes, float32, of values on the unit scale; halves go to the even code, the sign of zero is kept.
 
-    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the place is the least of three roundings.
+    F has steps of 1/2 below 2, of 1 below 4 and of 2 beyond: the index is the least of three roundings.
     """
     magnitudes = values.abs()
     index = (magnitudes * 2).round_()
@@ -78,8 +78,8 @@ class NVFP4Grid(_FP4Grid):
 
     Attributes:
         storage: the type in which a reader gets the decoded weight; no scale is stored in it.
-        peak: largest magnitude of all weights that are to have one global scale (engines fuse q, k, v and
-            gate, up); 0: of this weight alone.
+        peak: largest magnitude of all weights with the same global scale (engines fuse q, k, v and gate,
+            up); 0: of this weight alone.
     """
 
     storage: torch.dtype = torch.float32
@@ -95,7 +95,7 @@ class NVFP4Grid(_FP4Grid):
     def choose(
         self, weight: Tensor, shrink: float | Tensor = 1.0, importance: Tensor | None = None
     ) -> TileParameters:
-        """The global scale from the largest magnitude of all, then each group's; ``shrink`` acts on the
+        """The global scale from the largest magnitude, then each group's; ``shrink`` acts on the
         groups alone. A group of zeros gets t = 1/8."""
         top = self.tile(weight).abs().amax((1, 3))
         peak = top.max() if self.peak == 0 else top.new_tensor(self.peak)
