@@ -37,7 +37,7 @@ class SpeculationSettings:
             suggestion = f" (did you mean {close}?)" if close else ""
             raise SettingsError("speculate", self.speculate, f"{', '.join(METHODS)} or None{suggestion}")
         if self.speculate is not None and self.draft is not None:
-            raise SettingsError("speculate", self.speculate, "None beside a draft model: one of them drafts")
+            raise SettingsError("speculate", self.speculate, "None with a draft model: one of them drafts")
         if self.drafts is not None and self.drafts < 1:
             raise SettingsError("drafts", self.drafts, "at least 1")
         if self.verification not in (None, *MODES):
@@ -73,15 +73,15 @@ def _option(default: Any, help: str, **metadata: Any) -> Any:
 class ProfileSettings:
     """Methods of speculation to compare with plain decoding."""
 
-    speculate: tuple[str, ...] = _option((), "measure this method of speculation beside plain decoding",
+    speculate: tuple[str, ...] = _option((), "measure this method of speculation against plain decoding",
                                          choices=METHODS)  # fmt: skip
-    draft: tuple[str, ...] = _option((), "measure this draft model beside plain decoding")
+    draft: tuple[str, ...] = _option((), "measure this draft model against plain decoding")
     drafts: tuple[int, ...] = _option(
         (), "with each method: drafts of a pass at most; none: its usual number"
     )
     verification: str | None = _option(None, "coupled or exact; none: coupled, for every prompt has a seed",
                                        choices=MODES)  # fmt: skip
-    fixed: bool = _option(False, "always make so many drafts, also where they do not pay")
+    fixed: bool = _option(False, "always draft this many tokens, also where they do not pay")
     prompts: int = _option(4, "prompts of each set")
     sets: tuple[str, ...] = _option(SETS, "a set of prompts", choices=SETS)
     prompt_file: str | None = _option(
@@ -102,5 +102,5 @@ class ProfileSettings:
 
     @property
     def asked(self) -> bool:
-        """Whether there is anything to measure beside plain decoding."""
+        """Whether any method is measured."""
         return bool(self.speculate or self.draft)

@@ -132,11 +132,11 @@ class ProfileRow:
     """A method on a set.
 
     Attributes:
-        texts: how many were asked for; same: of them equal to plain decoding's.
+        texts: completions; same: of them equal to those of plain decoding.
         tokens_per_s: decoded, all rounds together.
         speedup, low, high: over plain decoding, with 95 % of confidence; None for plain decoding itself.
         acceptance: accepted of drafted; chance: a; None where nothing was drafted.
-        tokens_per_pass, theory: of one text, measured and from a.
+        tokens_per_pass, theory: of one sequence, measured and from a.
         draft_share: of the time, spent in the proposer.
         histogram: passes with 0, 1, 2, ... accepted drafts.
     """
